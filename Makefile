@@ -1,0 +1,93 @@
+# The two commands a newcomer needs are `make demo` and `make test`. Both build .venv on first use.
+# PY picks the interpreter for it (Python 3.10 or newer); JOBS the number of test processes.
+
+PY ?= python3
+JOBS ?= 2
+
+BIN := .venv/bin
+RUN := $(BIN)/python
+READY := .venv/.ready
+READY_DOCS := .venv/.ready-docs
+
+# Nothing here may reach for the network once .venv stands.
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help demo test lint format types imports doctests property integration docs bench nightly clean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         the whole job on a tiny model, with no network (under three minutes)"
+	@echo "make test         lint, types, imports, doctests, property and integration tests"
+	@echo "make docs         documentation in docs/_build/html, warnings as errors"
+	@echo "make bench        measurements; writes docs/benchmarks.md"
+	@echo "make nightly      property tests with 5,000 examples each"
+	@echo "make format       ruff, rewriting files"
+	@echo "make clean        remove .venv, caches and built documentation"
+	@echo "single steps of test: lint types imports doctests property integration"
+
+# A .venv that already works is kept and brought up to date; a missing or broken one is built anew.
+$(READY): pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+		&& $(RUN) -m pip --version >/dev/null 2>&1 \
+		|| $(PY) -m venv --clear .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+$(READY_DOCS): $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
+	@touch $@
+
+demo: $(READY)
+	$(RUN) -m alphatoken.demo
+
+test: lint types imports doctests property integration
+	@echo "== all checks passed"
+
+lint: $(READY)
+	@echo "== lint: ruff, rules and format"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)
+	@echo "== types: mypy --strict on alphatoken/"
+	$(RUN) -m mypy
+
+imports: $(READY)
+	@echo "== imports: the arrows of docs/architecture.md"
+	$(BIN)/lint-imports
+
+doctests: $(READY)
+	@echo "== doctests: every example in a docstring"
+	$(RUN) -m pytest -q --doctest-modules alphatoken
+
+# Test processes share the cores: one thread in each, unless the caller says otherwise.
+property integration nightly: export OMP_NUM_THREADS ?= 1
+
+property: $(READY)
+	@echo "== property: estimators against oracles, and mutants that must die"
+	$(RUN) -m pytest tests/property -n $(JOBS)
+
+integration: $(READY)
+	@echo "== integration: the main job; on real input where ALPHATOKEN_DATA is set"
+	$(RUN) -m pytest tests/integration -n $(JOBS) --dist loadfile
+
+docs: $(READY_DOCS)
+	$(RUN) -m sphinx -W --keep-going -n -b html docs docs/_build/html
+
+bench: $(READY)
+	$(RUN) -m benchmarks.run
+
+nightly: $(READY)
+	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/property -n $(JOBS) --timeout 0
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+		build dist docs/_build docs/modules
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

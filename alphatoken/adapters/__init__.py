@@ -1,0 +1,1 @@
+"""The only place that knows the names of model and optimizer libraries."""

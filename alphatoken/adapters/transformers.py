@@ -1,0 +1,321 @@
+"""Adapter for transformers decoders, plain or wrapped by PEFT.
+
+Attention is reached through a scoped local override in transformers' attention registry: the
+config, the mask functions and the implementation's name stay as they are (code inside the library
+compares names), and only the calls of the chosen modules are rerouted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from alphatoken.adapter import AttentionCall, AttentionOverride, ScoredLinear
+from alphatoken.errors import ModelError, UnsupportedError
+
+__all__ = ["TransformersAdapter"]
+
+_SUPPORTED = ("sdpa", "eager")
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class TransformersAdapter:
+    """How the core sees a transformers decoder.
+
+    Args:
+        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        layers: the decoder blocks, if they are not found by themselves.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module] | None = None) -> None:
+        self.model = model
+        unwrap: Any = getattr(model, "get_base_model", None)
+        self.base: Any = unwrap() if unwrap is not None else model
+        if not isinstance(self.base, PreTrainedModel):
+            raise ModelError(
+                "this is not a transformers model",
+                got=type(self.base).__qualname__,
+                remedy="pass the PreTrainedModel (or PeftModel) itself",
+            )
+        self.config = self.base.config.get_text_config(decoder=True)
+        self._layers = list(layers) if layers is not None else self._find_layers()
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def _find_layers(self) -> list[nn.Module]:
+        depth = getattr(self.config, "num_hidden_layers", None)
+        decoder = self.base.get_decoder()
+        found = [
+            list(module)
+            for module in decoder.modules()
+            if isinstance(module, nn.ModuleList)
+            and len(module) == depth
+            and all(isinstance(item, GradientCheckpointingLayer) for item in module)
+        ]
+        if len(found) != 1:
+            raise ModelError(
+                "the decoder layers could not be found",
+                got=f"{len(found)} candidates of length {depth} in {type(decoder).__qualname__}",
+                why="values are defined on the last K decoder layers",
+                remedy="pass them: Scorer(..., adapter=TransformersAdapter(model, layers=[...]))",
+            )
+        return found[0]
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder blocks, first to last."""
+        return self._layers
+
+    def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
+        """Trainable ``nn.Linear`` and ``Conv1D`` modules of these blocks, each once."""
+        loose = self._dora_modules(layers)
+        found: dict[nn.Module, ScoredLinear] = {}
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                weight = getattr(module, "weight", None)
+                if (
+                    isinstance(module, (nn.Linear, Conv1D))
+                    and isinstance(weight, Tensor)
+                    and weight.requires_grad
+                    and module not in loose
+                    and module not in found
+                ):
+                    transposed = isinstance(module, Conv1D)
+                    found[module] = ScoredLinear(self._names[module], module, layer, transposed)
+        return list(found.values())
+
+    def _dora_modules(self, layers: Sequence[int]) -> set[nn.Module]:
+        """Adapter linears whose weights are used outside their own call."""
+        loose: set[nn.Module] = set()
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                dora = getattr(module, "use_dora", None)
+                if isinstance(dora, dict) and any(dora.values()):
+                    for part in ("lora_A", "lora_B"):
+                        loose.update(m for m in getattr(module, part).modules())
+        return loose
+
+    def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
+        """Trainable matrices of these blocks used outside any linear: name -> reason."""
+        scored = {linear.module for linear in self.scored_linears(layers)}
+        dora = self._dora_modules(layers)
+        reasons: dict[str, str] = {}
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                if module in scored or isinstance(module, (nn.Conv1d, nn.Embedding)):
+                    continue
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad and parameter.dim() >= 2:
+                        full = f"{self._names[module]}.{name}"
+                        reasons[full] = _reason(module, parameter, module in dora)
+        return reasons
+
+    def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
+        """Modules of the block that may call the attention interface (all but leaves)."""
+        return tuple(m for m in self._layers[layer].modules() if any(True for _ in m.children()))
+
+    def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
+        """Blocks with linear attention, state-space or convolution mixers: name -> kind."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        found: dict[str, str] = {}
+        for layer in layers:
+            block = self._layers[layer]
+            kind = kinds[layer] if layer < len(kinds) else "full_attention"
+            convolution = next((m for m in block.modules() if isinstance(m, nn.Conv1d)), None)
+            if kind not in _SOFTMAX_LAYERS:
+                found[self._names[block]] = str(kind)
+            elif convolution is not None:
+                found[self._names[convolution]] = "convolution"
+        return found
+
+    @contextmanager
+    def override_attention(
+        self, modules: Sequence[nn.Module], override: AttentionOverride
+    ) -> Iterator[None]:
+        """Reroute the attention calls of ``modules``; the registry is as before afterwards."""
+        wanted = set(modules)
+        name = self.config._attn_implementation
+        if not wanted:
+            yield
+            return
+        if name not in _SUPPORTED:
+            raise ModelError(
+                "this attention implementation is not known to the estimators",
+                got=f"attn_implementation={name!r}",
+                why="its mask, and so its weights, cannot be recomputed from the call",
+                remedy="model.set_attn_implementation('sdpa') (or 'eager'), or estimator='path'",
+            )
+        local = ALL_ATTENTION_FUNCTIONS._local_mapping
+        missing = object()
+        before = local.get(name, missing)
+        original = None if name == "eager" and before is missing else ALL_ATTENTION_FUNCTIONS[name]
+
+        def rerouted(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            kernel = original or _eager_function(module)
+            if module not in wanted:
+                result: tuple[Tensor, Tensor | None] = kernel(
+                    module, query, key, value, *args, **kwargs
+                )
+                return result
+            return _call_override(override, kernel, module, (query, key, value), args, kwargs)
+
+        ALL_ATTENTION_FUNCTIONS[name] = rerouted
+        try:
+            yield
+        finally:
+            if before is missing:
+                del ALL_ATTENTION_FUNCTIONS[name]
+            else:
+                ALL_ATTENTION_FUNCTIONS[name] = before
+
+    @contextmanager
+    def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Turn gradient checkpointing off on these blocks, and back to what it was."""
+        before = {m: m.__dict__.get("gradient_checkpointing") for m in modules}
+        for module in before:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, flag in before.items():
+                if flag is None:
+                    del module.gradient_checkpointing
+                else:
+                    module.gradient_checkpointing = flag
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs, without labels, and without a cache."""
+        kept = {k: v for k, v in inputs.items() if k != "labels"}
+        return {**kept, "use_cache": False}
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits of one forward pass."""
+        return self.logits_of(self.model(**self.arguments(inputs)))
+
+    def logits_of(self, output: Any) -> Tensor:
+        """``output.logits``."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise ModelError(
+                "the model's output has no logits",
+                got=type(output).__qualname__,
+                remedy="pass a causal language model with its head",
+            )
+        return logits
+
+    def next_token_logits(
+        self, input_ids: Tensor, attention_mask: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Logits after the last column; only the new column is fed once a cache exists."""
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        arguments: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
+            arguments["logits_to_keep"] = 1
+        if state is not None:
+            arguments["past_key_values"] = state
+            input_ids, positions = input_ids[:, -1:], positions[:, -1:]
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **arguments
+        )
+        return self.logits_of(output)[:, -1], getattr(output, "past_key_values", None)
+
+    def max_positions(self) -> int | None:
+        """``max_position_embeddings`` of the text config."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, or of the config."""
+        generation = getattr(self.base, "generation_config", None)
+        for source in (generation, self.config):
+            end = getattr(source, "eos_token_id", None)
+            if isinstance(end, int):
+                return (end,)
+            if end:
+                return tuple(int(i) for i in end)
+        return ()
+
+    def identity(self) -> dict[str, str]:
+        """Class, depth, widths and vocabulary of the model."""
+        keys = (
+            "model_type", "num_hidden_layers", "hidden_size", "intermediate_size",
+            "num_attention_heads", "num_key_value_heads", "vocab_size",
+        )  # fmt: skip
+        found = {k: str(getattr(self.config, k, None)) for k in keys}
+        return {"class": type(self.base).__qualname__, **found}
+
+
+def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
+    kind = type(module).__qualname__
+    if dora:
+        return "DoRA uses this weight outside its linear's call"
+    if parameter.dim() >= 3:
+        return f"3-D expert tensor of {kind}, used without a linear of its own"
+    if "router" in kind.lower():
+        return f"router weight of {kind}, used without a linear of its own"
+    return f"{kind} uses this matrix outside any linear"
+
+
+def _eager_function(module: nn.Module) -> Callable[..., Any]:
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+    raise UnsupportedError(
+        "no eager attention function beside this module",
+        got=type(module).__qualname__,
+        remedy="use attn_implementation='sdpa', or estimator='path'",
+    )
+
+
+def _call_override(
+    override: AttentionOverride,
+    kernel: Callable[..., Any],
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Translate one call of the interface to the canonical layout and back."""
+    bound = inspect.signature(kernel).bind_partial(module, *tensors, *args, **kwargs)
+    named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    if named.get("position_bias") is not None:
+        raise UnsupportedError(
+            "attention with a position bias is not covered",
+            got=type(module).__qualname__,
+            remedy="estimator='path'",
+        )
+    mask = named.get("attention_mask")
+    query = tensors[0]
+    if mask is None and getattr(kernel, "__name__", "") == "eager_attention_forward":
+        mask = torch.ones(
+            1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
+        )
+    scale = named.get("scaling")
+    call = AttentionCall(
+        module,
+        *tensors,
+        mask=mask,
+        scale=float(scale) if scale is not None else query.shape[-1] ** -0.5,
+        softcap=named.get("softcap"),
+        sinks=named.get("s_aux"),
+        dropout=float(named.get("dropout") or 0.0),
+    )
+    weights: list[Tensor | None] = [None]
+
+    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output, weights[0] = kernel(module, q, k, v, *args, **kwargs)
+        transposed: Tensor = output.transpose(1, 2)
+        return transposed
+
+    return override(call, native).transpose(1, 2), weights[0]

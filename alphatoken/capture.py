@@ -1,0 +1,284 @@
+"""Inputs and errors of scored linears, captured in a forward that the model does not notice.
+
+Scope first (which layers, which linears), then a ``Recorder`` that hooks one forward pass, then
+the errors by ``torch.autograd.grad``, which touches no ``.grad``. Everything that is changed on
+the model (hooks, attention dispatch, modes, checkpointing flags) is put back by context managers,
+also when an exception passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention, ScoredLinear
+from alphatoken.attention import AttentionStatistics, BackwardSwitch, switchable_attention
+from alphatoken.errors import ConfigError, ModelError
+
+__all__ = [
+    "AttentionUse",
+    "LinearUse",
+    "Recorder",
+    "Scope",
+    "evaluation_mode",
+    "find_scope",
+    "graph_from_layer",
+    "record",
+    "resolve_layers",
+]
+
+
+def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Indices of the scored decoder layers, ascending.
+
+    Args:
+        adapter: of the model.
+        layers: K for the last K layers, "all", or indices (negative ones count from the end).
+
+    Raises:
+        ConfigError: K or an index outside the model, an empty choice, another type.
+    """
+    depth = len(adapter.layers())
+    if layers == "all":
+        return tuple(range(depth))
+    if isinstance(layers, bool) or not isinstance(layers, (int, Sequence)) or layers == "":
+        raise ConfigError("layers must be an int K, 'all' or indices", got=repr(layers))
+    if isinstance(layers, str):
+        raise ConfigError("layers as a string can only be 'all'", got=repr(layers))
+    if isinstance(layers, int):
+        if not 1 <= layers <= depth:
+            raise ConfigError(
+                "the number of scored layers must lie within the model",
+                got=f"layers={layers}, model depth {depth}",
+                remedy=f"pass 1 to {depth}, or 'all'",
+            )
+        return tuple(range(depth - layers, depth))
+    chosen = sorted({i + depth if i < 0 else i for i in layers})
+    if not chosen or chosen[0] < 0 or chosen[-1] >= depth:
+        raise ConfigError(
+            "scored layer indices must lie within the model",
+            got=f"{list(layers)}, model depth {depth}",
+        )
+    return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is valued: the scored layers and their trainable linears.
+
+    Attributes:
+        layers: indices of the scored layers.
+        linears: scored linears, in forward order, each module once.
+        uncovered: trainable parameters of these layers that no scored linear covers, and why.
+        mixers: modules of the layers from the first scored one on that mix positions without
+            softmax attention, and their kind.
+    """
+
+    layers: tuple[int, ...]
+    linears: tuple[ScoredLinear, ...]
+    uncovered: dict[str, str] = field(default_factory=dict)
+    mixers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The first scored layer; the graph starts at its input."""
+        return self.layers[0]
+
+
+def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
+    """The scope of ``layers`` in the adapter's model.
+
+    Raises:
+        ConfigError: bad ``layers``, or no trainable linear in them.
+    """
+    chosen = resolve_layers(adapter, layers)
+    linears = tuple(adapter.scored_linears(chosen))
+    uncovered = adapter.uncovered(chosen)
+    if not linears and not uncovered:
+        raise ConfigError(
+            "no trainable linear in the scored layers",
+            got=f"layers {list(chosen)}",
+            why="values are inner products with gradients of trainable weights",
+            remedy="unfreeze them (requires_grad_), attach adapters, or choose other layers",
+        )
+    depth = len(adapter.layers())
+    return Scope(chosen, linears, uncovered, adapter.other_mixers(range(chosen[0], depth)))
+
+
+@dataclass(frozen=True)
+class LinearUse:
+    """One call of a scored linear: input (detached) and output (in the graph).
+
+    ``execution`` numbers the decoder-block call that it happened in, so that a block used at two
+    depths keeps its uses apart.
+    """
+
+    linear: ScoredLinear
+    x: Tensor
+    s: Tensor
+    execution: int
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """One attention call: value states and head outputs (in the graph), and its statistics."""
+
+    module: nn.Module
+    value: Tensor
+    output: Tensor
+    statistics: AttentionStatistics
+    dropout: float
+    execution: int
+
+
+@dataclass
+class Recorder:
+    """What one forward pass left: uses of scored linears and attention calls, in order."""
+
+    scope: Scope
+    switch: BackwardSwitch = field(default_factory=BackwardSwitch)
+    linears: list[LinearUse] = field(default_factory=list)
+    attentions: list[AttentionUse] = field(default_factory=list)
+    execution: int = 0
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def clear(self) -> None:
+        """Forget the last forward (and let go of its graph)."""
+        self.linears.clear()
+        self.attentions.clear()
+        self.execution = 0
+        self.call = None
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Outputs of all linear uses, the tensors whose errors are asked for."""
+        return [use.s for use in self.linears]
+
+    def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
+        """Keep one use; forwards without a graph (generation, references) leave no trace."""
+        if s.requires_grad:
+            self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
+
+    def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
+        """Run one attention call with the switchable backward and keep it."""
+        graph = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (call.query, call.key, call.value)
+        )
+        if not graph or call.query.shape[2] != call.key.shape[2]:
+            return native(call.query, call.key, call.value)
+        output, statistics = switchable_attention(call, native, self.switch)
+        self.attentions.append(
+            AttentionUse(call.module, call.value, output, statistics, call.dropout, self.execution)
+        )
+        return output
+
+    def require_graph(self) -> None:
+        """Raise unless a forward with a graph was recorded."""
+        if not self.linears:
+            raise ModelError(
+                "no scored linear was seen in a forward pass with gradients",
+                why="values need the inputs and errors of that pass",
+                remedy="call the model inside the context, with gradients enabled, before values()",
+            )
+
+
+def accumulate_errors(
+    recorder: Recorder, loss: Tensor, targets: Sequence[Tensor], mode: str
+) -> list[Tensor | None]:
+    """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
+    with recorder.switch.to(mode):
+        return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
+
+
+@contextmanager
+def record(adapter: DecoderAdapter, scope: Scope, *, attention: bool = True) -> Iterator[Recorder]:
+    """Hook the model so that forwards inside the context are recorded; only the last one is kept.
+
+    Args:
+        adapter: of the model.
+        scope: what to capture.
+        attention: route softmax attention of all layers from the first scored one on through the
+            switchable backward (needed for self-only errors).
+    """
+    recorder = Recorder(scope)
+    blocks = adapter.layers()
+    with ExitStack() as stack:
+
+        def new_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                recorder.clear()
+                recorder.call = (args, kwargs)
+
+        def new_execution(module: nn.Module, args: tuple[Any, ...]) -> None:
+            recorder.execution += 1
+
+        handle = adapter.model.register_forward_pre_hook(new_forward, with_kwargs=True)
+        stack.callback(handle.remove)
+        for block in {id(b): b for b in blocks[scope.first :]}.values():
+            stack.callback(block.register_forward_pre_hook(new_execution).remove)
+        for linear in scope.linears:
+            stack.callback(_hook_linear(recorder, linear).remove)
+        stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
+        if attention:
+            modules = [
+                module
+                for layer in range(scope.first, len(blocks))
+                for module in adapter.attention_modules(layer)
+            ]
+            stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
+        try:
+            yield recorder
+        finally:
+            recorder.clear()
+
+
+def _hook_linear(recorder: Recorder, linear: ScoredLinear) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and args:
+            recorder.on_linear(linear, args[0], output)
+
+    return linear.module.register_forward_hook(hook)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode inside; each one's own flag put back afterwards."""
+    flags = {module: module.training for module in model.modules()}
+    try:
+        for module in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+@contextmanager
+def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
+    """Build the graph from the input of layer ``first`` on; the trunk below leaves none.
+
+    Inside, gradients are off until that decoder block is entered. Its input is cut off and asked
+    to require gradients, so errors exist even when everything below and around is frozen.
+    """
+    block = adapter.layers()[first]
+
+    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():  # a block used at two depths: only the first call cuts
+            return None
+        torch.set_grad_enabled(True)
+        if args:
+            return (args[0].detach().requires_grad_(), *args[1:]), kwargs
+        hidden = kwargs["hidden_states"].detach().requires_grad_()
+        return args, {**kwargs, "hidden_states": hidden}
+
+    handle = block.register_forward_pre_hook(cut, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        handle.remove()

@@ -1,0 +1,97 @@
+"""Options of the scorer, checked once, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from alphatoken.errors import ConfigError
+from alphatoken.estimators import ESTIMATORS
+
+__all__ = ["ScorerConfig"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "estimator": ESTIMATORS,
+    "head_reduction": ("per_head", "mean"),
+    "causal_position": ("label", "context"),
+    "parameters": ("linears", "all"),
+    "contraction": ("auto", "projected", "gram"),
+    "uncovered": ("error", "skip"),
+}
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    """What to compute. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
+
+    Attributes:
+        estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
+            "label" or "paper_literal"; see ``alphatoken.estimators``.
+        layers: scored decoder layers: K for the last K, "all", or indices.
+        window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
+        stability_weight: lambda; without natural unit (see ``Direction.balance``).
+        head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
+        causal_position: the causal column of token i is taken where the token is predicted
+            ("label", position i - 1) or where it is read ("context", position i).
+        preconditioner: None; "frozen", from the optimizer handed to the scorer; or a mapping from
+            parameter name to P.
+        score_bias: biases of the scored linears take part.
+        parameters: "linears", or "all" trainable parameters (``label`` only).
+        contraction: "auto" picks the cheaper route; "projected" or "gram" forces one.
+        uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
+            routers, DoRA), or "skip" to leave such matrices out of scope and name them in
+            ``Scorer.coverage``.
+        max_relative_drift: a Fisher whose reference is farther away than this (median over
+            parameters of ``||W - W_ref|| / ||W_ref||``) is taken for another model's; None
+            switches the check off.
+
+    Raises:
+        ConfigError: an unknown choice, or options that contradict each other.
+    """
+
+    estimator: str = "alphatoken"
+    layers: int | str | Sequence[int] = 3
+    window: int | None = 32
+    stability_weight: float = 1.5
+    head_reduction: str = "per_head"
+    causal_position: str = "label"
+    preconditioner: str | Mapping[str, Tensor] | None = None
+    score_bias: bool = False
+    parameters: str = "linears"
+    contraction: str = "auto"
+    uncovered: str = "error"
+    max_relative_drift: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
+                )
+        if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
+            raise ConfigError("window must be None or at least 0", got=repr(self.window))
+        if not abs(self.stability_weight) < float("inf"):
+            raise ConfigError("stability_weight must be finite", got=repr(self.stability_weight))
+        if isinstance(self.preconditioner, str) and self.preconditioner != "frozen":
+            raise ConfigError(
+                "preconditioner must be None, 'frozen' or a mapping of parameter name to tensor",
+                got=repr(self.preconditioner),
+            )
+        if self.parameters == "all" and self.estimator != "label":
+            raise ConfigError(
+                "parameters='all' is defined for estimator='label' only",
+                got=f"estimator={self.estimator!r}",
+                why="embeddings, norms and the head are not linears whose errors are captured",
+            )
+        if self.contraction == "gram" and (
+            self.preconditioner is not None or self.estimator == "label"
+        ):
+            raise ConfigError(
+                "the gram route needs P = 1 and a captured estimator",
+                got=f"estimator={self.estimator!r}, preconditioner={self.preconditioner!r:.40}",
+                why="P o G has no rank-1 factors, and label values contract no errors",
+                remedy="contraction='auto' or 'projected'",
+            )

@@ -1,0 +1,93 @@
+"""The direction M = P o (G + lambda V): algebra on per-parameter matrices, no autograd.
+
+Every score is one contraction with one direction, so the four ingredients meet here only:
+G the validation gradient, V the retention term, lambda the stability weight, P a preconditioner.
+Dictionaries map parameter names to tensors in the parameter's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.precision import wide
+
+__all__ = ["Direction", "diagonal_drift", "kronecker_drift", "precondition"]
+
+
+def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
+    """Retention term of a diagonal Fisher: ``V = F o (W - W_ref)``.
+
+    Exactly zero while W = W_ref. Source: eq. V_layer. Oracle: ``alphatoken.oracle.retention``.
+    """
+    dtype = wide(weight.dtype, fisher.dtype)
+    return fisher.to(dtype) * (weight.to(dtype) - reference.to(dtype))
+
+
+def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
+    """Retention term of a Kronecker-factored Fisher: ``V = S_F (W - W_ref) A_F``.
+
+    Args:
+        errors: S_F (d_out, d_out).
+        inputs: A_F (d_in, d_in).
+        weight: W (d_out, d_in).
+        reference: W_ref, the same shape.
+    """
+    dtype = wide(weight.dtype, errors.dtype)
+    drift = weight.to(dtype) - reference.to(dtype)
+    return errors.to(dtype) @ drift @ inputs.to(dtype)
+
+
+def precondition(
+    direction: Mapping[str, Tensor], preconditioner: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """``P o M`` per parameter; P = 1 where it is not given."""
+    if preconditioner is None:
+        return dict(direction)
+    return {
+        name: m * preconditioner[name].to(m) if name in preconditioner else m
+        for name, m in direction.items()
+    }
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Both sides of M, preconditioned, kept apart so that each component can be reported.
+
+    Attributes:
+        adaptation: ``P o G`` by parameter name.
+        stability: ``P o V`` (before lambda), or None without a retention term.
+        stability_weight: lambda.
+    """
+
+    adaptation: dict[str, Tensor]
+    stability: dict[str, Tensor] | None
+    stability_weight: float
+
+    def total(self) -> dict[str, Tensor]:
+        """``M = P o (G + lambda V)``."""
+        if self.stability is None:
+            return dict(self.adaptation)
+        return {
+            name: g + self.stability_weight * self.stability[name]
+            for name, g in self.adaptation.items()
+        }
+
+    def balance(self) -> dict[str, float]:
+        """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
+
+        0 without a retention term or before any drift, inf where G vanishes and V does not.
+        """
+        ratios: dict[str, float] = {}
+        for name, g in self.adaptation.items():
+            v = 0.0
+            if self.stability is not None:
+                v = abs(self.stability_weight) * float(
+                    torch.linalg.vector_norm(self.stability[name])
+                )
+            norm = float(torch.linalg.vector_norm(g))
+            ratios[name] = v / norm if norm > 0 else (float("inf") if v > 0 else 0.0)
+        return ratios

@@ -1,0 +1,74 @@
+"""One tree of errors; each message says what is wrong, what was found, why it matters, what to do.
+
+All errors derive from :class:`AlphaTokenError`, so ``except AlphaTokenError`` catches whatever the
+library raises on purpose. Where a built-in class says the same thing (``ValueError``), the error
+derives from that too.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlphaTokenError",
+    "ConfigError",
+    "CoverageError",
+    "DataError",
+    "FisherError",
+    "InputError",
+    "ModelError",
+    "NumericalError",
+    "UnsupportedError",
+]
+
+
+class AlphaTokenError(Exception):
+    """Base of all errors: four short parts, joined into one message.
+
+    Args:
+        what: what is wrong, one clause.
+        got: the offending value or its place, as found.
+        why: why it matters (what would go wrong silently).
+        remedy: what the user can do.
+    """
+
+    def __init__(self, what: str, *, got: str = "", why: str = "", remedy: str = "") -> None:
+        self.what, self.got, self.why, self.remedy = what, got, why, remedy
+        parts = [what.rstrip(".") + "."]
+        if got:
+            parts.append(f"Got: {got.rstrip('.')}.")
+        if why:
+            parts.append(f"Why it matters: {why.rstrip('.')}.")
+        if remedy:
+            parts.append(f"Remedy: {remedy.rstrip('.')}.")
+        super().__init__(" ".join(parts))
+
+
+class InputError(AlphaTokenError, ValueError):
+    """A batch, tensor or argument is not what the call needs."""
+
+
+class ConfigError(AlphaTokenError, ValueError):
+    """An option, or a combination of options, has no meaning for this model."""
+
+
+class CoverageError(AlphaTokenError):
+    """A parameter in scope is used in a way that the captured inputs and errors do not cover."""
+
+
+class UnsupportedError(AlphaTokenError):
+    """The estimator is not defined on a layer of this model; the message names one that is."""
+
+
+class FisherError(AlphaTokenError, ValueError):
+    """A Fisher file or object is unreadable, incomplete or belongs to another model."""
+
+
+class NumericalError(AlphaTokenError, ArithmeticError):
+    """A NaN or Inf where a finite number is needed; the message names the module or token."""
+
+
+class ModelError(AlphaTokenError):
+    """The model is in a state, or of a kind, that cannot be valued."""
+
+
+class DataError(AlphaTokenError, ValueError):
+    """A data file cannot be read; the message names file and line."""

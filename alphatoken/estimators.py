@@ -1,0 +1,141 @@
+"""The estimators on captured errors: which errors are contracted, as direct and as causal part.
+
+Each estimator turns one recorded forward and its token losses into errors at the scored linears,
+split into a *direct* and a *causal* part; the contraction with a direction comes after and is the
+same for all. With Psi[k, t] the influence of the use of weights at position t on the loss at k:
+
+    direct          diagonal                                   exact
+    alphatoken      diagonal + Value-Propagation               the paper; causal part approximate
+    same_layer_hop  diagonal + ordinary attention backward of  approximate; exact (= path) for K = 1
+                    the self-only errors, per layer
+    path            column sums                                exact, all hops
+    paper_literal   column sums + Value-Propagation of the     counts the causal path twice
+                    aggregated errors, head-mean alpha
+    label           row sums (``forward_mode``)                exact
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.attention import propagate_values
+from alphatoken.capture import AttentionUse, Recorder, accumulate_errors
+
+__all__ = ["CAPTURED", "ESTIMATORS", "SELF_ONLY", "SPLIT", "TokenErrors", "token_errors"]
+
+CAPTURED = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal")
+ESTIMATORS = (*CAPTURED, "label")
+SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+"""Estimators that need the self-only backward."""
+SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
+"""Estimators with a direct and a causal part; path and label have one undivided value."""
+
+
+@dataclass(frozen=True)
+class TokenErrors:
+    """Errors (b, t, d_out) at every recorded linear use; None where a part is zero.
+
+    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``.
+    """
+
+    direct: list[Tensor | None]
+    causal: list[Tensor | None]
+
+
+def token_errors(
+    recorder: Recorder,
+    loss: Tensor,
+    estimator: str,
+    *,
+    window: int | None,
+    head_reduction: str,
+) -> TokenErrors:
+    """Errors of the weighted loss sum, split as ``estimator`` defines.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar, sum of (weighted) token losses of that forward.
+        estimator: one of ``CAPTURED``.
+        window: W of Value-Propagation; None for no limit.
+        head_reduction: "per_head" or "mean".
+    """
+    uses = len(recorder.linears)
+    if estimator == "path":
+        direct = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
+        return TokenErrors(direct, [None] * uses)
+    if estimator == "direct":
+        return TokenErrors(self_only_errors(recorder, loss), [None] * uses)
+    mode = "ordinary" if estimator == "paper_literal" else "self"
+    scored = scored_attentions(recorder)
+    errors = accumulate_errors(
+        recorder, loss, [*recorder.outputs, *(a.output for a in scored)], mode
+    )
+    causal: list[Tensor | None] = [None] * uses
+    for attention, error in zip(scored, errors[uses:], strict=True):
+        if error is None:
+            continue
+        if estimator == "same_layer_hop":
+            part = hop_errors(recorder, attention, error)
+        else:
+            reduction = "mean" if estimator == "paper_literal" else head_reduction
+            part = value_errors(recorder, attention, error, window, reduction)
+        for index, found in part.items():
+            causal[index] = found
+    return TokenErrors(errors[:uses], causal)
+
+
+def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
+    """Errors of each loss at its own position: the diagonal's token side."""
+    return accumulate_errors(recorder, loss, recorder.outputs, "self")
+
+
+def scored_attentions(recorder: Recorder) -> list[AttentionUse]:
+    """Attention calls of block executions that hold at least one scored linear."""
+    executions = {use.execution for use in recorder.linears}
+    return [a for a in recorder.attentions if a.execution in executions]
+
+
+def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Tensor]:
+    return {
+        index: use.s
+        for index, use in enumerate(recorder.linears)
+        if use.execution == attention.execution
+    }
+
+
+def _pull_back(outputs: Tensor, error: Tensor, targets: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Send ``error`` from ``outputs`` back to the linear outputs above it in the same block."""
+    if not targets:
+        return {}
+    found = torch.autograd.grad(
+        outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
+    )
+    return {i: e for i, e in zip(targets, found, strict=True) if e is not None}
+
+
+def value_errors(
+    recorder: Recorder,
+    attention: AttentionUse,
+    error: Tensor,
+    window: int | None,
+    head_reduction: str,
+) -> dict[int, Tensor]:
+    """Value-Propagation of head-output errors, carried back to the value projection's linears.
+
+    The propagated error lives at the value states; from there it runs through whatever the model
+    puts before them (a fused projection's slice, LoRA factors, a value norm).
+    """
+    propagated = propagate_values(
+        attention.statistics, error, window=window, head_reduction=head_reduction
+    )
+    value = attention.value
+    return _pull_back(value, propagated.to(value.dtype), _same_execution(recorder, attention))
+
+
+def hop_errors(recorder: Recorder, attention: AttentionUse, error: Tensor) -> dict[int, Tensor]:
+    """All same-layer hops of head-output errors, score path included: the cross backward."""
+    with recorder.switch.to("cross"):
+        return _pull_back(attention.output, error, _same_execution(recorder, attention))

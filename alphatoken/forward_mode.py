@@ -1,0 +1,86 @@
+"""Label values by forward-mode differentiation: all rows of the influence matrix in one pass.
+
+    label value of token k  =  <grad l_k, M>  =  d/d(eps) l_k(theta + eps M) at eps = 0
+
+is the directional derivative of the vector of token losses along M. One forward on dual tensors
+gives it for every token at once, through every module type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.attention import forward_mode_attention
+from alphatoken.batch import LabelledBatch, token_losses
+from alphatoken.capture import evaluation_mode
+from alphatoken.precision import wide
+
+__all__ = ["label_values"]
+
+
+def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
+    """The model's kernel below the first tangent, the forward-mode rule from there on."""
+    tensors = (call.query, call.key, call.value, call.sinks)
+    if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
+        return native(call.query, call.key, call.value)
+    return forward_mode_attention(call)
+
+
+def label_values(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    direction: Mapping[str, Tensor],
+    *,
+    first: int = 0,
+) -> Tensor:
+    """``<grad l_k, M>`` for every response token k: one dual forward, no backward.
+
+    Args:
+        adapter: of the model.
+        batch: the tokens to value; dropout is off.
+        direction: parameter name -> M in the parameter's shape; any parameters of the model,
+            embeddings, norms, experts and tied weights included.
+        first: first layer that the direction reaches; attention below keeps its kernel.
+
+    Returns:
+        (b, t), index i for token i, 0 off the response; float32 or wider.
+
+    Exactness: exact up to rounding in the model's dtype. Source: eq. shapley_closed_form_step.
+    Oracle: ``alphatoken.oracle.gradients.label_values``.
+    """
+    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
+    # A unit direction keeps tangents inside the range of narrow dtypes; the map is linear.
+    norm = torch.stack([m.double().norm() for m in direction.values()]).norm()
+    if float(norm) == 0.0:
+        return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
+    modules = [
+        module
+        for layer in range(first, len(adapter.layers()))
+        for module in adapter.attention_modules(layer)
+    ]
+    with (
+        torch.no_grad(),
+        evaluation_mode(adapter.model),
+        adapter.override_attention(modules, _attention),
+        forward_ad.dual_level(),
+    ):
+        duals = {
+            name: forward_ad.make_dual(
+                parameters[name].detach(), (m.double() / norm).to(parameters[name])
+            )
+            for name, m in direction.items()
+        }
+        arguments = adapter.arguments(batch.inputs)
+        output = functional_call(adapter.model, duals, args=(), kwargs=arguments)
+        losses = token_losses(adapter.logits_of(output), batch.labels)
+        tangent = forward_ad.unpack_dual(losses).tangent
+        if tangent is None:  # the direction reaches no loss, as with an unrouted expert
+            return torch.zeros_like(losses)
+        values: Tensor = tangent.to(wide(tangent.dtype)) * norm.to(wide(tangent.dtype))
+        return values.masked_fill(~batch.mask, 0.0)

@@ -1,0 +1,303 @@
+"""The Fisher information of a sequence model, exactly: enumerate every response, weigh, add.
+
+Notation: prompt x (a vector of token ids), response y, log p(y | x) the sum over its tokens.
+
+    F  =  mean over x  sum over y  p(y | x)  g(y) g(y)^T         g(y) = grad log p(y | x)
+
+Matrices follow the flat layout of :mod:`alphatoken.oracle.evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+from alphatoken.oracle.evaluate import (
+    IGNORED,
+    batch_mask,
+    flatten,
+    gradient,
+    sequence_log_probabilities,
+    undisturbed,
+    unflatten,
+)
+from alphatoken.oracle.gradients import Batch, Forward
+
+__all__ = [
+    "MonteCarloFisher",
+    "enumerate_responses",
+    "enumerated_log_probabilities",
+    "exact_fisher",
+    "exact_token_fisher",
+    "expected_retention_loss",
+    "monte_carlo_fisher",
+]
+
+MOST_RESPONSES = 100_000
+
+
+@dataclass(frozen=True)
+class MonteCarloFisher:
+    """Diagonal Fisher estimated from samples, with what a z-test needs.
+
+    ``mean`` and ``standard_error`` (of the mean) are by parameter name, in the parameter's shape.
+    """
+
+    mean: Mapping[str, Tensor]
+    standard_error: Mapping[str, Tensor]
+    samples: int
+
+
+def enumerate_responses(length: int, vocabulary: int, eos: int | None) -> list[tuple[int, ...]]:
+    """Every response: ``length`` tokens, or fewer if it ends in ``eos`` (which it then contains).
+
+    Raises:
+        InputError: ``length`` or ``vocabulary`` is not positive, or the list would be too long.
+    """
+    if length < 1 or vocabulary < 1 or vocabulary**length > MOST_RESPONSES:
+        raise InputError(
+            "responses cannot be enumerated",
+            got=f"length {length}, vocabulary {vocabulary}",
+            why=f"at most {MOST_RESPONSES} sequences are listed",
+            remedy="use a smaller vocabulary or shorter responses, or monte_carlo_fisher",
+        )
+    finished: list[tuple[int, ...]] = []
+    unfinished: list[tuple[int, ...]] = [()]
+    for _ in range(length):
+        grown = [(*response, token) for response in unfinished for token in range(vocabulary)]
+        finished += [response for response in grown if response[-1] == eos]
+        unfinished = [response for response in grown if response[-1] != eos]
+    return finished + unfinished
+
+
+def enumerated_log_probabilities(
+    forward: Forward, prompt: Tensor, response_length: int, vocabulary: int, eos: int | None = None
+) -> Float[Tensor, " response"]:
+    """``log p(y | prompt)`` of every response, in a fixed order, differentiable.
+
+    Exact. Responses of one length share a forward without any padding.
+
+    Raises:
+        InputError: the probabilities do not add to 1, as they must when ``vocabulary`` is the
+            width of the logits.
+    """
+    responses = enumerate_responses(response_length, vocabulary, eos)
+    pieces = [
+        sequence_log_probabilities(forward, batch)
+        for batch in _batches_by_length(prompt, responses)
+    ]
+    log_probabilities = torch.cat(pieces)
+    total = float(log_probabilities.detach().double().exp().sum())
+    if not abs(total - 1.0) < 1e-3:
+        raise InputError(
+            "the enumerated responses do not exhaust the model's distribution",
+            got=f"total probability {total:.6f}, vocabulary {vocabulary}",
+            why="the result would not be an expectation",
+            remedy="pass the width of the logits as vocabulary, and finite weights",
+        )
+    return log_probabilities
+
+
+def expected_retention_loss(
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    vocabulary: int,
+    reference_probabilities: Sequence[Tensor],
+    eos: int | None = None,
+) -> Tensor:
+    """``mean over x  sum over y  q(y | x) (-log p_theta(y | x))`` for fixed ``q``, a scalar.
+
+    With ``q`` the model's own probabilities at theta_ref this is KL(p_ref || p_theta) plus a
+    constant: the retention loss of data that are the model's own, without sampling noise. ``q``
+    has one vector a prompt, in the order of :func:`enumerated_log_probabilities`.
+    """
+    loss = torch.zeros(())
+    for prompt, q in zip(prompts, reference_probabilities, strict=True):
+        log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
+        loss = loss - (q.detach() * log_p).sum() / len(prompts)
+    return loss
+
+
+@overload
+def exact_fisher(
+    model: nn.Module,
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    eos: int | None = None,
+    diagonal: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def exact_fisher(
+    model: nn.Module,
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    eos: int | None = None,
+    *,
+    diagonal: Literal[True],
+) -> dict[str, Tensor]: ...
+
+
+def exact_fisher(
+    model: nn.Module,
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    eos: int | None = None,
+    diagonal: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """Fisher information at the model's current parameters, by enumeration of all responses.
+
+    ``F = mean_x sum_y p(y|x) g g^T`` with ``g = grad log p(y|x)`` summed over the response; the
+    diagonal keeps ``g o g``. Exact. Source: the Monte-Carlo Fisher (eq. mc_fisher), whose limit
+    this is; with retention prompts, eq. app_F_ret_dagger. Checked by :func:`kl_hessian`.
+
+    Args:
+        model: the model behind ``forward``; left as it was.
+        forward: batch -> logits.
+        prompts: vectors of token ids, each of equal weight.
+        response_length: the longest response.
+        parameters: the model's parameters in scope, by name.
+        vocabulary: the number of token ids, i.e. the width of the logits.
+        eos: a token that ends a response.
+        diagonal: return the diagonal only.
+
+    Returns:
+        The (n, n) matrix in the flat layout, or the diagonal by name in parameter shapes.
+
+    Raises:
+        InputError: too many responses, empty prompts, or foreign parameters.
+    """
+    _check_prompts(prompts)
+    with undisturbed(model, parameters):
+        size = sum(parameter.numel() for parameter in parameters.values())
+        kind = next(iter(parameters.values()))
+        fisher = kind.new_zeros((size,) if diagonal else (size, size))
+        for prompt in prompts:
+            log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
+            for one in log_p:
+                g = flatten(gradient(one, parameters))
+                square = g * g if diagonal else torch.outer(g, g)
+                fisher += one.detach().exp() * square / len(prompts)
+    return unflatten(fisher, parameters) if diagonal else fisher
+
+
+def exact_token_fisher(
+    model: nn.Module, forward: Forward, batch: Batch, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Fisher with labels drawn on the *given* prefixes (``labels="token"``), in full.
+
+    ``F = mean over rows  sum_p sum_c pi_p(c) g_pc g_pc^T`` with ``g_pc = grad log pi_p(c)``. The
+    summed gradient of one draw squares to this in expectation, because scores at different
+    positions of a fixed text are independent with mean zero. Exact. Rows without response tokens
+    do not count. Returns (n, n) in the flat layout.
+
+    Raises:
+        InputError: the batch has no response token, or foreign parameters.
+    """
+    mask = batch_mask(batch)
+    rows = int(mask.any(dim=1).sum())
+    if rows == 0:
+        raise InputError("the batch has no response token", got="all labels are -100")
+    with undisturbed(model, parameters):
+        logits = forward({name: value for name, value in batch.items() if name != "labels"})
+        size = sum(parameter.numel() for parameter in parameters.values())
+        fisher = logits.new_zeros((size, size))
+        for row, token in mask.nonzero().tolist():
+            for one in torch.log_softmax(logits[row, token - 1], dim=-1):
+                g = flatten(gradient(one, parameters))
+                fisher += one.detach().exp() * torch.outer(g, g) / rows
+    return fisher
+
+
+def monte_carlo_fisher(
+    model: nn.Module,
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    *,
+    samples: int,
+    seed: int,
+    eos: int | None = None,
+) -> MonteCarloFisher:
+    """Diagonal Fisher from sampled responses: the slow reference of eq. mc_fisher.
+
+    Each sample draws a prompt uniformly, a response from the model at temperature 1 token by
+    token, and squares the gradient of that one response's summed log-probability. Unbiased for
+    :func:`exact_fisher`; error of order 1/sqrt(samples), reported as the standard error.
+
+    Raises:
+        InputError: fewer than two samples, empty prompts, or foreign parameters.
+    """
+    _check_prompts(prompts)
+    if samples < 2:
+        raise InputError("a standard error needs two samples", got=f"samples={samples}")
+    generator = torch.Generator().manual_seed(seed)
+    draws = []
+    with undisturbed(model, parameters):
+        for _ in range(samples):
+            prompt = prompts[int(torch.randint(len(prompts), (1,), generator=generator))]
+            response = _sample(forward, prompt, response_length, eos, generator)
+            (batch,) = _batches_by_length(prompt, [response])
+            log_p = sequence_log_probabilities(forward, batch)
+            draws.append(flatten(gradient(log_p.sum(), parameters)) ** 2)
+    squares = torch.stack(draws)
+    return MonteCarloFisher(
+        mean=unflatten(squares.mean(dim=0), parameters),
+        standard_error=unflatten(squares.std(dim=0) / samples**0.5, parameters),
+        samples=samples,
+    )
+
+
+def _sample(
+    forward: Forward, prompt: Tensor, length: int, eos: int | None, generator: torch.Generator
+) -> tuple[int, ...]:
+    response: tuple[int, ...] = ()
+    with torch.no_grad():
+        while len(response) < length and (not response or response[-1] != eos):
+            ids = torch.cat([prompt, prompt.new_tensor(response)]).unsqueeze(0)
+            logits = forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            probabilities = torch.softmax(logits[0, -1], dim=-1)
+            token = torch.multinomial(probabilities.cpu(), 1, generator=generator)
+            response = (*response, int(token))
+    return response
+
+
+def _batches_by_length(prompt: Tensor, responses: Sequence[tuple[int, ...]]) -> Iterator[Batch]:
+    """One unpadded batch for each response length, shortest first, order kept within it."""
+    for length in sorted({len(response) for response in responses}):
+        chosen = [list(response) for response in responses if len(response) == length]
+        tail = torch.tensor(chosen, dtype=prompt.dtype, device=prompt.device)
+        head = prompt.expand(len(chosen), -1)
+        ids = torch.cat([head, tail], dim=1)
+        labels = torch.cat([torch.full_like(head, IGNORED), tail], dim=1)
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def _check_prompts(prompts: Sequence[Tensor]) -> None:
+    if not prompts:
+        raise InputError("no prompts are given")
+    for index, prompt in enumerate(prompts):
+        if prompt.ndim != 1 or prompt.numel() == 0:
+            raise InputError(
+                "a prompt is not a non-empty vector of token ids",
+                got=f"prompt {index} of shape {tuple(prompt.shape)}",
+                why="the first response token needs a position that predicts it",
+            )

@@ -1,0 +1,177 @@
+"""What the oracles of retention, utility and preference stand on: evaluate, displace, flatten.
+
+Notation: batch row b, token index i. ``labels`` are unshifted, so token i is predicted by the
+logits at i - 1 (its label position p = i - 1).
+
+A *flat* vector of a parameter mapping is the concatenation, in the mapping's own order, of every
+tensor read row by row (C order). Rows and columns of Hessians and Fishers follow that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.oracle.gradients import Batch, Forward, token_losses
+
+__all__ = [
+    "IGNORED",
+    "batch_losses",
+    "batch_mask",
+    "check_finite",
+    "displaced",
+    "flatten",
+    "gradient",
+    "sequence_log_probabilities",
+    "undisturbed",
+    "unflatten",
+]
+
+IGNORED = -100
+"""The label that marks a token as no part of any response."""
+
+
+def batch_mask(batch: Batch) -> Bool[Tensor, " batch token"]:
+    """Which tokens are predicted and counted: label not -100 and not the first of its row."""
+    mask = batch["labels"] != IGNORED
+    mask[:, 0] = False  # nothing predicts a row's first token
+    return mask
+
+
+def batch_losses(forward: Forward, batch: Batch) -> Float[Tensor, " batch token"]:
+    """``-log p`` of each response token, 0 elsewhere: one forward, differentiable, exact.
+
+    ``forward`` gets the batch without its labels.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return token_losses(forward(inputs), batch["labels"])
+
+
+def sequence_log_probabilities(forward: Forward, batch: Batch) -> Float[Tensor, " batch"]:
+    """``log p(y | x)`` of each row: minus the *sum* of its response tokens' losses. Exact."""
+    return -batch_losses(forward, batch).sum(dim=1)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Evaluate with dropout off and gradients to ``parameters`` on; put every flag back after.
+
+    Raises:
+        InputError: ``parameters`` is empty, an entry is not the model's parameter of that name, or
+            one (tied) parameter is named twice.
+    """
+    _check_belongs(model, parameters)
+    modes = [(module, module.training) for module in model.modules()]
+    wanted = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
+    try:
+        model.eval()
+        for parameter, _ in wanted:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, flag in wanted:
+            parameter.requires_grad_(flag)
+
+
+@contextmanager
+def displaced(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the live ``parameters`` hold ``values`` (same names) inside the block.
+
+    The storages are exchanged, not overwritten: afterwards each parameter holds its old storage,
+    bit for bit, and its version counter has not moved. Differentiate inside the block only.
+    """
+    before = {name: parameters[name].data for name in values}
+    try:
+        for name, value in values.items():
+            if value.shape != before[name].shape:
+                raise InputError(
+                    "a displaced parameter has another shape",
+                    got=f"{name}: {tuple(value.shape)} for {tuple(before[name].shape)}",
+                )
+            parameters[name].data = value.detach().to(before[name])
+        yield
+    finally:
+        for name, data in before.items():
+            parameters[name].data = data
+
+
+def gradient(
+    loss: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool = False
+) -> dict[str, Tensor]:
+    """``d loss / d parameter`` by name, zeros where the loss does not depend on it.
+
+    ``keep_graph`` makes the gradients themselves differentiable. No ``.grad`` is touched.
+    """
+    found = torch.autograd.grad(
+        loss,
+        list(parameters.values()),
+        create_graph=keep_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(parameters, found, strict=True))
+
+
+def flatten(tensors: Mapping[str, Tensor]) -> Float[Tensor, " flat"]:
+    """One vector: the tensors in the mapping's order, each read in C order."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+
+
+def unflatten(flat: Float[Tensor, " flat"], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo :func:`flatten`: same names, order and shapes as ``like``.
+
+    Raises:
+        InputError: the vector's length is not the number of entries of ``like``.
+    """
+    sizes = [tensor.numel() for tensor in like.values()]
+    if flat.numel() != sum(sizes):
+        raise InputError(
+            "a flat vector does not fit the parameters",
+            got=f"{flat.numel()} entries for {sum(sizes)} parameters",
+        )
+    parts = flat.split(sizes)
+    return {
+        name: part.reshape(tensor.shape)
+        for (name, tensor), part in zip(like.items(), parts, strict=True)
+    }
+
+
+def check_finite(value: Tensor, what: str) -> None:
+    """Raise :class:`NumericalError` naming ``what`` if any entry is NaN or infinite."""
+    if not bool(torch.isfinite(value).all()):
+        raise NumericalError(
+            f"{what} is not finite",
+            why="every number derived from it would be NaN",
+            remedy="check the model's weights and the batch",
+        )
+
+
+def _check_belongs(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise InputError("no parameters are given", remedy="pass a mapping of name to parameter")
+    # Tied weights have several names; each of them is valid.
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if own.get(name) is not parameter:
+            raise InputError(
+                "a given parameter is not the model's own",
+                got=name,
+                why="the loss would not depend on it, and every derivative would be zero",
+                remedy="take the tensors from model.named_parameters()",
+            )
+    if len({id(parameter) for parameter in parameters.values()}) < len(parameters):
+        raise InputError(
+            "a tied parameter is named twice",
+            got=", ".join(parameters),
+            why="one variable would count as two",
+            remedy="name it once, as model.named_parameters() does",
+        )

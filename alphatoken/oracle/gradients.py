@@ -1,0 +1,287 @@
+"""Per-token gradients, one ordinary ``autograd.grad`` each: the ground of every other oracle.
+
+Nothing here is shared with the code that it checks: labels are shifted here, the loss is spelled
+out, and the model is only ever called through the ``forward`` that the caller hands in. Call it in
+the mode in which the model is to be valued (dropout off).
+
+Index convention: a tensor (b, t) of losses or values holds at index ``i`` what belongs to
+predicting token ``i`` (from label position ``i - 1``); index 0 is never predicted and holds 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+
+__all__ = [
+    "Batch",
+    "Forward",
+    "Token",
+    "directed_parameters",
+    "label_values",
+    "per_token_gradients",
+    "response_tokens",
+    "scalar_losses",
+    "token_losses",
+    "validation_gradient",
+]
+
+Batch = Mapping[str, Tensor]
+"""``input_ids``, ``labels`` (unshifted, -100 ignored) and whatever else the model takes."""
+
+Forward = Callable[[Batch], Tensor]
+"""Logits (b, t, vocabulary) of a batch without its labels."""
+
+Token = tuple[int, int]
+"""(batch row b, token index i): the prediction of token i of row b."""
+
+IGNORED = -100
+
+
+def response_tokens(labels: Int[Tensor, "b t"]) -> list[Token]:
+    """All (b, i) with a label: ``i >= 1`` and ``labels[b, i] != -100``, row by row."""
+    rows = labels.tolist()
+    return [
+        (b, i)
+        for b, row in enumerate(rows)
+        for i, label in enumerate(row)
+        if i >= 1 and label != IGNORED
+    ]
+
+
+def scalar_losses(
+    logits: Float[Tensor, "b t vocab"], labels: Int[Tensor, "b t"]
+) -> dict[Token, Tensor]:
+    """The loss of each response token as a scalar of its own: l = -log pi(z_i | z_<i).
+
+    Scalars, not one tensor: the backward of one token never touches the others, so a NaN at a
+    padded position cannot reach it through a multiplication by zero.
+    """
+    return {
+        (b, i): -torch.log_softmax(logits[b, i - 1], dim=-1)[int(labels[b, i])]
+        for b, i in response_tokens(labels)
+    }
+
+
+def token_losses(
+    logits: Float[Tensor, "rows length vocab"], labels: Int[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """Token losses in the dtype of the logits: index i is the loss of predicting token i.
+
+    Formula: ``out[b, i] = -log_softmax(logits[b, i - 1])[labels[b, i]]``, 0 without a label.
+
+    Exactness: exact; differentiable.
+
+    Raises:
+        InputError: logits of another number of positions, as after a shift by the caller.
+    """
+    if logits.shape[:2] != labels.shape:
+        raise InputError(
+            "logits and labels cover different tokens",
+            got=f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)}",
+            why="the shift by one would pair a label with another token's prediction",
+            remedy="pass the logits of the whole sequence and the unshifted labels",
+        )
+    losses = scalar_losses(logits, labels)
+    zero = logits.new_zeros(())
+    rows, length = labels.shape
+    columns = [losses.get((b, i), zero) for b in range(rows) for i in range(length)]
+    return torch.stack(columns).reshape(rows, length)
+
+
+def run_losses(forward: Forward, batch: Batch) -> dict[Token, Tensor]:
+    """One forward pass with gradients on, and its scalar token losses."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.enable_grad():
+        return scalar_losses(forward(inputs), batch["labels"])
+
+
+def _chosen(losses: Mapping[Token, Tensor], tokens: Sequence[Token] | None) -> list[Token]:
+    if tokens is None:
+        return list(losses)
+    for token in tokens:
+        if tuple(token) not in losses:
+            raise InputError(
+                "token has no loss",
+                got=f"(row, index) = {tuple(token)}",
+                why="index 0 is never predicted, and -100 marks tokens outside the response",
+                remedy="choose from response_tokens(labels)",
+            )
+    return [(b, i) for b, i in tokens]
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise InputError(
+            "a parameter does not require a gradient",
+            got=", ".join(frozen[:3]),
+            why="only trainable parameters move in a training step",
+            remedy="leave it out of the direction, or train it",
+        )
+    found = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+    )
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+    }
+
+
+def per_token_gradients(
+    model: nn.Module,
+    forward: Forward,
+    batch: Batch,
+    parameters: Mapping[str, Tensor] | None = None,
+    tokens: Sequence[Token] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Gradient of each token's loss: one forward, then one ``autograd.grad`` per token.
+
+    Args:
+        model: used only for its trainable parameters when ``parameters`` is None.
+        forward: batch without labels -> logits (b, t, vocabulary).
+        batch: with ``labels``.
+        parameters: what to differentiate by, by name; a tied parameter once is enough.
+        tokens: (row, token index) pairs; None means ``response_tokens(labels)``.
+
+    Yields:
+        In the order of the tokens, a dict of gradients in each parameter's shape and dtype; zeros
+        where the loss does not depend on the parameter.
+
+    Exactness: exact. ``.grad`` is not touched.
+
+    Raises:
+        InputError: a token without a loss, or a parameter that does not require gradients.
+    """
+    losses = run_losses(forward, batch)
+    chosen = _chosen(losses, tokens)
+    wanted = _trainable(model) if parameters is None else parameters
+    for token in chosen:
+        yield _gradients(losses[token], wanted)
+
+
+def directed_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that a direction names, each parameter once.
+
+    A tied parameter has several names. It is one variable, so naming it twice must not count its
+    gradient twice: equal directions collapse onto the first name, different ones are refused.
+
+    Raises:
+        InputError: unknown name, other shape, or two directions for one parameter.
+    """
+    known = dict(model.named_parameters(remove_duplicate=False))
+    kept: dict[str, Tensor] = {}
+    first_name: dict[int, str] = {}
+    for name, tensor in direction.items():
+        if name not in known:
+            raise InputError(
+                "the direction names no parameter of the model",
+                got=name,
+                why="its part of the inner product would be dropped",
+                remedy="use the keys of model.named_parameters()",
+            )
+        parameter = known[name]
+        if tensor.shape != parameter.shape:
+            raise InputError(
+                "a direction has another shape than its parameter",
+                got=f"{name}: {tuple(tensor.shape)} against {tuple(parameter.shape)}",
+                why="broadcasting would give a number without meaning",
+                remedy="give the direction in the parameter's own shape",
+            )
+        first = first_name.setdefault(id(parameter), name)
+        if first == name:
+            kept[name] = parameter
+        elif not torch.equal(direction[first], tensor):
+            raise InputError(
+                "a tied parameter has two directions",
+                got=f"{first} and {name}",
+                why="one variable moves one way",
+                remedy="name it once",
+            )
+    return kept
+
+
+def label_values(
+    model: nn.Module,
+    forward: Forward,
+    batch: Batch,
+    direction: Mapping[str, Tensor],
+    tokens: Sequence[Token] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Label value of each token: <grad l_i, M>, by per-token autograd.
+
+    Formula: ``out[b, i] = sum_theta <d l_{b,i} / d theta, M_theta>``; 0 elsewhere.
+
+    Args:
+        model: resolves the names in ``direction``.
+        forward: batch without labels -> logits (b, t, vocabulary).
+        batch: with ``labels``.
+        direction: parameter name -> M in the parameter's own shape; any parameters, not only
+            scored linears.
+        tokens: see :func:`per_token_gradients`; other entries stay 0.
+
+    Returns:
+        (b, t) in float64, index i belonging to the prediction of token i.
+
+    Exactness: exact up to the model's own arithmetic; the contraction is in float64.
+
+    Source: mathematics of the row sum; the paper's eq. shapley_closed_form_step restricted to the
+    parameters in the direction. Oracle of: the ``label`` estimator.
+    """
+    parameters = directed_parameters(model, direction)
+    chosen = response_tokens(batch["labels"]) if tokens is None else list(tokens)
+    values = torch.zeros(batch["labels"].shape, dtype=torch.float64, device=batch["labels"].device)
+    gradients = per_token_gradients(model, forward, batch, parameters, chosen)
+    for (b, i), gradient in zip(chosen, gradients, strict=True):
+        for name, part in gradient.items():
+            values[b, i] += torch.sum(part.double() * direction[name].double()).to(values.device)
+    return values
+
+
+def validation_gradient(
+    model: nn.Module,
+    forward: Forward,
+    batches: Batch | Sequence[Batch],
+    parameters: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Gradient of J_tgt, the mean token loss over all response tokens of all batches.
+
+    Formula: ``G = (1 / n) sum_v grad l_v``, n the number of response tokens in all batches
+    together, summed token by token.
+
+    Returns:
+        parameter name -> G in float64, in the parameter's shape.
+
+    Exactness: exact; float64 accumulation.
+
+    Raises:
+        InputError: no batch has a response token.
+
+    Source: eq. grad_alignment. Oracle of: the adaptation part of the direction M.
+    """
+    wanted = _trainable(model) if parameters is None else parameters
+    several = [batches] if isinstance(batches, Mapping) else list(batches)
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in wanted.items()}
+    count = 0
+    for batch in several:
+        for gradient in per_token_gradients(model, forward, batch, wanted):
+            count += 1
+            for name, part in gradient.items():
+                total[name] += part.double()
+    if count == 0:
+        raise InputError(
+            "the validation data have no response token",
+            got=f"{len(several)} batch(es) with every label -100",
+            why="the mean over nothing has no gradient",
+            remedy="check how labels are made",
+        )
+    return {name: tensor / count for name, tensor in total.items()}

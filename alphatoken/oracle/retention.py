@@ -1,0 +1,378 @@
+"""The retention side: gradient, Hessian, and the bound of the Fisher-drift proxy term by term.
+
+    || g_ideal - F_ref dtheta ||  <=  ||r_0|| + (D_off + D_cal + D_transfer) ||dtheta||
+                                      + ||H_{S,S^c}|| ||dtheta_{S^c}|| + remainder
+
+S are the parameters of the proxy, S^c all others that move. The cross term is not in the paper,
+whose bound (eq. app_proxy_bound) holds only if nothing outside S moves. L_ret is a per-sequence
+*sum* of token losses; matrices use operator norms and the flat layout of
+:mod:`alphatoken.oracle.evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.oracle.enumeration import (
+    MonteCarloFisher,
+    enumerated_log_probabilities,
+    exact_fisher,
+    exact_token_fisher,
+    expected_retention_loss,
+    monte_carlo_fisher,
+)
+from alphatoken.oracle.evaluate import (
+    batch_losses,
+    batch_mask,
+    check_finite,
+    displaced,
+    flatten,
+    gradient,
+    undisturbed,
+    unflatten,
+)
+from alphatoken.oracle.gradients import Batch, Forward
+
+__all__ = [
+    "MonteCarloFisher",
+    "ProxyBound",
+    "exact_fisher",
+    "exact_token_fisher",
+    "expected_retention_loss",
+    "hessian",
+    "kl_hessian",
+    "monte_carlo_fisher",
+    "proxy_bound",
+    "retention_gradient",
+    "retention_loss",
+    "third_derivative_along",
+    "third_derivative_norm",
+]
+
+LARGEST_HESSIAN = 5_000
+
+
+def retention_loss(
+    forward: Forward,
+    batches: Batch | Sequence[Batch],
+    normalisation: str = "sequence",
+) -> Tensor:
+    """Mean over sequences of their *summed* token losses, or mean over response tokens.
+
+    ``L_ret = (1 / N) sum_n sum_{i in response} l[n, i]``; N counts rows that have a response token
+    (``"sequence"``, eq. app_ret and the scale of the Fisher) or response tokens (``"token"``).
+    A scalar, differentiable, exact.
+
+    Raises:
+        ConfigError: unknown normalisation.
+        InputError: no response token at all.
+        NumericalError: the loss is NaN or infinite.
+    """
+    if normalisation not in ("sequence", "token"):
+        raise ConfigError("unknown normalisation", got=repr(normalisation))
+    listed = [batches] if isinstance(batches, Mapping) else list(batches)
+    masks = [batch_mask(batch) for batch in listed]
+    per_row = normalisation == "sequence"
+    count = sum(int((mask.any(dim=1) if per_row else mask).sum()) for mask in masks)
+    if count == 0:
+        raise InputError("the retention data have no response token", got="all labels are -100")
+    total = torch.stack([batch_losses(forward, batch).sum() for batch in listed]).sum() / count
+    check_finite(total.detach(), "the retention loss")
+    return total
+
+
+def retention_gradient(
+    model: nn.Module,
+    forward: Forward,
+    batches: Batch | Sequence[Batch],
+    parameters: Mapping[str, Tensor],
+    normalisation: str = "sequence",
+) -> dict[str, Tensor]:
+    """``g_ideal``: the gradient of :func:`retention_loss` at the current parameters, by name.
+
+    Exact. It is what the Fisher-drift proxy V = F o (W - W_ref) stands in for. The model is left
+    as it was. Raises as :func:`retention_loss`; InputError for foreign parameters.
+    """
+    with undisturbed(model, parameters):
+        return gradient(retention_loss(forward, batches, normalisation), parameters)
+
+
+def hessian(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor]
+) -> Float[Tensor, " flat flat"]:
+    """Second derivatives of ``loss()`` over ``parameters``, (n, n) in the flat layout.
+
+    Two nested autograd passes, one row at a time; exact, nothing is symmetrised. The parameters
+    must require gradients and be those ``loss`` is computed from.
+
+    Raises:
+        InputError: more than 5,000 parameters, for which a dense matrix is no oracle any more.
+    """
+    size = sum(parameter.numel() for parameter in parameters.values())
+    if size > LARGEST_HESSIAN:
+        raise InputError(
+            "too many parameters for a dense Hessian",
+            got=f"{size} parameters, at most {LARGEST_HESSIAN}",
+            remedy="choose fewer parameters or a smaller model",
+        )
+    first = flatten(gradient(loss(), parameters, keep_graph=True))
+    return _jacobian(first, parameters)
+
+
+def third_derivative_along(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+) -> Float[Tensor, " flat flat"]:
+    """``T[d]``: the third derivative of ``loss()`` contracted once with ``direction``, (n, n).
+
+    The derivative of the Hessian along the direction, by three nested autograd passes. Exact.
+    """
+    first = flatten(gradient(loss(), parameters, keep_graph=True))
+    along = flatten({name: direction[name] for name in parameters}).detach()
+    second = flatten(gradient(first @ along, parameters, keep_graph=True))
+    return _jacobian(second, parameters)
+
+
+def third_derivative_norm(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor]
+) -> Float[Tensor, ""]:
+    """An upper bound of the operator norm of the third derivative: that of its (n, n^2) unfolding.
+
+    ``sup T[u, v, w]`` over unit vectors is at most the spectral norm of the unfolding, where
+    v (x) w runs over all unit vectors of n^2 entries. n^2 autograd passes.
+    """
+    size = sum(parameter.numel() for parameter in parameters.values())
+    like = flatten(parameters).detach()
+    basis = torch.eye(size, dtype=like.dtype, device=like.device)
+    slices = [third_derivative_along(loss, parameters, unflatten(e, parameters)) for e in basis]
+    norm: Tensor = torch.linalg.matrix_norm(torch.stack(slices).reshape(size, -1), ord=2)
+    return norm
+
+
+def kl_hessian(
+    model: nn.Module,
+    forward: Forward,
+    prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    eos: int | None = None,
+) -> Tensor:
+    """Hessian of ``KL(p_ref || p_theta)`` at theta = theta_ref, the current parameters.
+
+    Mean over prompts, all responses enumerated; exact; equal to the full :func:`exact_fisher`,
+    which it checks from second derivatives where that one uses first ones. (n, n), flat layout.
+    """
+    with undisturbed(model, parameters):
+        reference = [
+            enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
+            .detach()
+            .exp()
+            for prompt in prompts
+        ]
+
+        def divergence() -> Tensor:
+            # The entropy of p_ref is constant and has no derivatives.
+            return expected_retention_loss(
+                forward, prompts, response_length, vocabulary, reference, eos
+            )
+
+        return hessian(divergence, parameters)
+
+
+@dataclass(frozen=True)
+class ProxyBound:
+    """Every term of the proxy bound, as a number. Norms: Euclidean, operator for matrices.
+
+    Attributes:
+        left: ``||g_ideal - g_prx||`` on S, what is bounded.
+        residual: ``||r_0||``, the retention gradient at theta_ref on S.
+        off_diagonal: ``D_off = ||H - Diag H||``, H the Hessian on S at theta_ref.
+        calibration: ``D_cal = ||Diag H - F_dagger||``.
+        transfer: ``D_transfer = ||F_dagger - F_ref||``.
+        drift: ``||dtheta_S||``.
+        cross_curvature: ``||H_{S,S^c}||``; 0 if nothing else moves.
+        other_drift: ``||dtheta_{S^c}||``.
+        remainder: ``||int_0^1 (1 - u) T(theta_ref + u dtheta)[dtheta, dtheta] du||`` on S, exact:
+            by Taylor's theorem it is ``||g_ideal - r_0 - H dtheta||``.
+        third_derivative: M_3, see :func:`proxy_bound` for which.
+    """
+
+    left: float
+    residual: float
+    off_diagonal: float
+    calibration: float
+    transfer: float
+    drift: float
+    cross_curvature: float
+    other_drift: float
+    remainder: float
+    third_derivative: float
+
+    @property
+    def cross(self) -> float:
+        """``||H_{S,S^c}|| ||dtheta_{S^c}||``: what other moving weights add."""
+        return self.cross_curvature * self.other_drift
+
+    @property
+    def cubic(self) -> float:
+        """``M_3 / 2 ||dtheta||^2`` over all that moves: the paper's form of the remainder."""
+        return 0.5 * self.third_derivative * (self.drift**2 + self.other_drift**2)
+
+    @property
+    def first_order(self) -> float:
+        """``||r_0|| + (D_off + D_cal + D_transfer) ||dtheta_S||``: right side less the rest."""
+        mismatch = self.off_diagonal + self.calibration + self.transfer
+        return self.residual + mismatch * self.drift
+
+    @property
+    def right(self) -> float:
+        """The bound with the cross term and the remainder in the M_3 form."""
+        return self.first_order + self.cross + self.cubic
+
+    @property
+    def right_integral(self) -> float:
+        """The bound with the cross term and the remainder in integral form (exact norm)."""
+        return self.first_order + self.cross + self.remainder
+
+    @property
+    def right_without_cross(self) -> float:
+        """The paper's right side as printed (eq. app_final_bound), D_transfer for L_g W_2."""
+        return self.first_order + self.cubic
+
+    @property
+    def holds(self) -> bool:
+        """Whether both forms hold (rounding of 1e-12 of the right side allowed)."""
+        return self._below(self.right_integral) and self._below(self.right)
+
+    @property
+    def holds_without_cross(self) -> bool:
+        """Whether the paper's form holds; it may fail when weights outside S move."""
+        return self._below(self.right_without_cross)
+
+    def _below(self, right: float) -> bool:
+        return self.left <= right * (1 + 1e-12)
+
+
+def proxy_bound(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    reference: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
+    fisher: Mapping[str, Tensor],
+    retention_fisher: Mapping[str, Tensor],
+    third: str = "directional",
+    points: int = 9,
+) -> ProxyBound:
+    """Compute every term of the retention proxy bound (eq. app_proxy_bound, app_gap_decomp).
+
+    ``third`` says which M_3, both the largest over ``points`` equally spaced points of the segment
+    from theta_ref to theta, its ends included (dense sampling, not a certified supremum):
+    ``"directional"`` is ``||T(xi)[d, .]||`` along the drift's unit vector d, which is all the
+    inequality needs and never exceeds the operator norm of T; ``"unfolding"`` is an upper bound of
+    that operator norm (:func:`third_derivative_norm`), at n^2 passes a point. ``remainder`` is
+    exact and sampled nowhere.
+
+    Args:
+        model: behind ``loss``; left as it was.
+        loss: L_ret as a closure over the model, e.g. of :func:`retention_loss`.
+        parameters: *everything that moves*, by name; the names of ``fisher`` are S.
+        reference: values at theta_ref, by name (names left out: the current value of the model).
+        current: values at theta, in the same way.
+        fisher: diagonal F_ref of S, by name.
+        retention_fisher: diagonal F_dagger of S, by name (:func:`exact_fisher` on the
+            retention prompts).
+        third: which M_3.
+        points: at how many points of the segment.
+
+    Raises:
+        InputError: F_ref and F_dagger disagree in names, or are not among ``parameters``.
+        ConfigError: unknown ``third``, or fewer than two points.
+    """
+    if third not in ("directional", "unfolding") or points < 2:
+        raise ConfigError("no such third-derivative term", got=f"third={third!r}, points={points}")
+    ordered = _scored_first(parameters, fisher, retention_fisher)
+    scored = {name: ordered[name] for name in fisher}
+    live = {name: parameter.detach() for name, parameter in ordered.items()}
+    start, end = {**live, **reference}, {**live, **current}
+    step = flatten({name: end[name] - start[name] for name in ordered})
+    size = sum(parameter.numel() for parameter in scored.values())
+    with undisturbed(model, ordered):
+        with displaced(ordered, start):
+            r_0 = flatten(gradient(loss(), scored))
+            curvature = hessian(loss, ordered)[:size]
+        with displaced(ordered, end):
+            ideal = flatten(gradient(loss(), scored))
+        m_3 = _third_along_segment(loss, ordered, start, step, size, third, points)
+    f_ref = flatten({name: fisher[name] for name in scored})
+    f_dagger = flatten({name: retention_fisher[name] for name in scored})
+    own, cross = curvature[:, :size], curvature[:, size:]
+    return ProxyBound(
+        left=_norm(ideal - f_ref * step[:size]),
+        residual=_norm(r_0),
+        off_diagonal=_norm(own - torch.diag(own.diagonal())),
+        calibration=float((own.diagonal() - f_dagger).abs().max()),
+        transfer=float((f_dagger - f_ref).abs().max()),
+        drift=_norm(step[:size]),
+        cross_curvature=_norm(cross) if cross.numel() else 0.0,
+        other_drift=_norm(step[size:]),
+        remainder=_norm(ideal - r_0 - curvature @ step),
+        third_derivative=m_3,
+    )
+
+
+def _third_along_segment(
+    loss: Callable[[], Tensor],
+    parameters: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    step: Tensor,
+    size: int,
+    third: str,
+    points: int,
+) -> float:
+    length = _norm(step)
+    if length == 0.0:
+        return 0.0  # no drift: the remainder is zero whatever M_3
+    whole, unit = unflatten(step, parameters), unflatten(step / length, parameters)
+    largest = 0.0
+    for u in torch.linspace(0, 1, points).tolist():
+        with displaced(parameters, {name: start[name] + u * whole[name] for name in parameters}):
+            if third == "directional":
+                here = _norm(third_derivative_along(loss, parameters, unit)[:size])
+            else:
+                here = float(third_derivative_norm(loss, parameters))
+        largest = max(largest, here)
+    return largest
+
+
+def _scored_first(
+    parameters: Mapping[str, Tensor], fisher: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    if not fisher or set(fisher) != set(other) or not set(fisher) <= set(parameters):
+        raise InputError(
+            "the two Fishers and the parameters do not match",
+            got=f"F_ref {sorted(fisher)}, F_dagger {sorted(other)}, moving {sorted(parameters)}",
+            remedy="key both by the names of S, and list every moving parameter",
+        )
+    rest = {name: value for name, value in parameters.items() if name not in fisher}
+    return {**{name: parameters[name] for name in fisher}, **rest}
+
+
+def _jacobian(vector: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    if not vector.requires_grad:  # a loss of lower degree: all further derivatives are zero
+        return vector.new_zeros((vector.numel(), vector.numel()))
+    return torch.stack([flatten(gradient(entry, parameters)) for entry in vector])
+
+
+def _norm(tensor: Tensor) -> float:
+    """Euclidean norm of a vector, operator norm of a matrix."""
+    if tensor.ndim == 2:
+        return float(torch.linalg.matrix_norm(tensor, ord=2))
+    return float(torch.linalg.vector_norm(tensor))

@@ -1,0 +1,140 @@
+"""The Wasserstein form of the Fisher transfer error, on finite prompt sets.
+
+    || F_dagger - F_ref ||  <=  L_g W_1  <=  L_g W_2
+
+Both Fishers are the mean, over their prompts, of one map f from a prompt to a diagonal Fisher; L_g
+is the Lipschitz constant of f over the union of the prompts (eq. app_wasser).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+from alphatoken.oracle.enumeration import exact_fisher
+from alphatoken.oracle.evaluate import flatten
+from alphatoken.oracle.gradients import Forward
+
+__all__ = ["Metric", "TransferBound", "transfer_bound", "wasserstein"]
+
+Metric = Callable[[Tensor, Tensor], float]
+"""A distance between two prompts (vectors of token ids), positive unless they are equal."""
+
+LARGEST_ASSIGNMENT = 2_000
+
+
+@dataclass(frozen=True)
+class TransferBound:
+    """Both sides of eq. app_wasser: ``transfer <= lipschitz * wasserstein_2``."""
+
+    transfer: float
+    lipschitz: float
+    wasserstein_1: float
+    wasserstein_2: float
+
+    @property
+    def right(self) -> float:
+        """``L_g W_2``, the paper's bound."""
+        return self.lipschitz * self.wasserstein_2
+
+    @property
+    def right_tight(self) -> float:
+        """``L_g W_1``, which the proof needs and which is never larger."""
+        return self.lipschitz * self.wasserstein_1
+
+    @property
+    def holds(self) -> bool:
+        """Whether both forms hold (rounding of 1e-12 of the right side allowed)."""
+        return self.transfer <= min(self.right, self.right_tight) * (1 + 1e-12)
+
+
+def wasserstein(
+    left: Sequence[Tensor], right: Sequence[Tensor], metric: Metric, power: int
+) -> float:
+    """``W_power`` between the uniform distributions on two finite prompt lists.
+
+    Exact optimal transport: each point is repeated until both lists have the same length; the
+    vertices of that transport polytope are permutations (Birkhoff), so an optimal assignment is an
+    optimal plan.
+
+    Raises:
+        InputError: an empty list, or a common multiple of the lengths beyond 2,000.
+    """
+    if not left or not right:
+        raise InputError("a prompt list is empty", got=f"{len(left)} and {len(right)} prompts")
+    common = math.lcm(len(left), len(right))
+    if common > LARGEST_ASSIGNMENT:
+        raise InputError("the prompt lists are too long for exact transport", got=f"{common} atoms")
+    costs = np.array([[metric(a, b) ** power for b in right] for a in left], dtype=np.float64)
+    costs = costs.repeat(common // len(left), axis=0).repeat(common // len(right), axis=1)
+    rows, columns = linear_sum_assignment(costs)
+    return math.pow(costs[rows, columns].mean(), 1.0 / power)
+
+
+def transfer_bound(
+    model: nn.Module,
+    forward: Forward,
+    retention_prompts: Sequence[Tensor],
+    reference_prompts: Sequence[Tensor],
+    response_length: int,
+    parameters: Mapping[str, Tensor],
+    vocabulary: int,
+    metric: Metric,
+    eos: int | None = None,
+) -> TransferBound:
+    """Both sides of ``||F_dagger - F_ref|| <= L_g W_2`` (eq. app_wasser), exactly.
+
+    F_dagger is the diagonal Fisher of the retention prompts, F_ref that of the reference prompts,
+    each by enumeration of all responses; L_g is the exact Lipschitz constant of the per-prompt
+    Fisher (operator norm, i.e. largest entry) over the union of both lists; W_1 and W_2 are exact.
+
+    Raises:
+        InputError: two prompts at distance 0 have different Fishers (then no L_g exists), or as
+            :func:`exact_fisher`.
+    """
+
+    def fishers(prompts: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            flatten(
+                exact_fisher(
+                    model, forward, [x], response_length, parameters, vocabulary, eos, diagonal=True
+                )
+            )
+            for x in prompts
+        ]
+
+    f_retention, f_reference = fishers(retention_prompts), fishers(reference_prompts)
+    w_1 = wasserstein(retention_prompts, reference_prompts, metric, 1)
+    w_2 = wasserstein(retention_prompts, reference_prompts, metric, 2)
+    difference = torch.stack(f_retention).mean(dim=0) - torch.stack(f_reference).mean(dim=0)
+    union = [*retention_prompts, *reference_prompts]
+    return TransferBound(
+        transfer=float(difference.abs().max()),
+        lipschitz=_lipschitz(union, [*f_retention, *f_reference], metric),
+        wasserstein_1=w_1,
+        wasserstein_2=w_2,
+    )
+
+
+def _lipschitz(prompts: Sequence[Tensor], images: Sequence[Tensor], metric: Metric) -> float:
+    steepest = 0.0
+    for i, (a, f_a) in enumerate(zip(prompts, images, strict=True)):
+        for b, f_b in zip(prompts[:i], images[:i], strict=True):
+            if torch.equal(a, b):
+                continue
+            distance, gap = metric(a, b), float((f_a - f_b).abs().max())
+            if distance <= 0.0:
+                raise InputError(
+                    "the metric does not separate two different prompts",
+                    got=f"{a.tolist()} and {b.tolist()} at distance {distance}",
+                    why="no Lipschitz constant exists",
+                )
+            steepest = max(steepest, gap / distance)
+    return steepest

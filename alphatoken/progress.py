@@ -1,0 +1,122 @@
+"""How far a long computation is: done, rate, remaining, on the console or to a callable."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["Progress", "ProgressSink", "Tracker"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a long computation.
+
+    Attributes:
+        label: what is being computed.
+        done: items finished, those of an earlier, interrupted run included.
+        total: items in all.
+        seconds: time spent in this run.
+        rate: items per second in this run (0 before the first).
+        note: something the user should know, or "".
+    """
+
+    label: str
+    done: int
+    total: int
+    seconds: float
+    rate: float
+    note: str = ""
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left at the present rate, or None while there is no rate yet."""
+        return (self.total - self.done) / self.rate if self.rate > 0 else None
+
+    def __str__(self) -> str:
+        """One console line.
+
+        >>> str(Progress("Fisher", 30, 100, 15.0, 2.0))
+        'Fisher: 30/100 (30%), 2.0/s, 0:35 left'
+        """
+        line = f"{self.label}: {self.done}/{self.total} ({self.done * 100 // max(self.total, 1)}%)"
+        if self.rate > 0:
+            line += f", {self.rate:.3g}/s" if self.rate < 1 else f", {self.rate:.1f}/s"
+        left = self.remaining
+        return line if left is None else f"{line}, {_clock(left)} left"
+
+
+ProgressSink = Callable[[Progress], None]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Console:
+    """Prints to stderr: one line rewritten on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._rewrite = sys.stderr.isatty()
+        self._last = -float("inf")
+        self._noted = ""
+
+    def __call__(self, progress: Progress) -> None:
+        """Print, at most ten times a second (every ten seconds when not on a terminal)."""
+        stream, now = sys.stderr, time.monotonic()
+        if progress.note and progress.note != self._noted:
+            self._noted = progress.note
+            stream.write(f"{progress.label}: {progress.note}\n")
+        finished = progress.done >= progress.total
+        if now - self._last >= (0.1 if self._rewrite else 10.0) or finished:
+            self._last = now
+            start, end = ("\r\x1b[K", "\n" if finished else "") if self._rewrite else ("", "\n")
+            stream.write(f"{start}{progress}{end}")
+        stream.flush()
+
+
+class Tracker:
+    """Counts items and tells a sink.
+
+    ``progress`` None prints when stderr is a terminal, True always prints, False is silent, and a
+    callable gets each :class:`Progress`. An exception raised by it passes through.
+    """
+
+    def __init__(self, label: str, total: int, progress: bool | ProgressSink | None) -> None:
+        self._label, self._total, self._first, self._note = label, total, 0, ""
+        self._start = time.monotonic()
+        self._sink: ProgressSink | None
+        if progress is None:
+            progress = sys.stderr.isatty()
+        if isinstance(progress, bool):
+            self._sink = Console() if progress else None
+        elif callable(progress):
+            self._sink = progress
+        else:
+            raise ConfigError(
+                "progress is neither a bool, None nor a callable",
+                got=repr(progress),
+                remedy="pass True, False, None or a function of one Progress",
+            )
+
+    def resume(self, done: int) -> None:
+        """``done`` items were finished by an earlier run; they do not count for the rate."""
+        self._first = done
+
+    def note(self, text: str) -> None:
+        """Say something with the next report."""
+        self._note = text
+
+    def report(self, done: int) -> None:
+        """Tell the sink that ``done`` items are finished."""
+        if self._sink is None:
+            return
+        seconds = time.monotonic() - self._start
+        rate = (done - self._first) / seconds if seconds > 0 else 0.0
+        self._sink(Progress(self._label, done, self._total, seconds, rate, self._note))

@@ -1,0 +1,116 @@
+"""Values to masks: exactly ceil(ratio * n) tokens, ties by (batch index, position)."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from alphatoken.errors import InputError, NumericalError
+
+__all__ = ["keep_count", "select_bottom", "select_random", "select_top"]
+
+
+def keep_count(ratio: float, count: int) -> int:
+    """``ceil(ratio * count)`` in exact arithmetic: 0.55 of 100 is 55, not 56.
+
+    The ratio is read as the decimal number that it prints as.
+
+    Raises:
+        InputError: ratio outside (0, 1].
+    """
+    if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise InputError(
+            "ratio must lie in (0, 1]",
+            got=repr(ratio),
+            why="0 would keep nothing, more than 1 has no meaning",
+            remedy="pass the share of response tokens to keep, such as 0.5",
+        )
+    return math.ceil(Fraction(str(ratio)) * count)
+
+
+def _check(values: Tensor, mask: Tensor) -> None:
+    if values.shape != mask.shape or mask.dtype != torch.bool:
+        raise InputError(
+            "values and mask must have one shape, and the mask must be boolean",
+            got=f"{tuple(values.shape)}, {tuple(mask.shape)} {mask.dtype}",
+        )
+    bad = ~torch.isfinite(values) & mask
+    if bool(bad.any()):
+        row, index = bad.nonzero()[0].tolist()
+        raise NumericalError(
+            "a token value is not finite",
+            got=f"{float(values[row, index])} at row {row}, token {index}",
+            why="a NaN has no rank; the mask would be arbitrary",
+            remedy="look at the loss of that token and at the weights",
+        )
+
+
+def _top_of(values: Tensor, mask: Tensor, ratio: float) -> Tensor:
+    """Keep the first ``keep_count`` of the tokens in ``mask``, by value, then by index."""
+    candidates = mask.flatten().nonzero().squeeze(-1)
+    # Candidates are in (batch index, position) order, and a stable sort keeps it within ties.
+    order = torch.sort(values.flatten()[candidates], descending=True, stable=True).indices
+    keep = torch.zeros_like(mask.flatten())
+    keep[candidates[order[: keep_count(ratio, len(candidates))]]] = True
+    return keep.view_as(mask)
+
+
+def select_top(
+    values: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    ratio: float,
+    *,
+    scope: str = "batch",
+) -> Bool[Tensor, "b t"]:
+    """Keep the top ``ratio`` of the response tokens by value.
+
+    Args:
+        values: one value a token.
+        mask: True at response tokens; nothing else is ranked or kept.
+        ratio: share to keep, in (0, 1].
+        scope: "batch" ranks all tokens of the batch together (the paper), "sequence" each row by
+            itself. For preference pairs call it once per branch.
+
+    Returns:
+        Boolean mask with exactly ``ceil(ratio * n)`` True entries per scope; among equal values
+        the lower (batch index, position) wins. The paper's ``>= tau`` would keep all ties.
+
+    Raises:
+        InputError: ratio outside (0, 1], shapes that differ, unknown scope.
+        NumericalError: a NaN or Inf value, naming row and token.
+    """
+    _check(values, mask)
+    if scope == "batch":
+        return _top_of(values, mask, ratio)
+    if scope == "sequence":
+        keep_count(ratio, 0)
+        rows = [_top_of(v[None], m[None], ratio) for v, m in zip(values, mask, strict=True)]
+        return torch.cat(rows) if rows else mask.clone()
+    raise InputError("scope must be 'batch' or 'sequence'", got=repr(scope))
+
+
+def select_bottom(
+    values: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    ratio: float,
+    *,
+    scope: str = "batch",
+) -> Bool[Tensor, "b t"]:
+    """Keep the bottom ``ratio``: ``select_top`` of the negated values (a control)."""
+    return select_top(-values, mask, ratio, scope=scope)
+
+
+def select_random(
+    mask: Bool[Tensor, "b t"],
+    ratio: float,
+    *,
+    generator: torch.Generator | None = None,
+    scope: str = "batch",
+) -> Bool[Tensor, "b t"]:
+    """Keep a uniformly random ``ratio`` of the response tokens (a control of equal budget)."""
+    values = torch.rand(mask.shape, generator=generator).to(mask.device)
+    return select_top(values, mask, ratio, scope=scope)

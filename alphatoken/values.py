@@ -1,0 +1,68 @@
+"""What the scorer returns: one value a token, and its components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["TokenValues"]
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Values of response tokens; index i of every (b, t) tensor is the value of predicting token i.
+
+    Positive: training on the token lowers the composite validation objective, to first order.
+    Unit: validation loss times training loss per squared weight unit; within one batch the scale
+    is common. float32 or wider; 0 where ``mask`` is False.
+
+    Attributes:
+        total: ``adaptation + lambda * stability``.
+        mask: True at response tokens.
+        adaptation: inner product with the validation gradient G.
+        stability: inner product with the retention term V, before lambda.
+        adaptation_direct: direct part; None where the estimator has no split (label, path).
+        adaptation_causal: causal part, likewise.
+        stability_direct: direct part, likewise.
+        stability_causal: causal part, likewise.
+        unassigned: (b,) total of the columns that belong to no response token (prompt positions);
+            ``total.sum() + unassigned.sum()`` is the inner product of the whole gradient with M,
+            exactly so for path.
+        estimator: the name of the estimator.
+        stability_weight: lambda.
+        balance: ``||lambda V|| / ||G||`` per parameter (empty under the gram route).
+    """
+
+    total: Tensor
+    mask: Tensor
+    adaptation: Tensor
+    stability: Tensor
+    adaptation_direct: Tensor | None
+    adaptation_causal: Tensor | None
+    stability_direct: Tensor | None
+    stability_causal: Tensor | None
+    unassigned: Tensor
+    estimator: str
+    stability_weight: float
+    balance: dict[str, float] = field(default_factory=dict, repr=False)
+
+    def components(self) -> dict[str, Tensor]:
+        """The components that this estimator has, as they enter the total (lambda applied)."""
+        weight = self.stability_weight
+        split = {
+            "adaptation_direct": self.adaptation_direct,
+            "adaptation_causal": self.adaptation_causal,
+            "stability_direct": self.stability_direct,
+            "stability_causal": self.stability_causal,
+        }
+        found = {k: v for k, v in split.items() if v is not None}
+        if not found:
+            found = {"adaptation": self.adaptation, "stability": self.stability}
+        return {k: v * weight if k.startswith("stability") else v for k, v in found.items()}
+
+    def shares(self) -> dict[str, float]:
+        """Each component's share of the summed magnitudes over the response tokens."""
+        sizes = {k: float(v[self.mask].abs().sum()) for k, v in self.components().items()}
+        whole = sum(sizes.values())
+        return {k: v / whole if whole > 0 else 0.0 for k, v in sizes.items()}
