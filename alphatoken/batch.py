@@ -241,7 +241,7 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
         row, index = bad.nonzero()[0].tolist()
         raise NumericalError(
             f"the loss of a token in the {role} is not finite",
-            got=f"{float(losses[row, index])} at row {row}, token {index}",
+            got=f"{float(losses.detach()[row, index])} at row {row}, token {index}",
             why="one NaN spreads to every value through the sums",
             remedy="check the weights (a diverged run?), the labels' range and the precision",
         )

@@ -8,7 +8,7 @@ also when an exception passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,19 +75,17 @@ class Scope:
         layers: indices of the scored layers.
         linears: scored linears, in forward order, each module once.
         uncovered: trainable parameters of these layers that no scored linear covers, and why.
-        mixers: modules of the layers from the first scored one on that mix positions without
-            softmax attention, and their kind.
+        mixers: modules of the layers from the first one on that mix positions without softmax
+            attention, and their kind.
+        first: the first layer that uses a weight in scope; the graph starts at its input. Lower
+            than the first scored layer where a block or a weight is shared between depths.
     """
 
     layers: tuple[int, ...]
     linears: tuple[ScoredLinear, ...]
     uncovered: dict[str, str] = field(default_factory=dict)
     mixers: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def first(self) -> int:
-        """The first scored layer; the graph starts at its input."""
-        return self.layers[0]
+    first: int = 0
 
 
 def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
@@ -106,8 +104,27 @@ def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Sc
             why="values are inner products with gradients of trainable weights",
             remedy="unfreeze them (requires_grad_), attach adapters, or choose other layers",
         )
-    depth = len(adapter.layers())
-    return Scope(chosen, linears, uncovered, adapter.other_mixers(range(chosen[0], depth)))
+    first = _first_use(adapter, chosen, linears, uncovered)
+    mixers = adapter.other_mixers(range(first, len(adapter.layers())))
+    return Scope(chosen, linears, uncovered, mixers, first)
+
+
+def _first_use(
+    adapter: DecoderAdapter,
+    chosen: tuple[int, ...],
+    linears: Sequence[ScoredLinear],
+    uncovered: Mapping[str, str],
+) -> int:
+    """The lowest layer that holds a parameter in scope, weights shared between layers included."""
+    named = dict(adapter.model.named_parameters(remove_duplicate=False))
+    owned = {id(p) for linear in linears for p in (linear.weight, linear.bias) if p is not None}
+    owned |= {id(named[name]) for name in uncovered}
+    below = (
+        layer
+        for layer, block in enumerate(adapter.layers()[: chosen[0]])
+        if any(id(p) in owned for p in block.parameters())
+    )
+    return next(below, chosen[0])
 
 
 @dataclass(frozen=True)

@@ -127,18 +127,19 @@ def fit_fisher(
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
     if parameters == "all":  # not limited to the linears of these layers: they may all be frozen
-        scope = Scope(resolve_layers(adapter, layers), ())
+        chosen = resolve_layers(adapter, layers)
+        scope = Scope(chosen, (), first=chosen[0])
     else:
         scope = find_scope(adapter, layers)
     given = read_given(prompts, labels=labels)[:samples]
     budgets = _budgets(given, settings, adapter.max_positions())
-    trained = _trained(adapter, scope, settings)
-    fit = _Fit(adapter, scope, settings, given, budgets, trained)
     tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
+        trained = _trained(adapter, scope, settings)
+        fit = _Fit(adapter, scope, settings, given, budgets, trained)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
-    return fit.result()
+        return fit.result()
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,12 @@ class _Fit:
         size, samples = self.settings.batch_size, self.settings.samples
         if store is not None:
             store.resume(tracker)
+        notes = []
         if samples > self.prompts_given:
-            tracker.note(f"{samples} samples go round {self.prompts_given} prompts")
+            notes.append(f"{samples} samples go round {self.prompts_given} prompts")
+        if cut := self.responses_cut:
+            notes.append(f"{cut} responses are cut to the model's limit")
+        tracker.note("; ".join(notes))
         with self.moments.observing():
             for start in range(self.done // size * size, samples, size):
                 batch = range(start, min(start + size, samples))
@@ -231,6 +236,14 @@ class _Fit:
                     tracker.report(self.done)
         if store is not None:
             store.remove()
+
+    @property
+    def responses_cut(self) -> int:
+        """Samples whose response the model's limit keeps below max_new_tokens."""
+        if self.settings.labels == "token":
+            return 0
+        short = [budget < self.settings.max_new_tokens for budget in self.budgets]
+        return sum(short[i % self.prompts_given] for i in range(self.settings.samples))
 
     def _responses(self, batch: range) -> dict[int, Tensor]:
         if self.settings.labels == "token":
@@ -277,11 +290,6 @@ class _Fit:
 
     def result(self) -> FisherDrift:
         """The fitted Fisher with a copy of the weights as they are."""
-        cut = 0
-        if self.settings.labels == "sequence":
-            wanted = self.settings.max_new_tokens
-            short = [budget < wanted for budget in self.budgets]
-            cut = sum(short[i % self.prompts_given] for i in range(self.settings.samples))
         metadata = {
             **asdict(self.settings),
             "library_version": library_version(),
@@ -289,7 +297,7 @@ class _Fit:
             "layers": list(self.scope.layers),
             "prompts": self.prompts_given,
             "response_tokens": self.response_tokens,
-            "responses_cut": cut,
+            "responses_cut": self.responses_cut,
         }
         reference = {name: weight.detach().clone() for name, weight in self.trained.items()}
         if isinstance(self.moments, DiagonalMoments):

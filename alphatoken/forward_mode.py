@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
@@ -30,6 +30,16 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
     if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
         return native(call.query, call.key, call.value)
     return forward_mode_attention(call)
+
+
+def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Every place of the model that holds a parameter in ``duals`` (by id), each once."""
+    return {
+        f"{prefix}.{name}" if prefix else name: duals[id(parameter)]
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) in duals
+    }
 
 
 def label_values(
@@ -71,13 +81,17 @@ def label_values(
         forward_ad.dual_level(),
     ):
         duals = {
-            name: forward_ad.make_dual(
+            id(parameters[name]): forward_ad.make_dual(
                 parameters[name].detach(), (m.double() / norm).to(parameters[name])
             )
             for name, m in direction.items()
         }
         arguments = adapter.arguments(batch.inputs)
-        output = functional_call(adapter.model, duals, args=(), kwargs=arguments)
+        # Places are found here, not by tie_weights: with a block used at two depths torch would
+        # swap the same place twice, and leave the model with the dual tensors.
+        output = functional_call(
+            adapter.model, _places(adapter.model, duals), (), arguments, tie_weights=False
+        )
         losses = token_losses(adapter.logits_of(output), batch.labels)
         tangent = forward_ad.unpack_dual(losses).tangent
         if tangent is None:  # the direction reaches no loss, as with an unrouted expert

@@ -88,7 +88,8 @@ def contract_columns(
         errors: direct and causal errors at its linear uses.
         direction: parameter name -> M (projected route).
         names: id of a parameter -> its name.
-        factors: the gram route's validation side, used instead of ``direction``.
+        factors: the gram route's validation side of the weights; ``direction`` then has the
+            biases only.
     """
     sums: list[Tensor | None] = [None, None]
     for slot, part in enumerate((errors.direct, errors.causal)):
@@ -119,5 +120,8 @@ def _contract_use(
         return contraction.contract(error, x, m.mT if linear.transposed else m, m_bias)
     total = torch.zeros(error.shape[:2], dtype=torch.float32, device=error.device)
     for e, v in factors.get(name, []):
-        total = total + contraction.contract_gram(error, x, e, v, bias=bias is not None)
+        total = total + contraction.contract_gram(error, x, e, v)
+    if bias is not None and bias in direction:
+        m_bias = direction[bias]
+        total = total + torch.einsum("bto,o->bt", error.to(m_bias.dtype), m_bias)
     return total

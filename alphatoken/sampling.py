@@ -47,7 +47,7 @@ class Given:
 
     Attributes:
         ids: token ids, (length,).
-        predicted: True at i where token i is to be predicted, (length,); never at 0.
+        predicted: True at i where token i is a response token, (length,); never at 0.
     """
 
     ids: Int[Tensor, " length"]
@@ -83,6 +83,9 @@ def read_given(prompts: Prompts, *, labels: str) -> list[Given]:
         )
     else:
         given = [_from_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
+    if labels == "sequence" and not (isinstance(prompts, Mapping) and "labels" in prompts):
+        # Nothing says where a response would begin: all of it is prompt.
+        given = [Given(one.ids, torch.zeros_like(one.predicted)) for one in given]
     if not given:
         raise InputError(
             "there are no prompts",

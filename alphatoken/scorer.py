@@ -118,7 +118,8 @@ class Scorer:
             tuple(self.target.parameters),
             scope.uncovered if self.config.uncovered == "skip" else {},
         )
-        self._proved = self._documents_proved = self._warned = False
+        self._proved = self._warned = False
+        self._documents_proved: set[frozenset[str]] = set()
 
     @property
     def scope(self) -> Scope:
@@ -154,7 +155,7 @@ class Scorer:
             limit, role = self.adapter.max_positions(), "validation batch"
             batch = read_batch(plain, max_length=limit, role=role)
             with self._recording() as recorder:
-                with scoring_forward(self.adapter, self.scope.first):
+                with scoring_forward(self.adapter, self.target.first):
                     losses = forward_losses(self.adapter, batch, role)
                 self._require_rule(recorder)
                 if self._self_only:
@@ -176,9 +177,11 @@ class Scorer:
 
     def _prove_documents(self, batch: LabelledBatch) -> None:
         """Refuse packed batches on a model that lets one document see another."""
-        if batch.document_starts is not None and not self._documents_proved:
+        # Whether boundaries hold depends on the arguments: a mask of ones takes them away again.
+        arguments = frozenset(batch.inputs)
+        if batch.document_starts is not None and arguments not in self._documents_proved:
             prove_documents(self.adapter, batch)
-            self._documents_proved = True
+            self._documents_proved.add(arguments)
 
     # --- values --------------------------------------------------------------------------------
 

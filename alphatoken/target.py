@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from alphatoken.adapter import DecoderAdapter, ScoredLinear
 from alphatoken.batch import PreferenceBatch, as_batches
-from alphatoken.capture import Scope, accumulate_errors, find_scope, record
+from alphatoken.capture import LinearUse, Scope, accumulate_errors, find_scope, record
 from alphatoken.config import ScorerConfig
 from alphatoken.contraction import plan_contraction
 from alphatoken.direction import Direction, precondition
@@ -23,6 +24,7 @@ from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, CoverageError, InputError
 from alphatoken.estimators import CAPTURED
 from alphatoken.objective import objective_gradient, scoring_forward, weighted_losses
+from alphatoken.precision import wide
 
 __all__ = ["Factors", "Target"]
 
@@ -38,7 +40,7 @@ class Target:
         parameters: parameter name -> parameter, everything that values are inner products over.
         names: id of a parameter -> its name.
         stability: P o V by parameter name, or None; current after ``prepare``.
-        adaptation: P o G by parameter name; empty under the gram route.
+        adaptation: P o G by parameter name; of the biases only under the gram route.
         factors: the gram route's validation side, or None under the projected one.
         balance: ``||lambda V|| / ||G||`` per parameter; empty under the gram route.
     """
@@ -67,7 +69,15 @@ class Target:
     @property
     def first(self) -> int | None:
         """First layer of the graph; None when parameters below the layers take part."""
-        return None if self.config.parameters == "all" else self.scope.first
+        whole = self.config.parameters == "all" or self._used_outside
+        return None if whole else self.scope.first
+
+    @cached_property
+    def _used_outside(self) -> bool:
+        """Whether a weight in scope is shared with a module outside the layers (an embedding)."""
+        inside = {m for block in self.adapter.layers() for m in block.modules()}
+        others = (m for m in self.adapter.model.modules() if m not in inside)
+        return any(id(p) in self.names for m in others for p in m.parameters(recurse=False))
 
     def _choose_scope(self) -> Scope:
         scope = find_scope(self.adapter, self.config.layers)
@@ -147,7 +157,7 @@ class Target:
             return
         self._stamp = None
         if self._gram_is_cheaper(tokens):
-            self.adaptation, self.factors = {}, self._build_factors()
+            self.factors, self.adaptation = self._build_factors()
             self.stability, self.balance = self._stability(), {}
         else:
             direction = self._build_direction()
@@ -204,14 +214,15 @@ class Target:
             assert not isinstance(self.config.preconditioner, str)
             return self.config.preconditioner
         optimizers = importlib.import_module("alphatoken.adapters.optimizers")
-        found: dict[str, Tensor] = optimizers.frozen_preconditioners(
-            self.optimizer, self.parameters
+        found: dict[str, Tensor] | None = optimizers.frozen_preconditioners(
+            self.optimizer, self.parameters, after=self.config.precondition_after
         )
         return found
 
-    def _build_factors(self) -> Factors:
-        """Validation errors and inputs per parameter, the objective's normaliser included."""
+    def _build_factors(self) -> tuple[Factors, dict[str, Tensor]]:
+        """Validation errors and inputs per weight, and G of the biases; both over the normaliser."""
         factors: Factors = {}
+        biases: dict[str, Tensor] = {}
         count = 0.0
         for item in self.validation:
             for _, losses, weights, tokens in weighted_losses(self.adapter, item, self.first):
@@ -223,11 +234,22 @@ class Target:
                     errors = accumulate_errors(recorder, weighted, recorder.outputs, "ordinary")
                     for use, error in zip(recorder.linears, errors, strict=True):
                         if error is not None:
-                            live = (error != 0).any(-1)
-                            name = self.names[id(use.linear.weight)]
-                            factors.setdefault(name, []).append((error[live], use.x[live]))
+                            self._add_factors(use, error, factors, biases)
                 count += tokens
-        return {n: [(e / count, x) for e, x in pairs] for n, pairs in factors.items()}
+        scaled = {n: [(e / count, x) for e, x in pairs] for n, pairs in factors.items()}
+        return scaled, {n: sums / count for n, sums in biases.items()}
+
+    def _add_factors(
+        self, use: LinearUse, error: Tensor, factors: Factors, biases: dict[str, Tensor]
+    ) -> None:
+        live = (error != 0).any(-1)
+        weight = self.names[id(use.linear.weight)]
+        factors.setdefault(weight, []).append((error[live], use.x[live]))
+        # A bias is summed by itself: modules around one tied weight may have biases of their own.
+        bias = None if use.linear.bias is None else self.names.get(id(use.linear.bias))
+        if bias is not None:
+            part = error.flatten(0, -2).to(wide(error.dtype)).sum(0)
+            biases[bias] = biases[bias] + part if bias in biases else part
 
 
 def _widths(linear: ScoredLinear) -> tuple[int, int]:

@@ -123,7 +123,7 @@ def certify(
         part, error, causal = "label value", _label_error(scorer, checked, chosen, direction), None
     else:
         part, error, causal = _captured_error(scorer, checked, chosen, direction)
-    first = scorer.scope.first if scorer.config.parameters == "linears" else 0
+    first = scorer.target.first or 0
     label = label_values(adapter, checked, direction, first=first)
     label_all = _label_over_everything(scorer, checked)
     dtype = next(iter(scorer.parameters.values())).dtype
@@ -172,7 +172,7 @@ def _label_error(
     scorer: Scorer, batch: LabelledBatch, chosen: Tensor, direction: dict[str, Tensor]
 ) -> float:
     adapter = scorer.adapter
-    first = scorer.scope.first if scorer.config.parameters == "linears" else 0
+    first = scorer.target.first or 0
     found = label_values(adapter, batch, direction, first=first)
     one = _only(batch, chosen)
     forward = _plain_forward(adapter)

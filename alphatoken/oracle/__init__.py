@@ -6,6 +6,13 @@ model, a forward callable and the scored modules.
 
 from __future__ import annotations
 
+from alphatoken.oracle.enumeration import (
+    MonteCarloFisher,
+    exact_fisher,
+    exact_token_fisher,
+    expected_retention_loss,
+    monte_carlo_fisher,
+)
 from alphatoken.oracle.gradients import (
     label_values,
     per_token_gradients,
@@ -37,6 +44,16 @@ from alphatoken.oracle.jacobian import (
     value_path_bound,
     value_propagation_error,
 )
+from alphatoken.oracle.preference import (
+    PreferencePairs,
+    dpo_gradient,
+    dpo_loss,
+    dpo_margin,
+    dpo_omega,
+    dpo_token_errors,
+    masked_dpo_gradient,
+    preference_objective,
+)
 from alphatoken.oracle.propagation import (
     Hop,
     PropagationLayer,
@@ -47,34 +64,82 @@ from alphatoken.oracle.propagation import (
     value_propagation_pairs,
     via_t,
 )
+from alphatoken.oracle.retention import (
+    ProxyBound,
+    hessian,
+    kl_hessian,
+    proxy_bound,
+    retention_gradient,
+    retention_loss,
+)
+from alphatoken.oracle.shapley import exact_shapley
+from alphatoken.oracle.transfer import TransferBound, transfer_bound, wasserstein
+from alphatoken.oracle.utility import (
+    AdamState,
+    adam_preconditioner,
+    adam_step,
+    adam_step_derivative,
+    leave_one_out_utility,
+    one_step_utility,
+    sgd_step,
+)
 
 __all__ = [
+    "AdamState",
     "AttentionSpec",
     "Hop",
     "Influence",
+    "MonteCarloFisher",
+    "PreferencePairs",
     "PropagationLayer",
+    "ProxyBound",
+    "TransferBound",
     "absolute_scale",
+    "adam_preconditioner",
+    "adam_step",
+    "adam_step_derivative",
     "attend",
     "causal",
     "column_sums",
     "cross_position_jacobian",
     "diagonal",
+    "dpo_gradient",
+    "dpo_loss",
+    "dpo_margin",
+    "dpo_omega",
+    "dpo_token_errors",
     "equation_causal_decomp",
+    "exact_fisher",
     "exact_influence",
+    "exact_shapley",
+    "exact_token_fisher",
+    "expected_retention_loss",
     "head_output_errors",
+    "hessian",
     "influence_matrix",
     "influence_terms",
     "jacobian_by_autograd",
+    "kl_hessian",
     "label_values",
+    "leave_one_out_utility",
+    "masked_dpo_gradient",
+    "monte_carlo_fisher",
     "one_hop",
+    "one_step_utility",
     "output_bounds",
     "per_token_gradients",
+    "preference_objective",
+    "proxy_bound",
     "residual_after_output",
     "response_tokens",
+    "retention_gradient",
+    "retention_loss",
     "row_sums",
     "score_residual_norm",
+    "sgd_step",
     "to_token_index",
     "token_losses",
+    "transfer_bound",
     "unassigned",
     "validation_gradient",
     "value_path_bound",
@@ -82,4 +147,5 @@ __all__ = [
     "value_propagation_error",
     "value_propagation_pairs",
     "via_t",
+    "wasserstein",
 ]

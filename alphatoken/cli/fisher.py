@@ -1,0 +1,102 @@
+"""``alphatoken fisher``: fit the Fisher of the reference model and save it."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from alphatoken import fit_fisher
+from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
+from alphatoken.cli.parser import parse_layers
+from alphatoken.cli.reading import options_of, read_file
+from alphatoken.data import (
+    EncodeOptions,
+    Row,
+    collate,
+    encode_prompt,
+    encode_rows,
+    leak_keys,
+)
+from alphatoken.errors import ConfigError, DataError
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fit on the prompts of ``options.data`` and write ``options.out``, whole or not at all.
+
+    The file's metadata holds digests of the rows, by which ``alphatoken score`` keeps them out
+    of the training rows.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    try:
+        layers = parse_layers(options.layers)
+    except ValueError:
+        raise ConfigError(
+            "--layers cannot be read", got=repr(options.layers), remedy="3, all, or 0,4"
+        ) from None
+    tokenizer = load_tokenizer(options)
+    rows = read_file(options.data, options, limit=options.limit)
+    random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
+    model = load_model(options)
+    encoding = options_of(options, longest_allowed(model, options.max_length))
+    given = _sequences if options.labels == "token" else _prompts
+    prompts, used = given(rows, tokenizer, encoding)
+    fisher = fit_fisher(
+        model,
+        prompts,
+        samples=options.samples,
+        layers=layers,
+        structure=options.structure,
+        labels=options.labels,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        checkpoint=options.checkpoint,
+        progress=not options.quiet,
+    )
+    left_out, used = len(rows) - len(used), used[: options.samples]
+    keys = sorted({key for row in used for key in leak_keys(row)})
+    fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys}, exact_names=True)
+    fisher.save(options.out)
+    if left_out:
+        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
+    print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.out}")
+
+
+Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+def _prompts(
+    rows: Sequence[Row], tokenizer: Any, encoding: EncodeOptions
+) -> tuple[Prompts, list[Row]]:
+    """Prompts that leave room for at least one new token."""
+    prompts, used = [], []
+    for row in rows:
+        ids = encode_prompt(row, tokenizer, encoding)
+        if encoding.max_length is None or len(ids) < encoding.max_length:
+            prompts.append(torch.tensor(ids))
+            used.append(row)
+    if not used:
+        raise DataError(
+            "no prompt leaves room for a response",
+            got=f"{len(rows)} prompts, limit {encoding.max_length} tokens",
+            remedy="give shorter prompts",
+        )
+    return prompts, used
+
+
+def _sequences(
+    rows: Sequence[Row], tokenizer: Any, encoding: EncodeOptions
+) -> tuple[Prompts, list[Row]]:
+    """Whole sequences whose response positions get resampled labels."""
+    examples, _ = encode_rows(rows, tokenizer, encoding)
+    return collate(examples), [example.row for example in examples]

@@ -1,0 +1,111 @@
+"""What a reader of the values must know, in sentences; and the size of the two directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.data import EncodeReport, Pools
+from alphatoken.report import ValueSummary
+
+__all__ = ["balance_by_layer", "write_notes"]
+
+_KINDS = {
+    "alphatoken": "The estimator is the paper's: the direct part is exact, the causal part "
+    "(Value-Propagation) is approximate. --estimator label gives the exact value that a loss mask "
+    "acts on; --verify N compares the two on this model.",
+    "direct": "The estimator is the exact direct part; causal paths through later positions are "
+    "left out.",
+    "same_layer_hop": "The direct part is exact; the causal part holds same-layer hops only.",
+    "path": "The values attribute by the position where weights are used (exact); a loss mask acts "
+    "on label values.",
+    "paper_literal": "This estimator counts the causal path twice; it is offered for comparison.",
+}
+
+
+def write_notes(
+    pools: Pools,
+    encoded: Mapping[str, EncodeReport],
+    fisher: FisherDrift | None,
+    config: ScorerConfig,
+    summary: ValueSummary,
+    warned: Sequence[str],
+) -> list[str]:
+    """Sentences for the report, the summary and the console; what is trivially so is left out."""
+    notes = [_KINDS[config.estimator]] if config.estimator in _KINDS else []
+    notes += _about_stability(fisher, summary)
+    validation = encoded["validation"]
+    notes.append(
+        f"Adaptation is measured against {validation.response_tokens} response tokens of "
+        f"{validation.examples} validation rows."
+    )
+    removed = pools.counts["removed_same_as_validation"]
+    if removed:
+        notes.append(f"{removed} training rows repeat a validation row or prompt and were removed.")
+    removed = pools.counts["removed_same_as_fisher"]
+    if removed:
+        notes.append(f"{removed} training rows repeat a prompt of the Fisher and were removed.")
+    for name, report in encoded.items():
+        notes += _about_reading(name, report)
+    return [*notes, *warned]
+
+
+def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[str]:
+    if fisher is None:
+        return ["No Fisher was given: stability is zero and the total is adaptation alone."]
+    notes = []
+    stability = summary.columns.get("stability")
+    if stability is not None and not stability.any():
+        notes.append(
+            "The retention term is exactly zero: the model's weights are the Fisher's reference, "
+            "as at the first step of training. Stability begins to count once they have moved."
+        )
+    if "row_keys" not in fisher.metadata:
+        notes.append(
+            "The Fisher does not say which prompts it was fitted on, so training rows could not be "
+            "checked against them."
+        )
+    return notes
+
+
+def _about_reading(name: str, report: EncodeReport) -> list[str]:
+    notes = []
+    if report.truncated_rows:
+        notes.append(
+            f"{report.truncated_rows} {name} rows are longer than allowed and were cut "
+            f"({report.truncated_tokens} tokens)."
+        )
+    if report.skipped_long:
+        notes.append(f"{report.skipped_long} {name} rows are longer than allowed and were skipped.")
+    if report.skipped_empty:
+        notes.append(f"{report.skipped_empty} {name} rows have no response and were skipped.")
+    return notes
+
+
+def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:
+    """Frobenius norms of G and lambda V per decoder layer, and their ratio (None where G is 0).
+
+    Empty without a retention term. Parameters outside the layers are left out.
+    """
+    direction = scorer.direction
+    if direction.stability is None:
+        return []
+    layers: dict[int, list[float]] = {}
+    for linear in scorer.scope.linears:
+        g = direction.adaptation.get(linear.weight_name)
+        if g is None:
+            continue
+        squares = layers.setdefault(linear.layer, [0.0, 0.0])
+        squares[0] += float(g.square().sum())
+        v = direction.stability[linear.weight_name]
+        squares[1] += float(v.square().sum()) * direction.stability_weight**2
+    return [
+        {
+            "layer": layer,
+            "adaptation": math.sqrt(g),
+            "stability": math.sqrt(v),
+            "ratio": math.sqrt(v / g) if g > 0 else None,
+        }
+        for layer, (g, v) in sorted(layers.items())
+    ]

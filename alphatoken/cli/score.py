@@ -1,0 +1,416 @@
+"""``alphatoken score``: read, value shard by shard, summarise, report."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
+from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed, model_digest
+from alphatoken.cli.notes import balance_by_layer, write_notes
+from alphatoken.cli.parser import parse_layers, parse_window
+from alphatoken.cli.reading import options_of, read_file
+from alphatoken.data import (
+    EncodeOptions,
+    EncodeReport,
+    Example,
+    Pools,
+    batches,
+    encode_rows,
+    split_pools,
+    token_texts,
+)
+from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.progress import Tracker
+from alphatoken.report import (
+    COMPONENTS,
+    ScoredExample,
+    read_values,
+    summarise,
+    value_files,
+    write_report,
+    write_values,
+)
+from alphatoken.selection import keep_count
+from alphatoken.storage import replacing
+
+__all__ = ["run"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the values depend on, read and checked."""
+
+    model: nn.Module
+    tokenizer: Any
+    fisher: FisherDrift | None
+    pools: Pools
+    train: list[Example]
+    validation: list[Example]
+    encoded: dict[str, EncodeReport]
+    max_length: int | None
+
+
+def run(options: argparse.Namespace) -> None:
+    """Value ``options.train`` and write everything to ``options.out``.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
+    """
+    start = time.monotonic()
+    config = _config(options)
+    keep_count(options.ratio, 1)  # its error now, not after the first batch
+    kind = options.format or ("parquet" if find_spec("pyarrow") else "jsonl")
+    job = _read(options)
+    folder, settings = Path(options.out), _settings(options, config, kind, job)
+    _open(folder, settings, options)
+    with _collected_warnings() as warned:
+        scorer = _scorer(job, config, options)
+        _score(folder, kind, scorer, job, options)
+        certificate = _certificate(scorer, job, options)
+        balance = balance_by_layer(scorer)
+    if options.scope == "dataset":
+        _keep_over_all(folder, options.ratio)
+    summary = summarise(
+        _checked(folder, job),
+        stability_weight=config.stability_weight,
+        sample=options.report_rows,
+        seed=options.seed,
+    )
+    notes = write_notes(job.pools, job.encoded, job.fisher, config, summary, warned)
+    document = {
+        "settings": settings,
+        "pools": job.pools.counts,
+        "encoded": {name: report.as_dict() for name, report in job.encoded.items()},
+        "values": summary.as_dict(),
+        "balance": balance,
+        "certificate": certificate,
+        "notes": notes,
+        "seconds": round(time.monotonic() - start, 3),
+    }
+    _write_json(folder / "summary.json", document)
+    if not options.no_report:
+        shown = settings if certificate is None else settings | {"certificate": certificate}
+        title = f"Token values of {Path(options.train).name}"
+        write_report(
+            folder / "report.html",
+            summary,
+            title=title,
+            settings=shown,
+            notes=notes,
+            balance=balance,
+        )
+    _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
+
+
+def _config(options: argparse.Namespace) -> ScorerConfig:
+    try:
+        layers, window = parse_layers(options.layers), parse_window(options.window)
+    except ValueError:
+        raise ConfigError(
+            "--layers or --window cannot be read",
+            got=f"{options.layers!r}, {options.window!r}",
+            remedy="--layers 3, all, or 0,4; --window 32, or none",
+        ) from None
+    return ScorerConfig(
+        estimator=options.estimator,
+        layers=layers,
+        window=window,
+        stability_weight=options.stability_weight,
+        head_reduction=options.head_reduction,
+        causal_position=options.causal_position,
+        contraction="projected",  # one direction serves the whole file
+    )
+
+
+def _read(options: argparse.Namespace) -> Job:
+    tokenizer = load_tokenizer(options)
+    rows = read_file(options.train, options, limit=options.limit)
+    held = None
+    if options.validation is not None:
+        held = read_file(options.validation, options, limit=None)
+    fisher = None if options.fisher is None else FisherDrift.load(options.fisher)
+    known = [] if fisher is None else list(fisher.metadata.get("row_keys", []))
+    pools = split_pools(
+        rows,
+        validation=held,
+        validation_rows=options.validation_rows or 0,
+        fisher_keys=known,
+        on_leak=options.on_leak,
+        seed=options.seed,
+    )
+    model = load_model(options)
+    longest = longest_allowed(model, options.max_length)
+    encoding = options_of(options, longest)
+    train, train_report = _encode(pools.train, tokenizer, encoding, "training")
+    validation, validation_report = _encode(pools.validation, tokenizer, encoding, "validation")
+    encoded = {"train": train_report, "validation": validation_report}
+    return Job(model, tokenizer, fisher, pools, train, validation, encoded, longest)
+
+
+def _encode(
+    rows: Sequence[Any], tokenizer: Any, encoding: EncodeOptions, what: str
+) -> tuple[list[Example], EncodeReport]:
+    examples, report = encode_rows(rows, tokenizer, encoding)
+    if not examples:
+        raise DataError(
+            f"no {what} row is left",
+            got=f"{len(rows)} rows, {report.skipped_long} too long, {report.skipped_empty} empty",
+            remedy="look at --max-length, --on-long and --on-empty",
+        )
+    return examples, report
+
+
+def _settings(
+    options: argparse.Namespace, config: ScorerConfig, kind: str, job: Job
+) -> dict[str, Any]:
+    """What the values depend on, by name; a resumed run must have the same."""
+    valued = asdict(config)
+    del valued["preconditioner"]
+    return {
+        "model": options.model,
+        "train": options.train,
+        "validation": options.validation or f"{options.validation_rows} rows of the training file",
+        "fisher": options.fisher or "none",
+        **valued,
+        "layers": config.layers if isinstance(config.layers, (int, str)) else list(config.layers),
+        "ratio": options.ratio,
+        "scope": options.scope,
+        "batch_size": options.batch_size,
+        "shard_size": options.shard_size,
+        "max_length": job.max_length,
+        "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
+        "format": kind,
+        "seed": options.seed,
+        "row_format": job.encoded["train"].format,
+        "model_sha256": model_digest(job.model),
+        "fisher_sha256": "none" if options.fisher is None else _file_digest(options.fisher),
+        "train_sha256": _examples_digest(job.train),
+        "validation_sha256": _examples_digest(job.validation),
+    }
+
+
+def _examples_digest(examples: Sequence[Example]) -> str:
+    """Digest of rows, ids and labels: of the data, the tokenizer and how it was used, in one."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps([example.row.index, example.input_ids, example.labels]).encode())
+    return digest.hexdigest()
+
+
+def _file_digest(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
+    """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
+    manifest = folder / "run.json"
+    if options.overwrite and manifest.exists():
+        manifest.unlink()
+        shutil.rmtree(folder / "values", ignore_errors=True)
+        for name in ("summary.json", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+    if manifest.exists():
+        if not options.resume:
+            raise ConfigError(
+                "the output folder holds an earlier run",
+                got=str(folder),
+                remedy="--resume to continue it, --overwrite to replace it, or another --out",
+            )
+        _same_run(manifest, settings)
+    elif (folder / "values").exists():
+        raise ConfigError(
+            "the output folder holds something else", got=str(folder / "values"),
+            remedy="give another --out",
+        )  # fmt: skip
+    (folder / "values").mkdir(parents=True, exist_ok=True)
+    for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
+        leftover.unlink()
+    if not manifest.exists():
+        _write_json(manifest, {"settings": settings})
+
+
+def _same_run(manifest: Path, settings: dict[str, Any]) -> None:
+    try:
+        earlier = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
+        keys = sorted({*earlier, *settings})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError("the earlier run cannot be read", got=f"{manifest}: {error}") from None
+    now = json.loads(json.dumps(settings))
+    differing = [key for key in keys if earlier.get(key) != now.get(key)]
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            "this is not the run to resume: it differs in " + ", ".join(differing),
+            got=f"{key}: {earlier.get(key)!r} then, {now.get(key)!r} now",
+            why="values of two different runs would be mixed in one folder",
+            remedy="repeat the earlier arguments, or --overwrite, or another --out",
+        )
+
+
+def _scorer(job: Job, config: ScorerConfig, options: argparse.Namespace) -> Scorer:
+    held = [_moved(batch, job.model) for batch in batches(job.validation, options.batch_size)]
+    return Scorer(job.model, validation=held, retention=job.fisher, config=config)
+
+
+def _moved(batch: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _score(folder: Path, kind: str, scorer: Scorer, job: Job, options: argparse.Namespace) -> None:
+    """Value what no finished file holds yet, file by file."""
+    size, total = options.shard_size, len(job.train)
+    tracker = Tracker("Scoring", total, not options.quiet)
+    done = 0
+    try:
+        for number, start in enumerate(range(0, total, size)):
+            shard = job.train[start : start + size]
+            path = folder / "values" / f"part-{number:05d}.{kind}"
+            if path.exists():
+                done += len(shard)
+                tracker.resume(done)
+                continue
+            scored = []
+            for example in _scored(shard, scorer, job, options):
+                scored.append(example)
+                if len(scored) % options.batch_size == 0 and done + len(scored) < total:
+                    tracker.report(done + len(scored))
+            write_values(path, scored)
+            done += len(shard)
+        tracker.report(total)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{done} of {total} rows are finished and kept; the same command with --resume "
+            "continues after them"
+        ) from None
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "out of memory", got=str(error)[:200], remedy="a smaller --batch-size or --max-length"
+        ) from None
+
+
+def _scored(
+    shard: Sequence[Example], scorer: Scorer, job: Job, options: argparse.Namespace
+) -> Iterator[ScoredExample]:
+    size = options.batch_size
+    scope = "batch" if options.scope == "dataset" else options.scope
+    for number, batch in enumerate(batches(shard, size)):
+        values = scorer.score(_moved(batch, job.model))
+        kept = select_top(values.total, values.mask, options.ratio, scope=scope)
+        for index, example in enumerate(shard[number * size : (number + 1) * size]):
+            yield _one(example, index, values, kept, job.tokenizer)
+
+
+def _one(
+    example: Example, index: int, values: TokenValues, kept: torch.Tensor, tokenizer: Any
+) -> ScoredExample:
+    length = len(example.input_ids)
+    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+    return ScoredExample(
+        row=example.row.index,
+        place=example.row.place,
+        tokens=[piece.text for piece in token_texts(tokenizer, example.input_ids)],
+        ids=example.input_ids,
+        labels=example.labels,
+        kept=kept[index, :length].cpu().numpy(),
+        values={
+            key: column[index, :length].double().cpu().numpy()
+            for key, column in columns.items()
+            if column is not None
+        },
+    )
+
+
+def _keep_over_all(folder: Path, ratio: float) -> None:
+    """Rank all tokens of all files together and write the files again, each whole or not."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    totals, masks = [], []
+    for example in read_values(folder / "values"):
+        totals.append(example.values["total"])
+        masks.append(example.response)
+    everything = torch.from_numpy(np.concatenate(totals))[None]
+    kept = select_top(everything, torch.from_numpy(np.concatenate(masks))[None], ratio)[0].numpy()
+    cursor = 0
+    for path in value_files(folder / "values"):
+        examples = []
+        for example in read_values(path):
+            length = len(example.ids)
+            examples.append(replace(example, kept=kept[cursor : cursor + length]))
+            cursor += length
+        write_values(path, examples)
+
+
+def _checked(folder: Path, job: Job) -> Iterator[ScoredExample]:
+    """Read everything back, and see that it is what was to be valued, row by row."""
+    expected = iter(job.train)
+    for example in read_values(folder / "values"):
+        due = next(expected, None)
+        if due is None or (due.row.index, due.input_ids) != (example.row, list(example.ids)):
+            raise DataError(
+                "the value files do not hold the training rows",
+                got=f"row {example.row} in {folder / 'values'}",
+                remedy="score again with --overwrite",
+            )
+        yield example
+    if next(expected, None) is not None:
+        raise DataError("value files are missing", got=str(folder / "values"))
+
+
+def _certificate(scorer: Scorer, job: Job, options: argparse.Namespace) -> str | None:
+    if options.verify is None:
+        return None
+    batch = next(batches(job.train, min(options.batch_size, 2)))
+    return str(scorer.verify(_moved(batch, job.model), tokens=options.verify, seed=options.seed))
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[str]]:
+    """The library's own warnings as sentences for the report, each once; others pass on."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AlphaTokenWarning)
+        yield messages
+    for warning in caught:
+        if not issubclass(warning.category, AlphaTokenWarning):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif str(warning.message) not in messages:
+            messages.append(str(warning.message))
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    with replacing(path) as temporary:
+        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _say(
+    options: argparse.Namespace, folder: Path, tokens: int, kept: int, notes: Sequence[str]
+) -> None:
+    for note in () if options.quiet else notes:
+        print(f"note: {note}", file=sys.stderr)
+    report = "" if options.no_report else f"; report: {folder / 'report.html'}"
+    print(f"{tokens} response tokens valued, {kept} kept; values: {folder / 'values'}{report}")

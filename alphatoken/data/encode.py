@@ -1,0 +1,400 @@
+"""Conversations to token ids and labels.
+
+Where the tokenizer has a chat template, it writes the text and the assistant's part is found in
+it: from the template's own ``{% generation %}`` marks, or else by rendering growing prefixes of
+the conversation, which must agree with each other. Where it has none, one plain format holds:
+see :data:`PLAIN_FORMAT`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from alphatoken.data.rows import Row, Turn
+from alphatoken.errors import ConfigError, DataError
+
+__all__ = [
+    "PLAIN_FORMAT",
+    "EncodeOptions",
+    "EncodeReport",
+    "Example",
+    "encode_prompt",
+    "encode_row",
+    "encode_rows",
+]
+
+IGNORE = -100
+
+PLAIN_FORMAT = (
+    "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
+    "not the assistant's followed by a line break, and the text of an assistant turn followed by "
+    "the end token (if there is one). Each turn is tokenised by itself; labels are the assistant "
+    "turns with their end tokens"
+)
+"""What is written where the tokenizer has no chat template."""
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How rows become tokens.
+
+    Attributes:
+        max_length: longest sequence in tokens; None sets no limit.
+        on_long: what happens to a longer row: "truncate" cuts its end and counts it, "skip" drops
+            and counts it, "error" stops.
+        on_empty: what happens to a row without any response token (also when truncation took
+            all of them): "error" stops and names the row, "skip" drops and counts it.
+        turns: label "all" assistant turns, or the "last" one only.
+        chat_template: use the tokenizer's chat template where it has one.
+        end_token: end each assistant turn of the plain format with the end token.
+        separator: what ends a turn that is not the assistant's, in the plain format.
+    """
+
+    max_length: int | None = None
+    on_long: str = "truncate"
+    on_empty: str = "error"
+    turns: str = "all"
+    chat_template: bool = True
+    end_token: bool = True
+    separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        """Check the choices once."""
+        for name, allowed in (
+            ("on_long", ("truncate", "skip", "error")),
+            ("on_empty", ("error", "skip")),
+            ("turns", ("all", "last")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"unknown {name}", got=repr(getattr(self, name)), remedy=" or ".join(allowed)
+                )
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                "max_length must be at least 2",
+                got=str(self.max_length),
+                why="a token is valued only where another one precedes it",
+            )
+
+
+@dataclass(frozen=True)
+class Example:
+    """One encoded row: ids and unshifted labels of one length, -100 where nothing is learned."""
+
+    row: Row
+    input_ids: list[int]
+    labels: list[int]
+    tokens_cut: int = 0
+
+    @property
+    def response_tokens(self) -> int:
+        """Labels that some position predicts (index 0 never is one)."""
+        return sum(label != IGNORE for label in self.labels[1:])
+
+
+@dataclass
+class EncodeReport:
+    """What happened to the rows; every loss is counted here."""
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    response_tokens: int = 0
+    truncated_rows: int = 0
+    truncated_tokens: int = 0
+    skipped_long: int = 0
+    skipped_empty: int = 0
+    format: str = ""
+    first_skipped: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts, for a summary file."""
+        return asdict(self)
+
+
+def encode_rows(
+    rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
+) -> tuple[list[Example], EncodeReport]:
+    """Encode rows in their order; see :class:`EncodeOptions` for what is dropped, and when.
+
+    Raises:
+        DataError: an empty response, a long row, or a template that gives no consistent
+            assistant span; the message names the row.
+    """
+    options = options or EncodeOptions()
+    report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
+    examples = []
+    for row in rows:
+        ids, labels = encode_row(row, tokenizer, options)
+        example = _fit(row, ids, labels, options)
+        reason = _reason_to_drop(example, len(ids), options)
+        if reason is None:
+            examples.append(example)
+            report.truncated_rows += example.tokens_cut > 0
+            report.truncated_tokens += example.tokens_cut
+            report.tokens += len(example.input_ids)
+            report.response_tokens += example.response_tokens
+            continue
+        if reason == "long":
+            report.skipped_long += 1
+        else:
+            report.skipped_empty += 1
+        if len(report.first_skipped) < 10:
+            report.first_skipped.append(f"{row.place}: {reason}")
+    report.examples = len(examples)
+    return examples, report
+
+
+def _fit(row: Row, ids: list[int], labels: list[int], options: EncodeOptions) -> Example:
+    limit = options.max_length
+    if limit is None or len(ids) <= limit or options.on_long != "truncate":
+        return Example(row, ids, labels)
+    return Example(row, ids[:limit], labels[:limit], len(ids) - limit)
+
+
+def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> str | None:
+    """None to keep the example, "long" or "empty" to drop it; raises where that is asked."""
+    limit = options.max_length
+    if limit is not None and len(example.input_ids) > limit:
+        if options.on_long == "error":
+            raise DataError(
+                "a row is longer than allowed",
+                got=f"{example.row.place}: {length} tokens, limit {limit}",
+                remedy="--on-long truncate or skip, or a larger --max-length",
+            )
+        return "long"
+    if example.response_tokens:
+        return None
+    if options.on_empty == "error":
+        cut = f", all of it beyond the limit of {limit} tokens" if example.tokens_cut else ""
+        raise DataError(
+            "a row has an empty response",
+            got=f"{example.row.place}: {len(example.row.response)} characters of response{cut}",
+            why="there is no token to value",
+            remedy="mend the row, or drop such rows with --on-empty skip",
+        )
+    return "empty"
+
+
+def format_name(tokenizer: Any, options: EncodeOptions) -> str:
+    """Which format rows are written in: "chat template" or the plain format, spelled out."""
+    if _uses_template(tokenizer, options):
+        return "the tokenizer's chat template"
+    return f"plain: {PLAIN_FORMAT}"
+
+
+def _uses_template(tokenizer: Any, options: EncodeOptions) -> bool:
+    return options.chat_template and getattr(tokenizer, "chat_template", None) is not None
+
+
+def encode_row(
+    row: Row, tokenizer: Any, options: EncodeOptions | None = None
+) -> tuple[list[int], list[int]]:
+    """Ids and labels of one row, before any truncation.
+
+    Turns after the last assistant turn are left out: no label can see them.
+
+    Raises:
+        DataError: the template refuses the conversation, or its prefixes do not agree.
+    """
+    options = options or EncodeOptions()
+    last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
+    turns = row.turns[: last + 1]
+    labelled = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    if options.turns == "last":
+        labelled = labelled[-1:]
+    # A template would dress an empty response in markers; with no text there is nothing to learn.
+    labelled = [i for i in labelled if turns[i].text.strip()]
+    if not _uses_template(tokenizer, options) or len(turns) == 1:  # plain text is no conversation
+        return _plain(turns, labelled, tokenizer, options)
+    if "generation" in _block_tags(tokenizer):
+        return _marked(turns, labelled, tokenizer, row.place)
+    return _templated(turns, labelled, tokenizer, row.place)
+
+
+def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> list[int]:
+    """Ids of everything before the first assistant turn, ready for the model to continue.
+
+    Raises:
+        DataError: the prompt is empty and the tokenizer has no start token to begin from.
+    """
+    options = options or EncodeOptions()
+    first = next(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
+    turns = row.turns[:first]
+    if _uses_template(tokenizer, options) and turns:
+        text = _render(tokenizer, turns, row.place, generation=True)
+        ids = _ids(tokenizer, text)
+    else:
+        ids, _ = _plain(turns, [], tokenizer, options)
+    if not ids:
+        raise DataError(
+            "a row has an empty prompt",
+            got=row.place,
+            why="there is nothing for the model to continue",
+            remedy="drop the row",
+        )
+    return ids
+
+
+def _plain(
+    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, options: EncodeOptions
+) -> tuple[list[int], list[int]]:
+    ids = _start(tokenizer)
+    labels = [IGNORE] * len(ids)
+    for index, turn in enumerate(turns):
+        if turn.role == "assistant":
+            piece = _ids(tokenizer, turn.text) if turn.text else []
+            end = getattr(tokenizer, "eos_token_id", None)
+            if options.end_token and end is not None:
+                piece.append(int(end))
+        else:
+            piece = _ids(tokenizer, turn.text + options.separator) if turn.text else []
+        ids += piece
+        labels += piece if index in labelled else [IGNORE] * len(piece)
+    return ids, labels
+
+
+def _start(tokenizer: Any) -> list[int]:
+    """The start token, if the tokenizer puts one before a text of its own accord."""
+    start = getattr(tokenizer, "bos_token_id", None)
+    first = list(tokenizer("")["input_ids"])[:1]
+    return [int(start)] if start is not None and first == [start] else []
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+def _render(tokenizer: Any, turns: Sequence[Turn], place: str, *, generation: bool) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            _messages(turns), tokenize=False, add_generation_prompt=generation
+        )
+    except Exception as error:  # templates raise whatever their author wrote
+        raise DataError(
+            "the chat template refuses the conversation",
+            got=f"{place}: {type(error).__name__}: {error}",
+            remedy="mend the row (order of roles?), or leave the template out: --no-chat-template",
+        ) from None
+    return str(text)
+
+
+def _block_tags(tokenizer: Any) -> set[str]:
+    return set(re.findall(r"{%-?\s*(\w+)", str(tokenizer.chat_template)))
+
+
+def _marked(
+    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, place: str
+) -> tuple[list[int], list[int]]:
+    """Labels from the template's own generation marks, one marked run an assistant turn."""
+    _render(tokenizer, turns, place, generation=False)  # its errors, named by row
+    encoded = tokenizer.apply_chat_template(
+        _messages(turns), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    runs = _runs(marks)
+    wanted = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    if labelled and len(runs) != len(wanted):
+        raise DataError(
+            "the chat template marks other spans than the assistant turns",
+            got=f"{place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
+            remedy="check the template's generation marks, or use --no-chat-template",
+        )
+    labels = [IGNORE] * len(ids)
+    for turn, (start, end) in zip(wanted, runs, strict=False):
+        if turn in labelled:
+            labels[start:end] = ids[start:end]
+    return ids, labels
+
+
+def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:
+    runs, start = [], None
+    for index, mark in enumerate([*marks, 0]):
+        if mark and start is None:
+            start = index
+        elif not mark and start is not None:
+            runs.append((start, index))
+            start = None
+    return runs
+
+
+def _templated(
+    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, place: str
+) -> tuple[list[int], list[int]]:
+    """Labels from the spans by which each assistant turn lengthens the rendered text.
+
+    A token belongs to the span that its last character lies in.
+    """
+    text = _render(tokenizer, turns, place, generation=False)
+    spans = [_span(turns, index, text, tokenizer, place) for index in labelled]
+    try:
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+    except NotImplementedError:
+        return _by_pieces(text, spans, tokenizer, place)
+    ids = [int(i) for i in encoded["input_ids"]]
+    labels = [
+        token if any(start < end <= stop for start, stop in spans) else IGNORE
+        for token, (_, end) in zip(ids, encoded["offset_mapping"], strict=True)
+    ]
+    return ids, labels
+
+
+def _span(
+    turns: Sequence[Turn], index: int, text: str, tokenizer: Any, place: str
+) -> tuple[int, int]:
+    """Characters [start, end) of assistant turn ``index`` in the whole rendered ``text``."""
+    before = _render(tokenizer, turns[:index], place, generation=True) if index else ""
+    through = _render(tokenizer, turns[: index + 1], place, generation=False)
+    if not (index and through.startswith(before) and text.startswith(through)):
+        raise DataError(
+            "the chat template gives no consistent assistant span",
+            got=f"{place}, turn {index + 1}: "
+            + (
+                "the text rendered up to this turn is not a prefix of the whole"
+                if index
+                else "the conversation starts with the assistant"
+            ),
+            why="labels would fall on tokens that are not the response",
+            remedy="label the last turn only (--turns last), split the conversation into one row "
+            "a response, or leave the template out (--no-chat-template)",
+        )
+    return len(before), _trim(through, len(before), turns[index].text)
+
+
+def _trim(text: str, start: int, content: str) -> int:
+    """End of the span without white space that the template writes after its end marker."""
+    stripped = text[start:].rstrip()
+    if stripped.endswith(content.rstrip()):  # no end marker: the white space may be the content's
+        return len(text)
+    return start + len(stripped)
+
+
+def _by_pieces(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, place: str
+) -> tuple[list[int], list[int]]:
+    """For tokenizers without offsets: tokenise between the boundaries, and prove it the same."""
+    ids: list[int] = []
+    labels: list[int] = []
+    cursor = 0
+    for start, end in [*spans, (len(text), len(text))]:
+        outside, inside = _ids(tokenizer, text[cursor:start]), _ids(tokenizer, text[start:end])
+        ids += outside + inside
+        labels += [IGNORE] * len(outside) + inside
+        cursor = end
+    if ids != _ids(tokenizer, text):
+        raise DataError(
+            "tokens cross the border of an assistant turn",
+            got=place,
+            why="this tokenizer gives no offsets, so such tokens cannot be labelled",
+            remedy="use the fast tokenizer, or --no-chat-template",
+        )
+    return ids, labels

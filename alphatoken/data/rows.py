@@ -1,0 +1,289 @@
+"""Rows from JSONL and Parquet files: prompt and response, or chat messages.
+
+A row is a conversation. A prompt with its response is a conversation of two turns, so everything
+after this file knows one shape only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alphatoken.errors import DataError
+
+__all__ = ["Fields", "Row", "Turn", "read_rows"]
+
+_PROMPTS = ("prompt", "instruction", "question", "query")
+_RESPONSES = ("response", "output", "answer", "completion")
+_CHATS = ("messages", "conversations")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation; the ``assistant`` turns are the response."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file.
+
+    ``index`` counts rows of the file from 0 (blank JSONL lines are not rows); ``place`` is how a
+    message names it, for example ``train.jsonl, line 12``.
+    """
+
+    index: int
+    place: str
+    turns: tuple[Turn, ...]
+
+    @property
+    def prompt(self) -> str:
+        """Text of all turns before the first assistant turn, joined by line breaks."""
+        texts = []
+        for turn in self.turns:
+            if turn.role == "assistant":
+                break
+            texts.append(turn.text)
+        return "\n".join(texts)
+
+    @property
+    def response(self) -> str:
+        """Text of all assistant turns, joined by line breaks."""
+        return "\n".join(turn.text for turn in self.turns if turn.role == "assistant")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of the fields to read; None means: the first known name that the row has.
+
+    With ``response`` given, a row without any known prompt field is plain text: a response to an
+    empty prompt.
+
+    Known names: prompt, instruction (with an optional ``input``), question, query; response,
+    output, answer, completion; messages, conversations.
+    """
+
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+
+
+def read_rows(
+    path: str | Path, *, fields: Fields | None = None, limit: int | None = None
+) -> list[Row]:
+    """The rows of a ``.jsonl`` (or ``.json`` with one object a line) or ``.parquet`` file.
+
+    Args:
+        path: the file; its suffix decides the format.
+        fields: field names, where they are not among the known ones.
+        limit: read at most this many rows.
+
+    Raises:
+        DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
+            field, a file without rows, an unreadable Parquet file. The message names file and line.
+    """
+    path, fields = Path(path), fields or Fields()
+    if not path.is_file():
+        raise DataError("no such data file", got=str(path), remedy="check the path")
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".json", ".ndjson"):
+        records = _jsonl(path)
+    elif suffix in (".parquet", ".pq"):
+        records = _parquet(path)
+    else:
+        raise DataError(
+            "unknown kind of data file", got=str(path), remedy="give a .jsonl or a .parquet file"
+        )
+    rows: list[Row] = []
+    for place, record in records:
+        if limit is not None and len(rows) >= limit:
+            break
+        rows.append(Row(len(rows), place, _turns(record, fields, place)))
+    if not rows:
+        raise DataError("the data file has no rows", got=str(path), remedy="give a non-empty file")
+    return rows
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            place = f"{path.name}, line {number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    "the data file is not UTF-8",
+                    got=f"{place}: byte 0x{raw[error.start]:02x} at column {error.start + 1}",
+                    remedy="convert the file to UTF-8",
+                ) from None
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    "broken JSON line",
+                    got=f"{place}, column {error.colno}: {error.msg}: {_short(line)}",
+                    remedy="each line must be one JSON object; mend or drop this line",
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    "a JSON line is not an object",
+                    got=f"{place}: {_short(line)}",
+                    remedy='write {"prompt": ..., "response": ...} on each line',
+                )
+            yield place, record
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(
+            "reading Parquet needs pyarrow",
+            got=str(path),
+            remedy="pip install pyarrow, or give the rows as JSONL",
+        ) from None
+    try:
+        number = 0
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path.name}, row {number}", record
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            "the Parquet file cannot be read",
+            got=f"{path}: {_short(str(error))}",
+            remedy="write the file again; it may be truncated",
+        ) from None
+
+
+def _short(text: str, length: int = 80) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _turns(record: Mapping[str, Any], fields: Fields, place: str) -> tuple[Turn, ...]:
+    """The conversation in one record; explicit field names win over the known ones."""
+    pair_asked = fields.prompt is not None or fields.response is not None
+    chat = fields.messages
+    if chat is None and not pair_asked:
+        chat = next((name for name in _CHATS if record.get(name) is not None), None)
+    if chat is not None:
+        return _chat(_field(record, chat, place), chat, place)
+    plain = fields.prompt is None and fields.response is not None
+    if plain and not any(name in record for name in _PROMPTS):
+        return (Turn("assistant", _text(record, str(fields.response), place)),)
+    prompt_name = fields.prompt or _known(record, _PROMPTS, "prompt", place)
+    response_name = fields.response or _known(record, _RESPONSES, "response", place)
+    prompt = _text(record, prompt_name, place)
+    if prompt_name == "instruction" and record.get("input"):
+        prompt = f"{prompt}\n{_text(record, 'input', place)}"
+    return (Turn("user", prompt), Turn("assistant", _text(record, response_name, place)))
+
+
+def _known(record: Mapping[str, Any], names: Sequence[str], kind: str, place: str) -> str:
+    for name in names:
+        if name in record:
+            return name
+    raise DataError(
+        f"the row has no {kind} field",
+        got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
+        remedy=f"name it with --{kind}-field (known: {', '.join(names)}; chats: messages)",
+    )
+
+
+def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
+    if name not in record:
+        raise DataError(
+            f"the row has no field {name!r}",
+            got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
+            remedy="check the field name",
+        )
+    return record[name]
+
+
+def _text(record: Mapping[str, Any], name: str, place: str) -> str:
+    value = _field(record, name, place)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"field {name!r} is not text",
+            got=f"{place}: {type(value).__name__}",
+            remedy="use a text field, or messages for a chat",
+        )
+    return value
+
+
+def _chat(messages: Any, name: str, place: str) -> tuple[Turn, ...]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(
+            f"field {name!r} is not a list of messages",
+            got=f"{place}: {_short(repr(messages))}",
+            remedy='write [{"role": "user", "content": ...}, {"role": "assistant", ...}]',
+        )
+    turns = tuple(_message(message, place) for message in messages)
+    if all(turn.role != "assistant" for turn in turns):
+        raise DataError(
+            "the chat has no assistant turn",
+            got=f"{place}: roles {', '.join(turn.role for turn in turns)}",
+            why="the assistant turns are the response whose tokens are valued",
+            remedy="drop the row, or check the role names",
+        )
+    return turns
+
+
+def _message(message: Any, place: str) -> Turn:
+    if not isinstance(message, Mapping):
+        raise DataError("a message is not an object", got=f"{place}: {_short(repr(message))}")
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if role not in _ROLES:
+        raise DataError(
+            "a message has an unknown role",
+            got=f"{place}: {role!r}",
+            remedy=f"use one of {', '.join(_ROLES)}",
+        )
+    if message.get("tool_calls"):
+        raise DataError(
+            "a message holds tool calls",
+            got=place,
+            why="they are not text, and dropping them would change the conversation",
+            remedy="write them into the content as text",
+        )
+    return Turn(_ROLES[role], _content(content, place))
+
+
+def _content(content: Any, place: str) -> str:
+    """Text of a message; a list of text parts is joined, other parts are refused."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, Sequence):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    raise DataError(
+        "the content of a message is not text",
+        got=f"{place}: {_short(repr(content))}",
+        remedy="only text can be valued; drop images and other parts",
+    )

@@ -1,0 +1,164 @@
+"""Three pools that share nothing: training rows, validation rows, Fisher prompts.
+
+A validation row that is also trained on makes every value look good; a Fisher prompt that is also
+trained on is not a held-out sample of what the model knew. Both are checked here, not assumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import unicodedata
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from alphatoken.data.rows import Row
+from alphatoken.errors import ConfigError, DataError
+
+__all__ = ["Pools", "leak_keys", "split_pools"]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The result of :func:`split_pools`; ``counts`` says what was held out and removed, and why."""
+
+    train: list[Row]
+    validation: list[Row]
+    fisher: list[Row]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def normalise(text: str) -> str:
+    """NFKC, case folded, runs of white space as one space: what counts as the same text."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def leak_keys(row: Row) -> set[str]:
+    """Digests of the normalised prompt and of the whole conversation; one in common is a leak.
+
+    An empty prompt has no digest: rows of plain text are compared as wholes only.
+    """
+    prompt = normalise(row.prompt)
+    keys = {_digest("prompt", prompt)} if prompt else set()
+    return keys | {conversation_key(row)}
+
+
+def conversation_key(row: Row) -> str:
+    """Digest of the normalised conversation, roles included."""
+    turns = (f"{turn.role}\x1e{normalise(turn.text)}" for turn in row.turns)
+    return _digest("row", "\x1f".join(turns))
+
+
+def _digest(kind: str, text: str) -> str:
+    return hashlib.sha256(f"{kind}\x1d{text}".encode()).hexdigest()
+
+
+def split_pools(
+    data: Sequence[Row],
+    *,
+    validation: Sequence[Row] | None = None,
+    validation_rows: int = 0,
+    fisher: Sequence[Row] | None = None,
+    fisher_rows: int = 0,
+    fisher_keys: Collection[str] = (),
+    on_leak: str = "remove",
+    seed: int = 0,
+) -> Pools:
+    """Training pool = data minus validation rows minus Fisher prompts, checked for leaks.
+
+    Args:
+        data: rows to train on, before anything is held out.
+        validation: validation rows of their own; or else
+        validation_rows: how many rows to draw from ``data`` (seeded, without replacement).
+        fisher: rows whose prompts the Fisher uses; or else
+        fisher_rows: how many rows to draw from ``data`` for them.
+        fisher_keys: :func:`leak_keys` of the rows a Fisher was fitted on earlier.
+        on_leak: a training row with the same prompt as a held-out one, or the same whole
+            conversation, is removed ("remove") or refused ("error"). "Same" is exact after NFKC,
+            case folding and white-space folding. An empty prompt never counts as the same.
+        seed: of the draw.
+
+    Returns:
+        The pools. Order within each is the order of the input. A row that is in the validation
+        pool never enters the Fisher pool.
+
+    Raises:
+        ConfigError: more rows asked for than there are, or two sources for one pool.
+        DataError: a leak with ``on_leak="error"``, or nothing left to train on.
+    """
+    if (validation is not None and validation_rows) or (fisher is not None and fisher_rows):
+        raise ConfigError(
+            "two sources for one held-out pool", remedy="give either a file or a number of rows"
+        )
+    if on_leak not in ("remove", "error"):
+        raise ConfigError("unknown on_leak", got=repr(on_leak), remedy="remove or error")
+    drawn_validation, rest = _draw(data, validation_rows, "validation rows", seed)
+    held = list(validation) if validation is not None else drawn_validation
+    drawn_fisher, rest = _draw(rest, fisher_rows, "Fisher prompts", seed + 1)
+    prompts = list(fisher) if fisher is not None else drawn_fisher
+
+    held_keys = _all_keys(held)
+    prompts_kept = [row for row in prompts if not held_keys & leak_keys(row)]
+    kept_out = _all_keys(prompts_kept) | set(fisher_keys)
+    train = []
+    leaks: dict[str, list[Row]] = {"validation": [], "fisher": []}
+    for row in rest:
+        keys = leak_keys(row)
+        if held_keys & keys:
+            leaks["validation"].append(row)
+        elif kept_out & keys:
+            leaks["fisher"].append(row)
+        else:
+            train.append(row)
+    if on_leak == "error":
+        _refuse(leaks)
+    counts = {
+        "rows": len(data),
+        "drawn_validation": len(drawn_validation),
+        "drawn_fisher": len(drawn_fisher),
+        "removed_same_as_validation": len(leaks["validation"]),
+        "removed_same_as_fisher": len(leaks["fisher"]),
+        "fisher_removed_same_as_validation": len(prompts) - len(prompts_kept),
+        "repeated_within_train": len(train) - len({conversation_key(row) for row in train}),
+        "train": len(train),
+        "validation": len(held),
+        "fisher": len(prompts_kept),
+    }
+    if not train:
+        raise DataError(
+            "no training row is left",
+            got=", ".join(f"{name} {count}" for name, count in counts.items() if count),
+            remedy="hold out fewer rows, or give validation rows of their own",
+        )
+    return Pools(train, held, prompts_kept, counts)
+
+
+def _all_keys(rows: Sequence[Row]) -> set[str]:
+    return {key for row in rows for key in leak_keys(row)}
+
+
+def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[Row], list[Row]]:
+    """A seeded draw and what it leaves, both in the order of the input."""
+    if count < 0 or (count >= max(1, len(rows)) and count):
+        raise ConfigError(
+            f"{what} cannot be drawn from the data",
+            got=f"{count} of {len(rows)} rows",
+            remedy="ask for fewer, so that rows to train on remain",
+        )
+    chosen = set(random.Random(seed).sample(range(len(rows)), count))
+    return (
+        [row for index, row in enumerate(rows) if index in chosen],
+        [row for index, row in enumerate(rows) if index not in chosen],
+    )
+
+
+def _refuse(leaks: dict[str, list[Row]]) -> None:
+    for pool, rows in leaks.items():
+        if rows:
+            places = "; ".join(row.place for row in rows[:3])
+            raise DataError(
+                f"training rows are also in the {pool} pool",
+                got=f"{len(rows)}, first: {places}",
+                why="a value measured on data that are trained on is not a measurement",
+                remedy="remove them, or let them be removed (--on-leak remove)",
+            )

@@ -1,0 +1,20 @@
+"""``python -m alphatoken.demo [--out DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from alphatoken.demo import run_demo
+
+
+def main() -> None:
+    """Read the one argument and run."""
+    parser = argparse.ArgumentParser(prog="python -m alphatoken.demo", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("alphatoken-demo"), help="folder (default alphatoken-demo)"
+    )
+    run_demo(parser.parse_args().out)
+
+
+main()

@@ -1,0 +1,195 @@
+"""The demo from beginning to end, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from alphatoken import FisherDrift
+from alphatoken.cli import main
+from alphatoken.cli.loading import no_progress_bar
+from alphatoken.data import collate, encode_rows, read_rows
+from alphatoken.demo.model import make_model, make_tokenizer, mean_loss, pretrain, text_examples
+from alphatoken.demo.train import STABILITY_WEIGHT, Recipe, fine_tune
+from alphatoken.demo.world import Exchange, draw_exchanges
+from alphatoken.errors import AlphaTokenError
+from alphatoken.report import ScoredExample, read_values
+
+__all__ = ["Result", "run_demo"]
+
+SPOILED = 0.3
+
+
+@dataclass
+class Result:
+    """What the demo measured.
+
+    ``area`` is the area under the ROC curve of "low value" as a sign of a spoiled token, by
+    estimator: 1 finds all, 0.5 is chance. ``losses`` holds (held-out target, retention) by recipe.
+    """
+
+    area: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    report: Path = Path()
+    seconds: float = 0.0
+
+
+def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
+    """Run everything and write to ``out``.
+
+    Args:
+        out: folder; an earlier demo in it is replaced.
+        scale: factor on steps and rows; 1 takes a minute or two on two cores.
+        seed: of all draws.
+
+    Raises:
+        AlphaTokenError: a command of the demo failed (its message was printed).
+    """
+    start, result = time.monotonic(), Result()
+    for name in ("model", "model-now", "values", "values-label"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"writing to {out}/", flush=True)
+    train = _write_world(out, scale, random.Random(seed))
+
+    _step("1. a tiny decoder learns general text")
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed)
+    loss = pretrain(model, tokenizer, steps=_scaled(400, scale), seed=seed)
+    _save(model, tokenizer, out / "model")
+    print(f"   loss {loss:.2f} after {time.monotonic() - start:.0f} s")
+
+    _step("2. the Fisher of this model: what it would mind forgetting")
+    _command(
+        "fisher", "--model", out / "model", "--data", out / "fisher_prompts.jsonl",
+        "--out", out / "fisher.safetensors", "--samples", _scaled(200, scale),
+        "--response-field", "text", "--max-new-tokens", 48, "--quiet",
+    )  # fmt: skip
+    fisher = FisherDrift.load(out / "fisher.safetensors")
+
+    _step("3. one short step of ordinary fine-tuning, so that the weights have moved")
+    examples, _ = encode_rows(read_rows(out / "train.jsonl"), tokenizer)
+    held, _ = encode_rows(read_rows(out / "validation.jsonl"), tokenizer)
+    validation = collate(held)
+    moved = Recipe("moved", steps=_scaled(15, scale), seed=seed)
+    now = fine_tune(model, moved, examples, validation, fisher).model
+    _save(now, tokenizer, out / "model-now")
+
+    _step(f"4. the value of every response token ({SPOILED:.0%} of the words are spoiled)")
+    for estimator, folder in (("alphatoken", "values"), ("label", "values-label")):
+        _command(
+            "score", "--model", out / "model-now", "--train", out / "train.jsonl",
+            "--validation", out / "validation.jsonl", "--fisher", out / "fisher.safetensors",
+            "--stability-weight", STABILITY_WEIGHT, "--estimator", estimator,
+            "--out", out / folder, "--batch-size", 16, "--quiet",
+        )  # fmt: skip
+        result.area[estimator] = _area(read_values(out / folder / "values"), train)
+    result.report = out / "values" / "report.html"
+    for estimator, area in result.area.items():
+        print(f"   {estimator}: a low value finds the spoiled words with AUC {area:.2f}")
+
+    _step("5. fine-tuning from the same start, on all tokens and on half of them")
+    test, _ = encode_rows(read_rows(out / "test.jsonl"), tokenizer)
+    texts = text_examples(200, tokenizer, random.Random(seed + 99))
+    result.losses["before"] = mean_loss(model, test), mean_loss(model, texts)
+    result.tokens["before"] = 0
+    for recipe in _recipes(scale, seed):
+        tuned = fine_tune(model, recipe, examples, validation, fisher)
+        result.losses[recipe.name] = mean_loss(tuned.model, test), mean_loss(tuned.model, texts)
+        result.tokens[recipe.name] = tuned.tokens
+    result.seconds = time.monotonic() - start
+    _print_table(result)
+    return result
+
+
+def _recipes(scale: float, seed: int) -> list[Recipe]:
+    """Three with one token budget (half the tokens, or half the steps), and all tokens beside."""
+    steps = _scaled(100, scale)
+    return [
+        Recipe("all tokens", steps=steps, seed=seed),
+        Recipe("all tokens, half the steps", steps=steps // 2, seed=seed),
+        Recipe("random half", ratio=0.5, steps=steps, seed=seed),
+        Recipe("top half by alphatoken", "alphatoken", 0.5, steps, seed=seed),
+        Recipe("top half by label", "label", 0.5, steps, seed=seed),
+    ]
+
+
+def _scaled(count: int, scale: float) -> int:
+    return max(2, round(count * scale))
+
+
+def _step(text: str) -> None:
+    print(text, flush=True)
+
+
+def _command(*arguments: object) -> None:
+    """One command of the command line; its own message has been printed if it fails."""
+    status = main([str(argument) for argument in arguments])
+    if status:
+        raise AlphaTokenError(f"alphatoken {arguments[0]} failed", got=f"exit status {status}")
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    with no_progress_bar():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _write_world(out: Path, scale: float, generator: random.Random) -> list[Exchange]:
+    """The data files; returns the training exchanges, whose spoiled words are known."""
+    test = draw_exchanges(_scaled(200, scale), generator)
+    validation = draw_exchanges(_scaled(96, scale), generator, avoid=test)
+    known = [*test, *validation]
+    train = draw_exchanges(_scaled(400, scale), generator, spoil=SPOILED, avoid=known)
+    for name, exchanges in (("test", test), ("validation", validation), ("train", train)):
+        rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
+        _write_jsonl(out / f"{name}.jsonl", rows)
+    # Free-running text from the start token: what the model itself says is the Fisher's data.
+    _write_jsonl(out / "fisher_prompts.jsonl", [{"text": ""}])
+    return train
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _area(scored: Iterable[ScoredExample], train: Sequence[Exchange]) -> float:
+    """AUC of low value against "spoiled", over all words of all valued responses."""
+    values: list[float] = []
+    spoiled: list[bool] = []
+    for example in scored:
+        found = example.values["total"][example.response][:-1]  # the last is the end token
+        exchange = train[example.row]
+        assert len(found) == len(exchange.response)
+        values += found.tolist()
+        spoiled += exchange.spoiled
+    return _roc_area(-np.array(values), np.array(spoiled))
+
+
+def _roc_area(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """Probability that a positive has the higher score (Mann-Whitney, ties count half)."""
+    ranks = rankdata(score)
+    hits = int(positive.sum())
+    above = float(ranks[positive].sum()) - hits * (hits + 1) / 2
+    return above / (hits * (len(score) - hits))
+
+
+def _print_table(result: Result) -> None:
+    print(f"   {'':28} {'tokens':>8} {'target':>8} {'retention':>10}   (held-out losses)")
+    for name, (target, retention) in result.losses.items():
+        print(f"   {name:28} {result.tokens[name]:8d} {target:8.3f} {retention:10.3f}")
+    print(
+        "   One seed and one toy world: read it as a check that the parts work, not as a finding."
+    )
+    print(f"report: {result.report}   ({result.seconds:.0f} s in all)")

@@ -1,0 +1,99 @@
+"""Sphinx configuration. Built with warnings as errors: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+PACKAGE = HERE.parent / "alphatoken"
+VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+
+project = "AlphaToken"
+author = "AlphaToken maintainers"
+copyright = "AlphaToken maintainers"
+release = version = VERSION.findall((PACKAGE / "__init__.py").read_text(encoding="utf-8"))[0]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "docstrings",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "AlphaToken"
+
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+# Shapes are jaxtyping strings; writing them out as aliases keeps signatures readable.
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+nitpicky = True
+# Only names of this package are checked: other projects' inventories would need the network.
+# Signatures hold short names of types ("Tensor", "Float"), which are checked by mypy instead.
+nitpick_ignore_regex = [(r"py:.*", r"(?!alphatoken\.).*")]
+
+
+def _module_names() -> list[str]:
+    """Every public module of the package, by its file."""
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("alphatoken", *path.relative_to(PACKAGE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if not any(part.startswith("_") for part in parts):
+            names.append(".".join(parts))
+    return sorted(set(names))
+
+
+def write_module_pages() -> None:
+    """One page a module, so that no module can be left out of the reference.
+
+    A package's page shows only its own docstring: what it re-exports is documented where it is
+    defined, once.
+    """
+    folder = HERE / "modules"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in _module_names():
+        package = (PACKAGE.parent / name.replace(".", "/")).is_dir()
+        lines = [f"{name}", "=" * len(name), "", f".. automodule:: {name}"]
+        if not package:
+            lines.append("   :members:")
+        (folder / f"{name}.rst").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def check_tree() -> None:
+    """The annotated tree names every module, or there is no documentation."""
+    tree = (HERE / "architecture.md").read_text(encoding="utf-8")
+    entries = {
+        path.name + ("/" if path.is_dir() else "")
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    missing = sorted(name for name in entries if f"\n  {name} " not in tree)
+    if missing:
+        raise ConfigError(f"docs/architecture.md does not name {', '.join(missing)}")
+
+
+def _prepare(app: Any, config: Any) -> None:
+    check_tree()
+    write_module_pages()
+
+
+def setup(app: Any) -> None:
+    """Prepare before any page is read."""
+    app.connect("config-inited", _prepare)

@@ -1,0 +1,72 @@
+"""For every test: no network, one thread, shapes checked at run time, the tolerance table."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+
+from tests.property import tolerance
+
+# Read when huggingface_hub is imported, which nothing above does.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# Annotated shapes and types hold at run time, in tests only. Nothing above imports the package.
+assert "alphatoken" not in sys.modules
+jaxtyping.install_import_hook("alphatoken", "beartype.beartype")
+
+torch.set_num_threads(1)
+
+# torch's forward mode compiles some of its rules with torch.jit at first use, which torch itself
+# deprecates. Done here once, the warning (an error under pytest) hits no test.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder with the real model and rows. ALPHATOKEN_DATA unset: skip; set but absent: failure."""
+    name = os.environ.get("ALPHATOKEN_DATA")
+    if not name:
+        pytest.skip("ALPHATOKEN_DATA is not set: no real model and rows to run on")
+    folder = Path(name)
+    if not folder.is_dir():
+        pytest.fail(f"ALPHATOKEN_DATA is set to {name!r}, and there is no such folder")
+    return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    tolerance.begin()
+    try:
+        return (yield)
+    finally:
+        records = tolerance.finish()
+        if records:
+            item.user_properties.append((tolerance.PROPERTY, records))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    # Read from the reports, which reach this process from every worker.
+    records = [
+        (report.nodeid, *record)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+        for key, found in report.user_properties
+        if key == tolerance.PROPERTY
+        for record in found
+    ]
+    if records:
+        terminalreporter.section("worst error over tolerance")
+        for line in tolerance.summary(records):
+            terminalreporter.line(line)

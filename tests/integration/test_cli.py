@@ -1,0 +1,573 @@
+"""``alphatoken score`` and ``alphatoken fisher``: results, interruption, and every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
+from alphatoken.cli import main
+from alphatoken.data import batches, encode_rows, read_rows, split_pools
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.world import draw_exchanges
+from alphatoken.report import ScoredExample, read_values, value_files
+from tests.integration.browser import Browser
+
+# PyTorch's own forward-mode rules are scripted when the first of them is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+
+@dataclass(frozen=True)
+class World:
+    """A saved tiny model, a moved copy of it, and data files."""
+
+    folder: Path
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def score(self, out: Path, *more: object, **changed: object) -> int:
+        """Exit status of ``score`` on the small files; keyword arguments replace options."""
+        options = {
+            "model": self / "moved",
+            "train": self / "train.jsonl",
+            "validation": self / "validation.jsonl",
+            "out": out,
+            "batch-size": 4,
+            "shard-size": 8,
+        } | {key.replace("_", "-"): value for key, value in changed.items()}
+        words = [
+            w for key, value in options.items() if value is not None for w in (f"--{key}", value)
+        ]
+        return main([str(word) for word in ("score", *words, "--quiet", *more)])
+
+
+def write_rows(path: Path, count: int, seed: int) -> Path:
+    exchanges = draw_exchanges(count, random.Random(seed))
+    rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer, model = make_tokenizer(), make_model(make_tokenizer())
+    for name in ("reference", "moved"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    write_rows(folder / "train.jsonl", 20, seed=1)
+    write_rows(folder / "validation.jsonl", 6, seed=2)
+    write_rows(folder / "prompts.jsonl", 5, seed=3)
+    status = main(
+        [
+            "fisher", "--model", str(folder / "reference"), "--data", str(folder / "prompts.jsonl"),
+            "--out", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
+            "--max-new-tokens", "8",
+        ]
+    )  # fmt: skip
+    assert status == 0
+    return World(folder)
+
+
+def load(folder: Path) -> list[ScoredExample]:
+    return list(read_values(folder / "values"))
+
+
+def same(left: list[ScoredExample], right: list[ScoredExample]) -> bool:
+    return len(left) == len(right) and all(
+        a.row == b.row
+        and list(a.ids) == list(b.ids)
+        and np.array_equal(a.kept, b.kept)
+        and a.values.keys() == b.values.keys()
+        and all(np.array_equal(a.values[key], b.values[key]) for key in a.values)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("estimator", "kind"), [("alphatoken", "parquet"), ("label", "jsonl")])
+def test_files_hold_what_the_scorer_says(
+    world: World, tmp_path: Path, estimator: str, kind: str
+) -> None:
+    fisher_file = world / "fisher.safetensors"
+    assert world.score(tmp_path, estimator=estimator, format=kind, fisher=fisher_file) == 0
+    assert [p.name for p in value_files(tmp_path / "values")] == [
+        f"part-0000{i}.{kind}" for i in range(3)
+    ]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world / "moved")
+    model = AutoModelForCausalLM.from_pretrained(world / "moved").eval()
+    train, _ = encode_rows(read_rows(world / "train.jsonl"), tokenizer)
+    held, _ = encode_rows(read_rows(world / "validation.jsonl"), tokenizer)
+    scorer = Scorer(
+        model,
+        validation=list(batches(held, 4)),
+        retention=FisherDrift.load(fisher_file),
+        config=ScorerConfig(estimator=estimator, contraction="projected"),
+    )
+    scored = load(tmp_path)
+    assert [e.row for e in scored] == [e.row.index for e in train]
+    cursor = 0
+    for start in (0, 8, 16):  # files of 8 rows, batches of 4 within each
+        for batch in batches(train[start : start + 8], 4):
+            values = scorer.score(batch)
+            keep = select_top(values.total, values.mask, 0.5)
+            for index in range(len(batch["input_ids"])):
+                found, length = scored[cursor], len(scored[cursor].ids)
+                for key, column in found.values.items():
+                    expected = getattr(values, key)[index, :length].double().numpy()
+                    assert np.array_equal(column, expected), key
+                assert np.array_equal(found.kept, keep[index, :length].numpy())
+                assert np.array_equal(found.response, values.mask[index, :length].numpy())
+                cursor += 1
+    assert cursor == 20
+    split = {"adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal"}
+    assert split.isdisjoint(scored[0].values) == (estimator == "label")
+    assert any(e.values["stability"].any() for e in scored)
+    assert scored[0].tokens[0] == "<start>"
+    assert scored[0].tokens[-1] == " <end>"
+
+
+def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) -> None:
+    status = world.score(
+        tmp_path, "--verify", 3, fisher=world / "fisher.safetensors", validation=None,
+        validation_rows=5,
+    )  # fmt: skip
+    assert status == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    scored = load(tmp_path)
+    totals = np.concatenate([e.values["total"][e.response] for e in scored])
+    assert summary["values"]["sequences"] == len(scored) == 15
+    assert summary["values"]["response_tokens"] == totals.size
+    assert summary["values"]["components"][0]["maximum"] == totals.max()
+    assert summary["pools"]["drawn_validation"] == 5
+    assert summary["settings"]["row_format"] == "the tokenizer's chat template"
+    assert "agrees with the per-token oracle" in summary["certificate"]
+    assert [layer["layer"] for layer in summary["balance"]] == [1, 2, 3]
+    assert all(layer["ratio"] > 0 for layer in summary["balance"])
+    page = (tmp_path / "report.html").read_text()
+    assert "per-token oracle" in page
+    assert "Value-Propagation" in page
+
+
+def test_scope_dataset_keeps_the_best_of_all(world: World, tmp_path: Path) -> None:
+    assert world.score(tmp_path, "--no-report", scope="dataset", ratio=0.3) == 0
+    scored = load(tmp_path)
+    totals = np.concatenate([e.values["total"][e.response] for e in scored])
+    kept = np.concatenate([e.kept[e.response] for e in scored])
+    assert kept.sum() == -(-3 * totals.size // 10)
+    assert totals[kept].min() >= totals[~kept].max()
+    assert not any(e.kept[~e.response].any() for e in scored)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_step_zero_says_that_stability_is_zero(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fisher = world / "fisher.safetensors"
+    assert world.score(tmp_path, model=world / "reference", fisher=fisher, limit=4) == 0
+    assert not any(e.values["stability"].any() for e in load(tmp_path))
+    notes = " ".join(json.loads((tmp_path / "summary.json").read_text())["notes"])
+    assert "retention term is exactly zero" in notes
+    assert "retention term is exactly zero" in (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_rows_of_the_fisher_and_of_validation_are_kept_out(world: World, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    names = ("train", "prompts", "validation")
+    mixed.write_text("".join((world / f"{name}.jsonl").read_text().upper() for name in names)
+                     .replace("PROMPT", "prompt").replace("RESPONSE", "response"))  # fmt: skip
+    out, fisher = tmp_path / "out", world / "fisher.safetensors"
+    assert world.score(out, train=mixed, fisher=fisher) == 0
+    counts = json.loads((out / "summary.json").read_text())["pools"]
+    assert counts["removed_same_as_validation"] == 6
+    assert counts["removed_same_as_fisher"] == 5
+    assert [e.row for e in load(out)] == list(range(20))
+    refused = world.score(tmp_path / "b", "--on-leak", "error", train=mixed, fisher=fisher)
+    assert refused == 2
+
+
+# --- the Fisher -----------------------------------------------------------------------------------
+
+
+def test_fisher_file_knows_its_model_and_prompts(world: World) -> None:
+    fisher = FisherDrift.load(world / "fisher.safetensors")
+    assert fisher.metadata["layers"] == [1, 2, 3]
+    assert fisher.metadata["samples"] == 6
+    assert len(fisher.metadata["row_keys"]) == 10  # prompt and conversation of five rows
+    weights = load_file(world / "reference" / "model.safetensors")
+    name = fisher.names[0]
+    assert torch.equal(fisher.reference[name], weights[name])
+
+
+@pytest.mark.parametrize("more", [("--labels", "token"), ("--structure", "kronecker")])
+def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[str, str]) -> None:
+    out = tmp_path / "f.safetensors"
+    status = main(
+        ["fisher", "--model", str(world / "reference"), "--data", str(world / "prompts.jsonl"),
+         "--out", str(out), "--samples", "4", "--max-new-tokens", "4", "--quiet", *more]
+    )  # fmt: skip
+    assert status == 0
+    assert world.score(tmp_path / "o", "--no-report", fisher=out, limit=4) == 0
+    assert any(e.values["stability"].any() for e in load(tmp_path / "o"))
+
+
+# --- interruption ---------------------------------------------------------------------------------
+
+
+def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert world.score(tmp_path / "whole") == 0
+    calls, score = [], Scorer.score
+
+    def interrupted(self: Scorer, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return score(self, batch)
+
+    monkeypatch.setattr(Scorer, "score", interrupted)
+    assert world.score(tmp_path / "cut") == 130
+    message = capsys.readouterr().err
+    assert "8 of 20 rows are finished and kept" in message
+    assert "--resume" in message
+    assert [p.name for p in (tmp_path / "cut" / "values").iterdir()] == ["part-00000.parquet"]
+    monkeypatch.undo()
+    assert world.score(tmp_path / "cut", "--resume") == 0
+    assert same(load(tmp_path / "cut"), load(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_a_real_signal_leaves_whole_files(
+    world: World, tmp_path: Path, sign: signal.Signals
+) -> None:
+    train = write_rows(tmp_path / "many.jsonl", 160, seed=8)
+    held = read_rows(world / "validation.jsonl")
+    total = split_pools(read_rows(train), validation=held).counts["train"]
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "alphatoken.cli", "score", "--model", str(world / "moved"), "--train",
+        str(train), "--validation", str(world / "validation.jsonl"), "--out", str(out),
+        "--batch-size", "2", "--shard-size", "4", "--no-report", "--format", "jsonl",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    end = time.monotonic() + 120
+    while len(value_files(out / "values")) < 2 and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(sign)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (130 if sign == signal.SIGINT else -9), errors
+    assert "Traceback" not in errors
+    found = load(out)
+    assert 8 <= len(found) < total
+    assert len(found) % 4 == 0
+    (out / "values" / ".part-00099.jsonl.0123abcd.tmp").write_text("half")  # as a kill may leave
+    before = {p.name: p.stat().st_mtime_ns for p in value_files(out / "values")}
+    # The rest is scored in this process: the same command in other words.
+    more = ["--resume", "--quiet"]
+    assert main(command[3:] + more) == 0
+    assert len(load(out)) == total
+    assert all((out / "values" / n).stat().st_mtime_ns == t for n, t in before.items())
+    assert not list((out / "values").glob(".*"))
+
+
+def test_resume_refuses_another_run(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"limit": 6}
+    assert world.score(tmp_path, "--no-report", **small) == 0
+    assert world.score(tmp_path, "--no-report", **small) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    other = write_rows(tmp_path / "other.jsonl", 6, seed=77)
+    for changed, named in (
+        ({"ratio": 0.4}, "ratio"),
+        ({"model": world / "reference"}, "model, model_sha256"),
+        ({"train": other}, "train, train_sha256"),
+        ({"limit": 5}, "train_sha256"),
+        ({"fisher": world / "fisher.safetensors"}, "fisher, fisher_sha256"),
+    ):
+        assert world.score(tmp_path, "--no-report", "--resume", **(small | changed)) == 2
+        assert f"differs in {named}" in capsys.readouterr().err
+    assert world.score(tmp_path, "--no-report", "--overwrite", limit=5) == 0
+    assert len(load(tmp_path)) == 5
+    (tmp_path / "run.json").write_text("{")
+    assert world.score(tmp_path, "--resume", limit=5) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_exchanged_value_files_are_noticed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.score(tmp_path, "--no-report") == 0
+    files = value_files(tmp_path / "values")
+    shutil.copy(files[0], files[1])
+    assert world.score(tmp_path, "--no-report", "--resume") == 2
+    assert "do not hold the training rows" in capsys.readouterr().err
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    assert world.score(tmp_path, "--no-report", "--resume") == 2
+    assert "part-00001" in capsys.readouterr().err
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def broken_model(world: World, tmp_path: Path, name: str, content: bytes) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(world / "moved", copy)
+    (copy / name).write_bytes(content)
+    return copy
+
+
+def nan_model(world: World, tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(world / "moved", copy)
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
+    return path
+
+
+def cut(path: Path, source: Path) -> Path:
+    path.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+    return path
+
+
+def other_fisher(world: World, path: Path) -> Path:
+    fisher = FisherDrift.load(world / "fisher.safetensors")
+    metadata = {**fisher.metadata, "model": {"class": "OtherModel"}}
+    FisherDrift(fisher.fisher, fisher.reference, metadata).save(path)
+    return path
+
+
+ROW = {"prompt": "add : 3 and 4", "response": "3 plus 4 is 7 ."}
+Case = Callable[[World, Path], dict[str, object]]
+BAD: dict[str, tuple[Case, str]] = {
+    "broken line": (
+        lambda w, t: {"train": lines(t / "t.jsonl", ROW, "{oops")},
+        r"broken JSON line. Got: t.jsonl, line 2, column 2",
+    ),
+    "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
+    "empty file": (lambda w, t: {"train": lines(t / "t.jsonl")}, "no rows"),
+    "empty response": (
+        lambda w, t: {"train": lines(t / "t.jsonl", ROW, ROW | {"response": ""})},
+        "empty response. Got: t.jsonl, line 2",
+    ),
+    "no validation tokens": (
+        lambda w, t: {
+            "validation": lines(t / "v.jsonl", ROW | {"response": ""}),
+            "on_empty": "skip",
+        },
+        "no validation row is left",
+    ),
+    "too many validation rows": (
+        lambda w, t: {"validation": None, "validation_rows": 20},
+        "validation rows cannot be drawn",
+    ),
+    "max-length": (lambda w, t: {"max_length": 97}, "the model allows. Got: 97, limit 96"),
+    "ratio": (lambda w, t: {"ratio": 1.5}, r"ratio must lie in \(0, 1\]"),
+    "ratio zero": (lambda w, t: {"ratio": 0}, r"ratio must lie in \(0, 1\]"),
+    "layers": (lambda w, t: {"layers": "last"}, "--layers or --window cannot be read"),
+    "too many layers": (lambda w, t: {"layers": 5}, r"(?i)layers"),
+    "no model": (lambda w, t: {"model": t / "nowhere"}, "no folder with the tokenizer"),
+    "tokenizer": (
+        lambda w, t: {"model": broken_model(w, t, "tokenizer.json", b"{]")},
+        "tokenizer cannot be loaded",
+    ),
+    "weights": (
+        lambda w, t: {"model": broken_model(w, t, "model.safetensors", b"\x08")},
+        "model cannot be loaded",
+    ),
+    "NaN weight": (lambda w, t: {"model": nan_model(w, t)}, "(?i)not finite|nan"),
+    "no Fisher": (lambda w, t: {"fisher": t / "no.safetensors"}, "no.safetensors"),
+    "truncated Fisher": (
+        lambda w, t: {"fisher": cut(t / "f.safetensors", w / "fisher.safetensors")},
+        "f.safetensors' cannot be read",
+    ),
+    "Fisher of another model": (
+        lambda w, t: {"fisher": other_fisher(w, t / "f.safetensors")},
+        "fitted for another architecture",
+    ),
+    "Fisher without a layer": (
+        lambda w, t: {"fisher": w / "fisher.safetensors", "layers": "all"},
+        "does not cover every scored parameter",
+    ),
+    "device": (lambda w, t: {"device": "abacus"}, "no such device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_that_says_what(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    import re
+
+    case, message = BAD[name]
+    status = world.score(tmp_path / "out", **case(world, tmp_path))
+    output = capsys.readouterr()
+    assert status in (1, 2)
+    assert re.search(message, output.err), output.err
+    assert output.err.count("\n") == 1, output.err
+    assert output.err.startswith("alphatoken: ")
+    assert output.out == ""
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_debug_shows_the_traceback(world: World, tmp_path: Path) -> None:
+    from alphatoken.errors import DataError
+
+    with pytest.raises(DataError):
+        world.score(tmp_path, "--debug", train=tmp_path / "no.jsonl")
+
+
+def test_full_disk_is_exit_1_and_resume_mends_it(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replace, done = os.replace, []
+
+    def full(source: Any, target: Any) -> None:
+        if "part-00001" in str(target):
+            raise OSError(28, "No space left on device")
+        done.append(str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    assert world.score(tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert "part-00001" in error
+    assert error.count("\n") == 1
+    assert [p.name for p in (tmp_path / "values").iterdir()] == ["part-00000.parquet"]
+    monkeypatch.undo()
+    assert world.score(tmp_path, "--resume") == 0
+    assert len(load(tmp_path)) == 20
+
+
+def test_really_full_disk(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=36k", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a file system of 36 kB can be mounted by root only")
+    try:
+        assert world.score(small / "out", format="jsonl") == 1
+        error = capsys.readouterr().err
+        assert "No space left on device" in error
+        assert error.count("\n") == 1
+        finished = list((small / "out" / "values").iterdir())
+        assert all(path.name.startswith("part-") for path in finished)
+        assert len(list(read_values(small / "out" / "values"))) % 8 == 0
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# --- the face -------------------------------------------------------------------------------------
+
+
+def test_help_and_version_without_loading_a_model_library() -> None:
+    code = (
+        "import sys\nfrom alphatoken.cli import main\n"
+        "for words in ('score --help', 'fisher --help', '--version'):\n"
+        "    try:\n        main(words.split())\n"
+        "    except SystemExit as end:\n        assert not end.code\n"
+        "assert 'transformers' not in sys.modules\nassert 'pyarrow' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for words in (
+        "what to value", "examples", "--resume", "OUT/report.html", "--samples", "--checkpoint",
+    ):  # fmt: skip
+        assert words in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("alphatoken ")
+    assert max(map(len, run.stdout.splitlines())) <= 100
+
+
+def test_wrong_arguments_end_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["score"], ["score", "--estimator", "magic"], ["dance"], []):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        assert "usage: alphatoken" in capsys.readouterr().err
+
+
+# --- the real model and real rows -----------------------------------------------------------------
+
+
+def test_real_model_on_real_rows(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(data_dir / "stories260K" / "transformers")
+    fisher, out = tmp_path / "fisher.safetensors", tmp_path / "out"
+    assert main(
+        ["fisher", "--model", model, "--data", str(data_dir / "tinystories" / "stories.jsonl"),
+         "--response-field", "text", "--labels", "token", "--samples", "6", "--limit", "6",
+         "--out", str(fisher), "--quiet"]
+    ) == 0  # fmt: skip
+    assert main(
+        ["score", "--model", model, "--train", str(data_dir / "gsm8k" / "train.jsonl"),
+         "--limit", "22", "--validation-rows", "6", "--fisher", str(fisher), "--out", str(out),
+         "--verify", "4", "--shard-size", "8", "--quiet"]
+    ) == 0  # fmt: skip
+    assert "16 rows" not in capsys.readouterr().err
+    scored = load(out)
+    assert len(scored) == 16
+    for example in scored:
+        values = example.values
+        parts = values["adaptation_direct"] + values["adaptation_causal"]
+        assert np.allclose(parts, values["adaptation"], rtol=1e-5, atol=1e-4)
+        assert not values["stability"].any()  # the weights are the reference
+        assert np.array_equal(values["total"], values["adaptation"])
+        assert not values["total"][~example.response].any()
+    totals = np.concatenate([e.values["total"][e.response] for e in scored])
+    assert np.isfinite(totals).all()
+    assert totals.std() > 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert "agrees with the per-token oracle" in summary["certificate"]
+    with Browser(tmp_path / "profile") as browser:
+        browser.resize(1200, 900)
+        browser.open(out / "report.html")
+        shown = browser.evaluate("document.querySelectorAll('.tok').length")
+        assert shown == totals.size
+        assert browser.evaluate("document.querySelectorAll('#components input').length") == 4
+        browser.screenshot(tmp_path / "report.png")
+        assert browser.errors == []
+        assert all(url.startswith(("file:", "data:")) for url in browser.requests)

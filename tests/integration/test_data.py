@@ -1,0 +1,458 @@
+"""Rows, tokens, labels, pools and padding; and every kind of bad input with its one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from alphatoken.data import (
+    EncodeOptions,
+    Fields,
+    Row,
+    Turn,
+    batches,
+    collate,
+    encode_prompt,
+    encode_row,
+    encode_rows,
+    leak_keys,
+    read_rows,
+    split_pools,
+    token_texts,
+)
+from alphatoken.demo.model import make_tokenizer
+from alphatoken.errors import ConfigError, DataError, InputError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = None, *, start: bool = False) -> Any:
+    """One token a byte (so that characters span tokens), with ChatML's two markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    words = {piece: number for number, piece in enumerate([*special, *alphabet])}
+    core = Tokenizer(models.BPE(words, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if start:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=special[2:],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def chat(*texts: str) -> Row:
+    """User and assistant by turns."""
+    roles = ("user", "assistant")
+    return Row(0, "x.jsonl, line 1", tuple(Turn(roles[i % 2], t) for i, t in enumerate(texts)))
+
+
+def labelled_text(tokenizer: Any, row: Row, options: EncodeOptions | None = None) -> list[str]:
+    """Text of every run of labels."""
+    ids, labels = encode_row(row, tokenizer, options)
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    runs: list[list[int]] = [[]]
+    for label in labels:
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(label)
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "response"),
+    [
+        ({"prompt": "p", "response": "r"}, "p", "r"),
+        ({"instruction": "i", "input": "", "output": "o"}, "i", "o"),
+        ({"instruction": "i", "input": "more", "output": "o"}, "i\nmore", "o"),
+        ({"question": "q", "answer": "a", "source_row": 3}, "q", "a"),
+        ({"prompt": "p", "response": None}, "p", ""),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]},
+                          {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                          {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]},
+            "s\nu", "a",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"},
+                               {"from": "human", "value": "h2"}, {"from": "gpt", "value": "g2"}]},
+            "h", "g\ng2",
+        ),
+    ],
+)  # fmt: skip
+def test_known_shapes_of_rows(
+    tmp_path: Path, record: dict[str, Any], prompt: str, response: str
+) -> None:
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "t.parquet")
+    for path in (write(tmp_path / "t.jsonl", record), tmp_path / "t.parquet"):
+        row = read_rows(path)[0]
+        assert (row.prompt, row.response) == (prompt, response)
+        assert path.name in row.place
+
+
+def test_field_names_limit_and_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"text": "a", "code": "b"}, {"text": "c", "code": "d"})
+    path.write_text("\n" + path.read_text().replace("\n", "\n\n"))
+    rows = read_rows(path, fields=Fields(prompt="text", response="code"))
+    assert [(r.index, r.prompt, r.response) for r in rows] == [(0, "a", "b"), (1, "c", "d")]
+    assert rows[1].place == "t.jsonl, line 4"
+    assert len(read_rows(path, fields=Fields(prompt="text", response="code"), limit=1)) == 1
+    plain = read_rows(path, fields=Fields(response="text"))
+    assert [(r.prompt, r.response) for r in plain] == [("", "a"), ("", "c")]
+
+
+def test_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "p", "response": "r"}\n')
+    assert read_rows(tmp_path / "t.jsonl")[0].prompt == "p"
+
+
+GOOD = '{"prompt": "p", "response": "r"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD + '{"prompt": "p", "resp\n', r"broken JSON line.*t\.jsonl, line 2, column 17"),
+        (GOOD + "[1, 2]\n", r"not an object.*t\.jsonl, line 2"),
+        (GOOD.encode() + b'{"prompt": "\xff"}\n', r"not UTF-8.*line 2: byte 0xff at column 13"),
+        ("", r"no rows.*t\.jsonl"),
+        ("\n\n", r"no rows"),
+        ('{"prompt": "p"}\n', r"no response field.*t\.jsonl, line 1 has 'prompt'"),
+        ('{"text": "p"}\n', r"no prompt field.*'text'"),
+        ('{"prompt": 3, "response": "r"}\n', r"'prompt' is not text.*line 1: int"),
+        ('{"messages": []}\n', r"not a list of messages"),
+        ('{"messages": [{"role": "user", "content": "u"}]}\n', r"no assistant turn.*line 1"),
+        ('{"messages": [{"role": "alien", "content": "u"}]}\n', r"unknown role.*'alien'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"not text"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}\n', r"tool calls"),
+    ],
+)
+def test_bad_jsonl_names_file_and_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        read_rows(path)
+
+
+def test_other_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such data file"):
+        read_rows(tmp_path / "absent.jsonl")
+    (tmp_path / "t.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match="unknown kind"):
+        read_rows(tmp_path / "t.csv")
+    pq.write_table(pa.table({"prompt": ["p"] * 50, "response": ["r"] * 50}), tmp_path / "t.parquet")
+    whole = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"Parquet file cannot be read.*t\.parquet"):
+        read_rows(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "u.parquet")
+    with pytest.raises(DataError, match=r"no prompt field.*u\.parquet, row 1"):
+        read_rows(tmp_path / "u.parquet")
+    with pytest.raises(DataError, match="no field 'x'"):
+        read_rows(write(tmp_path / "v.jsonl", {"prompt": "p"}), fields=Fields("prompt", "x"))
+
+
+# --- tokens and labels ----------------------------------------------------------------------------
+
+
+def test_plain_format_is_as_stated() -> None:
+    tokenizer = byte_tokenizer(start=True)
+    ids, _ = encode_row(chat("ab", "cd", "ef", "gh"), tokenizer)
+    assert tokenizer.decode(ids) == "<s>ab\ncd</s>ef\ngh</s>"
+    assert labelled_text(tokenizer, chat("ab", "cd", "ef", "gh")) == ["cd</s>", "gh</s>"]
+    last = EncodeOptions(turns="last", end_token=False)
+    assert labelled_text(tokenizer, chat("ab", "cd", "ef", "gh"), last) == ["gh"]
+    assert labelled_text(byte_tokenizer(), chat("", "cd")) == ["cd</s>"]
+
+
+def test_chat_template_labels_exactly_the_assistant_turns() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    row = chat("hi 👋", "yes\n", "and שלום?", "no 👩\u200d🔬 ")
+    assert labelled_text(tokenizer, row) == ["yes\n<|im_end|>", "no 👩\u200d🔬 <|im_end|>"]
+    assert labelled_text(tokenizer, row, EncodeOptions(turns="last")) == [
+        "no 👩\u200d🔬 <|im_end|>"
+    ]
+    plain = EncodeOptions(chat_template=False)
+    assert labelled_text(tokenizer, row, plain)[0] == "yes\n</s>"
+    trailing = Row(0, "x", (*row.turns, Turn("user", "ignored")))
+    assert encode_row(trailing, tokenizer) == encode_row(row, tokenizer)
+
+
+def test_generation_marks_are_used_where_a_template_has_them() -> None:
+    marked = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}").replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    )
+    row = chat("q", "first", "r", "second")
+    for template in (CHATML, marked):
+        tokenizer = byte_tokenizer(template)
+        assert labelled_text(tokenizer, row) == ["first<|im_end|>", "second<|im_end|>"]
+        last = EncodeOptions(turns="last")
+        assert labelled_text(tokenizer, row, last) == ["second<|im_end|>"]
+    assert encode_row(row, byte_tokenizer(marked)) == encode_row(row, byte_tokenizer(CHATML))
+
+
+def test_template_that_rewrites_history_is_refused_and_the_last_turn_still_works() -> None:
+    """As reasoning models do: text is added to the last assistant turn only."""
+    thinking = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}THINK{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = byte_tokenizer(thinking)
+    with pytest.raises(
+        DataError, match=r"no consistent assistant span.*line 1, turn 2.*--turns last"
+    ):
+        encode_row(chat("a", "b", "c", "d"), tokenizer)
+    last = EncodeOptions(turns="last")
+    assert labelled_text(tokenizer, chat("a", "b", "c", "d"), last) == ["THINKd<|im_end|>"]
+
+
+def test_template_errors_name_the_row() -> None:
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+    row = Row(7, "x.jsonl, line 8", (Turn("system", "s"), Turn("assistant", "a")))
+    with pytest.raises(DataError, match=r"refuses the conversation.*line 8.*user first"):
+        encode_row(row, byte_tokenizer(strict))
+
+
+def test_prompt_of_a_row_is_what_comes_before_the_first_response() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    ids, _ = encode_row(chat("q", "a", "r", "b"), tokenizer)
+    prompt = encode_prompt(chat("q", "a", "r", "b"), tokenizer)
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(prompt) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    plain = encode_prompt(chat("q", "a"), byte_tokenizer(start=True))
+    assert byte_tokenizer().decode(plain) == "<s>q\n"
+    with pytest.raises(DataError, match="empty prompt"):
+        encode_prompt(chat("", "a"), byte_tokenizer())
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_empty_response_is_an_error_or_counted(template: str | None) -> None:
+    tokenizer = byte_tokenizer(template, start=True)
+    rows = [chat("q", "a"), chat("q", " \n")]
+    with pytest.raises(DataError, match=r"empty response.*x\.jsonl, line 1"):
+        encode_rows(rows, tokenizer)
+    examples, report = encode_rows(rows, tokenizer, EncodeOptions(on_empty="skip"))
+    assert (len(examples), report.examples, report.skipped_empty) == (1, 1, 1)
+    assert report.first_skipped == ["x.jsonl, line 1: empty"]
+
+
+def test_long_rows_are_cut_skipped_or_refused_and_counted() -> None:
+    tokenizer = byte_tokenizer(start=True)
+    rows = [chat("12", "345678"), chat("1", "2")]
+    examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6))
+    assert tokenizer.decode(examples[0].input_ids) == "<s>12\n34"
+    assert (report.truncated_rows, report.truncated_tokens, examples[0].tokens_cut) == (1, 5, 5)
+    assert report.response_tokens == 2 + 2
+    examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="skip"))
+    assert (len(examples), report.skipped_long) == (1, 1)
+    with pytest.raises(DataError, match="longer than allowed.*11 tokens, limit 6"):
+        encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="error"))
+    with pytest.raises(DataError, match="empty response.*beyond the limit of 4"):
+        encode_rows(rows, tokenizer, EncodeOptions(max_length=4))
+
+
+def test_a_lone_first_token_is_no_response() -> None:
+    """Nothing predicts index 0, so a row of one token has nothing to value."""
+    options = EncodeOptions(on_empty="skip", end_token=False)
+    assert encode_rows([chat("", "a")], byte_tokenizer(), options)[0] == []
+    assert len(encode_rows([chat("", "ab")], byte_tokenizer(), options)[0]) == 1
+
+
+def test_unknown_options_are_refused() -> None:
+    for bad in ({"on_long": "cut"}, {"on_empty": "drop"}, {"turns": "first"}, {"max_length": 1}):
+        with pytest.raises(ConfigError):
+            EncodeOptions(**bad)
+
+
+def test_token_texts_join_to_the_text_and_mark_broken_characters() -> None:
+    tokenizer = byte_tokenizer()
+    text = "a 👋 é\nשלום"
+    pieces = token_texts(tokenizer, tokenizer(text)["input_ids"])
+    assert "".join(piece.text for piece in pieces if not piece.partial) == text
+    assert [piece.partial for piece in pieces[2:6]] == [True, True, True, False]
+    broken = tokenizer("👋")["input_ids"][:2] + tokenizer("ab")["input_ids"]
+    assert len(token_texts(tokenizer, broken)) == 4
+    words = make_tokenizer()
+    ids = words("the cat sees a ball")["input_ids"]
+    assert [p.text for p in token_texts(words, ids)] == [
+        "<start>", " the", " cat", " sees", " a", " ball",
+    ]  # fmt: skip
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+def pair(index: int, prompt: str, response: str) -> Row:
+    return Row(index, f"line {index + 1}", (Turn("user", prompt), Turn("assistant", response)))
+
+
+def test_pools_share_nothing() -> None:
+    data = [pair(i, f"prompt {i}", f"response {i}") for i in range(20)]
+    pools = split_pools(data, validation_rows=4, fisher_rows=5, seed=3)
+    indices = [
+        {row.index for row in pool} for pool in (pools.train, pools.validation, pools.fisher)
+    ]
+    assert [len(pool) for pool in indices] == [11, 4, 5]
+    assert set.union(*indices) == set(range(20))
+    assert split_pools(data, validation_rows=4, fisher_rows=5, seed=3) == pools
+    assert split_pools(data, validation_rows=4, fisher_rows=5, seed=4) != pools
+    assert (pools.counts["drawn_validation"], pools.counts["train"]) == (4, 11)
+
+
+def test_leaks_are_found_after_normalising_and_removed_or_refused() -> None:
+    data = [
+        pair(0, "What is  2+2?", "four"),
+        pair(1, "other", "x"),
+        pair(2, "Ｏｔｈｅｒ one", "y"),
+        pair(3, "", "Same text"),
+        pair(4, "", "different"),
+        pair(5, "kept", "z"),
+        pair(6, "kept", "z"),
+    ]
+    held = [pair(0, "what is 2+2?\n", "4"), pair(1, "", "same  TEXT"), pair(2, "", "third")]
+    fisher = [pair(0, "other ONE", "q"), pair(1, "WHAT is 2+2?", "q")]
+    pools = split_pools(data, validation=held, fisher=fisher)
+    assert [row.index for row in pools.train] == [1, 4, 5, 6]
+    assert pools.counts["removed_same_as_validation"] == 2
+    assert pools.counts["removed_same_as_fisher"] == 1
+    assert pools.counts["fisher_removed_same_as_validation"] == 1
+    assert pools.counts["repeated_within_train"] == 1
+    with pytest.raises(DataError, match="also in the validation pool.*2, first: line 1; line 4"):
+        split_pools(data, validation=held, on_leak="error")
+    known = {key for row in fisher for key in leak_keys(row)}
+    assert split_pools(data, validation=held, fisher_keys=known).train == pools.train
+
+
+def test_pools_that_cannot_be_made() -> None:
+    data = [pair(i, f"p{i}", "r") for i in range(4)]
+    with pytest.raises(ConfigError, match="4 of 4"):
+        split_pools(data, validation_rows=4)
+    with pytest.raises(ConfigError, match="two sources"):
+        split_pools(data, validation=data, validation_rows=2)
+    with pytest.raises(ConfigError, match="on_leak"):
+        split_pools(data, on_leak="ignore")
+    with pytest.raises(DataError, match="no training row is left"):
+        split_pools(data, validation=data)
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+def test_padding_on_either_side() -> None:
+    examples, _ = encode_rows([chat("abc", "d"), chat("a", "bcdefg")], byte_tokenizer())
+    right, left = collate(examples), collate(examples, padding_side="left", pad_token_id=7)
+    assert right.keys() == {"input_ids", "attention_mask", "labels"}
+    for row, example in enumerate(examples):
+        length = len(example.input_ids)
+        assert right["input_ids"][row, :length].tolist() == example.input_ids
+        assert left["labels"][row, -length:].tolist() == example.labels
+        assert right["attention_mask"][row].sum() == left["attention_mask"][row].sum() == length
+        assert left["position_ids"][row, -length:].tolist() == list(range(length))
+    assert (left["input_ids"][left["attention_mask"] == 0] == 7).all()
+    assert (right["labels"][right["attention_mask"] == 0] == -100).all()
+    assert [b["input_ids"].shape[0] for b in batches(examples * 5, 4)] == [4, 4, 2]
+    with pytest.raises(InputError, match="at least one"):
+        collate([])
+    with pytest.raises(InputError, match="padding side"):
+        collate(examples, padding_side="middle")
+
+
+def test_values_do_not_depend_on_the_padding_side() -> None:
+    from alphatoken import Scorer
+    from alphatoken.demo.model import make_model
+
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer).eval()
+    texts = [("add : 3 and 4", "3 plus 4 is 7 ."), ("ends of : a b c", "the first is")]
+    examples, _ = encode_rows([chat(*pair) for pair in texts], tokenizer)
+    scorer = Scorer(model, validation=collate(examples[:1]))
+    right, left = (scorer.score(collate(examples, padding_side=side)) for side in ("right", "left"))
+    assert torch.allclose(right.total[right.mask], left.total[left.mask], rtol=1e-4, atol=1e-7)
+
+
+# --- real rows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gsm8k/train.jsonl", None),
+        ("codealpaca/train.jsonl", None),
+        ("dolly_hhrlhf/train.jsonl", None),
+        ("mbpp/train.jsonl", Fields(prompt="text", response="code")),
+        ("tinystories/stories.jsonl", Fields(response="text")),
+    ],
+)
+def test_real_rows_encode_and_come_back(data_dir: Path, name: str, fields: Fields | None) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "stories260K" / "transformers")
+    rows = read_rows(data_dir / name, fields=fields, limit=60)
+    assert len(rows) == 60
+    options = EncodeOptions(max_length=512, on_empty="skip")
+    examples, report = encode_rows(rows, tokenizer, options)
+    assert report.examples + report.skipped_empty == 60
+    assert report.examples > 30
+    for example in examples:
+        assert example.input_ids[0] == tokenizer.bos_token_id
+        assert len(example.input_ids) == len(example.labels) <= 512
+        if not example.tokens_cut:
+            kept = [label for label in example.labels if label != -100]
+            assert kept[-1] == tokenizer.eos_token_id
+            # sentencepiece: a leading space, and every character, byte pieces included, comes back
+            assert tokenizer.decode(kept[:-1]).strip() == example.row.response.strip()
+
+
+def test_a_real_chat_of_several_turns(data_dir: Path) -> None:
+    records = [
+        json.loads(line)
+        for line in (data_dir / "dpo_en_demo/train.jsonl").read_text("utf-8").splitlines()[:60]
+    ]
+    tokenizer = byte_tokenizer(CHATML)
+    several = 0
+    for record in records:
+        turns = [*record["conversations"], record["chosen"]]
+        roles = {"human": "user", "gpt": "assistant", "system": "system"}
+        row = Row(0, "x", tuple(Turn(roles[t["from"]], t["value"]) for t in turns))
+        answers = [turn.text for turn in row.turns if turn.role == "assistant"]
+        assert labelled_text(tokenizer, row) == [f"{answer}<|im_end|>" for answer in answers]
+        several += len(answers) > 1
+    assert several > 0
+
+
+def test_no_leak_between_real_training_and_test_rows(data_dir: Path) -> None:
+    train = read_rows(data_dir / "gsm8k/train.jsonl", limit=200)
+    test = read_rows(data_dir / "gsm8k/test.jsonl", limit=200)
+    counts = split_pools(train, validation=test).counts
+    assert counts["train"] == 200
+    seeded: Callable[[Row], Row] = lambda row: pair(row.index, row.prompt.upper(), "other")  # noqa: E731
+    assert split_pools(train, validation=[seeded(train[5])]).counts["train"] == 199

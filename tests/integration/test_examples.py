@@ -1,0 +1,49 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alphatoken.report import read_values
+
+# PyTorch's own forward-mode rules are scripted when the first of them is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / name), run_name="example")
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} == {
+        "plain_pytorch_loop.py",
+        "score_real_model.py",
+    }
+
+
+def test_plain_loop_learns_more_from_valuable_tokens() -> None:
+    losses = load("plain_pytorch_loop.py")["main"](["80"])
+    assert losses["value"] < losses["random"]
+
+
+@pytest.mark.filterwarnings("ignore:The adaptation side alone decides")
+def test_real_model_by_hand(data_dir: Path, tmp_path: Path) -> None:
+    assert (data_dir / "gsm8k").is_dir()
+    scored = load("score_real_model.py")["main"](
+        ["--out", str(tmp_path), "--rows", "16", "--samples", "6"]
+    )
+    assert len(scored) == 12
+    assert all(example.values["stability"].any() for example in scored)
+    back = list(read_values(tmp_path))
+    assert all(
+        np.array_equal(a.values["total"], b.values["total"])
+        for a, b in zip(scored, back, strict=True)
+    )
+    assert "per-token oracle" in (tmp_path / "report.html").read_text()

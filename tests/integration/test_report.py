@@ -1,0 +1,380 @@
+"""The report: its numbers by hand, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.report import (
+    ScoredExample,
+    read_values,
+    summarise,
+    value_files,
+    write_report,
+    write_values,
+)
+from alphatoken.report.build import MOST_TOKENS, number, script_safe, shown_examples
+from alphatoken.report.examples import visible
+from alphatoken.report.svg import histogram
+from tests.integration.browser import Browser
+
+HOSTILE = (
+    "Hi",
+    "</script>",
+    "<script>document.title='owned'</script>",
+    '<img src="http://example.invalid/x.png" onerror="document.title=1">',
+    " 😀",
+    "<!--",
+    "\n",
+    "שלום ",
+    "مرحبا",
+    "\u202eevil",
+    "<0xF0>",
+    "\x00",
+    "&amp;",
+    "'\"",
+    "\u2028",
+    "{{ 7 * 7 }}",
+)
+
+
+def example(row: int, tokens: tuple[str, ...], *, seed: int, split: bool = True) -> ScoredExample:
+    """First token is the prompt; values are drawn, total = adaptation + 1.5 stability."""
+    generator = np.random.default_rng(seed)
+    length = len(tokens)
+    names = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
+    parts = {name: generator.standard_normal(length) for name in names}
+    for part in parts.values():
+        part[0] = 0
+    values = {
+        "adaptation": parts["adaptation_direct"] + parts["adaptation_causal"],
+        "stability": parts["stability_direct"] + parts["stability_causal"],
+    }
+    values["total"] = values["adaptation"] + 1.5 * values["stability"]
+    if split:
+        values |= parts
+    return ScoredExample(
+        row=row,
+        place=f"train.jsonl, line {row + 1}",
+        tokens=list(tokens),
+        ids=list(range(length)),
+        labels=[-100, *range(1, length)],
+        kept=(values["total"] > 0) & (np.arange(length) > 0),
+        values=values,
+    )
+
+
+def many(count: int, length: int = 30) -> list[ScoredExample]:
+    words = tuple(f" word{i}" for i in range(length))
+    return [example(row, words, seed=row) for row in range(count)]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_summary_counts_shares_and_extremes() -> None:
+    examples = many(25)
+    summary = summarise(examples, stability_weight=1.5, sample=7, extremes=4)
+    totals = np.concatenate([e.values["total"][1:] for e in examples])
+    assert (summary.sequences, summary.tokens, summary.response_tokens) == (25, 750, 725)
+    assert summary.kept_tokens == (totals > 0).sum()
+    found = {c.key: c for c in summary.components}
+    assert found["total"].mean == pytest.approx(totals.mean(), rel=1e-12)
+    assert found["total"].maximum == totals.max()
+    assert found["total"].rank_correlation == pytest.approx(1)
+    assert found["total"].variance_share == pytest.approx(1)
+    split = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
+    shares = [found[key].variance_share or 0 for key in split]
+    assert sum(shares) == pytest.approx(1, abs=1e-12)
+    # lambda = 1.5 squared makes each stability part 2.25 times as large
+    assert shares[2] > shares[0]
+    ranked = np.sort(totals)
+    assert [e.values["total"] for e in summary.highest] == pytest.approx(ranked[::-1][:4])
+    assert [e.values["total"] for e in summary.lowest] == pytest.approx(ranked[:4])
+    top = summary.highest[0]
+    source = examples[top.row]
+    assert source.values["total"][top.position] == totals.max()
+    assert "".join(source.tokens).find(top.before + top.token + top.after) >= 0
+
+
+def test_sample_is_a_uniform_draw_in_row_order() -> None:
+    rows = [e.row for e in summarise(many(60, 3), sample=10).sample]
+    assert rows == sorted(rows)
+    assert len(set(rows)) == 10
+    assert rows != list(range(10))
+    assert max(rows) >= 30
+    assert rows == [e.row for e in summarise(many(60, 3), sample=10).sample]
+    assert rows != [e.row for e in summarise(many(60, 3), sample=10, seed=5).sample]
+
+
+def test_histogram_never_mixes_signs_and_counts_everything() -> None:
+    values = np.random.default_rng(0).standard_t(2, 4000)
+    drawn = histogram(values)
+    assert drawn is not None
+    inside = sum(int(bar.title.rpartition(": ")[2]) for bar in drawn.bars)
+    assert inside + drawn.beyond == 4000
+    minus = sum(int(bar.title.rpartition(": ")[2]) for bar in drawn.bars if bar.side == "minus")
+    assert minus == ((values < 0) & (values >= drawn.low)).sum()
+    assert histogram(np.zeros(5)) is None
+    single = histogram(np.array([0.0] * 999 + [1.0]))
+    assert single is not None
+
+
+def test_number_and_visible() -> None:
+    assert [number(x) for x in (0.5, -0.5, 1e-9, 0.0, None)] == [
+        "+0.5", "−0.5", "+1.00e-09", "0", "–",
+    ]  # fmt: skip
+    assert visible("\u202eab\x00\n\t") == "⟨U+202E⟩ab⟨U+0000⟩↵\n⇥\t"
+    assert visible("👩\u200d🔬 שלום") == "👩\u200d🔬 שלום"
+
+
+def test_long_sequences_and_many_are_capped() -> None:
+    long = example(0, tuple(f"t{i}" for i in range(9000)), seed=0)
+    shown, left_out = shown_examples([long], ["total"])
+    assert left_out == 9000 - len(shown[0]["tokens"])
+    assert shown[0]["tokens"][0] == "t0"
+    late = example(1, tuple(f"t{i}" for i in range(5000)), seed=1)
+    late.labels[:4000] = [-100] * 4000
+    window = shown_examples([late], ["total"])[0][0]
+    assert window["start"] == 3700
+    assert window["response"].count("1") == len(window["values"]["total"]) > 900
+    several, _ = shown_examples(many(600), ["total"])
+    assert sum(len(one["tokens"]) for one in several) <= MOST_TOKENS
+    assert 300 < len(several) < 600
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("split", [True, False])
+def test_value_files_come_back_bit_for_bit(tmp_path: Path, kind: str, split: bool) -> None:
+    written = [
+        example(3, HOSTILE, seed=1, split=split),
+        example(9, ("a", "b"), seed=2, split=split),
+    ]
+    write_values(tmp_path / f"part-00000.{kind}", written)
+    assert [p.name for p in value_files(tmp_path)] == [f"part-00000.{kind}"]
+    for before, after in zip(written, read_values(tmp_path), strict=True):
+        assert (before.row, before.place) == (after.row, after.place)
+        assert list(before.tokens) == list(after.tokens)
+        assert (list(before.ids), list(before.labels)) == (list(after.ids), list(after.labels))
+        assert before.values.keys() == after.values.keys()
+        for key, values in before.values.items():
+            assert np.array_equal(values, after.values[key])
+        assert np.array_equal(before.kept, after.kept)
+        assert np.array_equal(before.response, after.response)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_truncated_value_file_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"part-00000.{kind}"
+    write_values(path, many(3))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"part-00000"):
+        list(read_values(tmp_path))
+    with pytest.raises(ConfigError, match="format"):
+        write_values(tmp_path / "part-1.csv", many(1))
+
+
+# --- the page as text -----------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        for name, value in attrs:
+            if name in ("src", "href", "action", "data") and value not in ("", "data:,"):
+                self.outside.append(f"{tag} {name}={value}")
+
+
+def test_page_is_self_contained_and_hostile_tokens_stay_text(tmp_path: Path) -> None:
+    summary = summarise([example(0, HOSTILE, seed=3)], stability_weight=1.5)
+    text = write_report(
+        tmp_path / "r.html", summary, settings={"<b>": "</td><script>"}, notes=["<i>note</i>"]
+    ).read_text(encoding="utf-8")
+    page = _Page()
+    page.feed(text)
+    assert page.outside == []
+    assert page.scripts == 2
+    assert not re.search(r"@import|url\(", text)
+    assert "&lt;i&gt;note" in text
+    assert "<script>document.title" not in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert data["examples"][0]["tokens"] == [visible(token) for token in HOSTILE]
+    assert script_safe("</script>\u2028") == '"\\u003c/script\\u003e\\u2028"'
+
+
+def test_page_of_hundreds_of_sequences_stays_small(tmp_path: Path) -> None:
+    summary = summarise(many(500, 120), sample=400)
+    path = write_report(tmp_path / "r.html", summary)
+    assert path.stat().st_size < 1_500_000
+    assert f"of {summary.sequences} sequences are shown" in path.read_text(encoding="utf-8")
+
+
+def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(tmp_path / "r.html", summarise(many(3)))
+    before = path.read_bytes()
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        write_report(path, summarise(many(4)))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+# --- the page in a browser ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    examples = [*many(12, 80), example(99, HOSTILE, seed=7)]
+    summary = summarise(examples, stability_weight=1.5)
+    return write_report(
+        tmp_path_factory.mktemp("report") / "report.html",
+        summary,
+        title="Token values of <train>.jsonl",
+        settings={"estimator": "alphatoken", "layers": 3, "model": "m" * 200},
+        notes=["The retention term is exactly zero at step 0."],
+        balance=[{"layer": 1, "adaptation": 0.5, "stability": 0.1, "ratio": 0.2}],
+    )
+
+
+@pytest.fixture(scope="module")
+def browser(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        found.resize(1200, 900)
+        found.open(report)
+        yield found
+        # After everything the tests below have done on the page:
+        assert found.errors == []
+        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
+
+
+COLOURS = "[...document.querySelectorAll('.tok')].map(t => t.style.backgroundColor)"
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:24])
+    return width, height
+
+
+def test_browser_draws_every_response_token(browser: Browser, tmp_path: Path) -> None:
+    assert (
+        browser.evaluate("document.querySelectorAll('.tok').length") == 12 * 79 + len(HOSTILE) - 1
+    )
+    last = browser.evaluate(
+        "[...[...document.querySelectorAll('.text')].at(-1).querySelectorAll('.tok')]"
+        ".map(t => t.textContent)"
+    )
+    assert last == [visible(token) for token in HOSTILE[1:]]
+    assert browser.evaluate("document.title") == "Token values of <train>.jsonl"
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.querySelectorAll('figure svg rect').length") > 100
+    assert browser.evaluate("document.querySelectorAll('.tok.kept').length") > 0
+    assert png_size(browser.screenshot(tmp_path / "wide.png")) == (1200, 900)
+
+
+def test_browser_colours_follow_sign_size_and_component(browser: Browser) -> None:
+    data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
+    before = browser.evaluate(COLOURS)
+    values = [v for one in data["examples"] for v in one["values"]["total"]]
+    for colour, value in zip(before, values, strict=True):
+        red, _, blue = map(int, re.findall(r"\d+", colour))
+        # Equal (white) only where the value is too small for one step of colour.
+        assert (blue >= red) if value > 0 else (red >= blue), (colour, value)
+        assert blue != red or abs(value) < 0.05, (colour, value)
+    first = np.array(data["examples"][0]["values"]["total"])
+    strongest = int(np.abs(first).argmax())
+    assert before[strongest] in ("rgb(76, 154, 222)", "rgb(240, 150, 55)")
+    browser.evaluate("document.getElementById('c-adaptation_causal').click()")
+    after = browser.evaluate(COLOURS)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) > len(before) / 2
+    assert "later positions" in browser.evaluate("document.getElementById('meaning').textContent")
+    browser.evaluate("document.getElementById('s-page').click()")
+    assert browser.evaluate(COLOURS) != after
+    browser.evaluate("document.getElementById('s-row').click()")
+    browser.evaluate("document.getElementById('c-total').click()")
+    assert browser.evaluate(COLOURS) == before
+
+
+def test_browser_text_keeps_contrast_on_every_colour(browser: Browser) -> None:
+    """WCAG contrast of token text on its background, at least 4.5 everywhere."""
+
+    def luminance(rgb: list[float]) -> float:
+        parts = [c / 255 for c in rgb]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    ink = luminance([0x11, 0x11, 0x11])
+    for colour in set(browser.evaluate(COLOURS)):
+        background = luminance([float(c) for c in re.findall(r"\d+", colour)])
+        assert (background + 0.05) / (ink + 0.05) > 4.5, colour
+
+
+def test_browser_tooltip_by_mouse_and_keyboard(browser: Browser) -> None:
+    place = browser.evaluate(
+        "(() => { document.querySelector('.example').scrollIntoView();"
+        " const box = document.querySelectorAll('.tok')[3].getClientRects()[0];"
+        " return [box.left + 3, box.top + 3]; })()"
+    )
+    browser.move_to(*place)
+    assert not browser.evaluate("document.getElementById('tip').hidden")
+    text = browser.evaluate("document.getElementById('tip').textContent")
+    assert "word4" in text
+    assert "Adaptation, causal" in text
+    browser.evaluate("document.querySelector('.tok').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        browser.press(key)
+    label = browser.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert label.strip().startswith("word2: ")
+    assert label.endswith(("kept", "dropped"))
+    browser.press("End")
+    assert "word79" in browser.evaluate("document.activeElement.textContent")
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.example')].every("
+        "e => e.querySelectorAll('.tok[tabindex=\"0\"]').length === 1)"
+    )
+    browser.press("Escape")
+    assert browser.evaluate("document.getElementById('tip').hidden")
+
+
+def test_browser_download_holds_the_data(browser: Browser) -> None:
+    browser.evaluate(
+        "(() => { const make = URL.createObjectURL;"
+        " URL.createObjectURL = (blob) => { window.saved = blob; return make(blob); };"
+        " HTMLAnchorElement.prototype.click = function () { window.clicked = this.download; }; })()"
+    )
+    browser.evaluate("document.getElementById('download').click()")
+    data = json.loads(browser.evaluate("window.saved.text()"))
+    assert data["examples"][0]["row"] == 0
+    assert browser.evaluate("window.clicked").endswith(".json")
+
+
+def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
+    try:
+        for width in (320, 390, 768):
+            browser.resize(width, 800)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.resize(390, 800)
+        assert png_size(browser.screenshot(tmp_path / "narrow.png")) == (390, 800)
+    finally:
+        browser.resize(1200, 900)

@@ -1,0 +1,775 @@
+"""Every mutant of mathematics.md §10, and one for each step of the core that §10 does not name.
+
+Each is a few words of the core replaced; ``mutation`` says what counts as a kill. The claims beside
+a mutant are drawn with the structure that it needs (two query heads a group, a soft-cap, a bias),
+so that a dozen examples are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from alphatoken import capture, contraction, objective
+from alphatoken.adapter import DecoderAdapter
+from tests.property import properties_algebra as algebra
+from tests.property import properties_attention as attending
+from tests.property import properties_estimators as estimating
+from tests.property import properties_mutants as besides
+from tests.property import properties_scorer as scoring
+from tests.property import test_fisher as fisher
+from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.properties import Setup, setups
+from tests.property.strategies import configs, contractions
+
+__all__ = ["BY_NAME", "CLAIMS", "MUTANTS", "captured_objective"]
+
+
+# --- cases with the structure that a mutant needs -----------------------------------------------
+
+
+def small(**pins: Any) -> st.SearchStrategy[Setup]:
+    """Setups of at most two layers and two rows, cheap enough for a dozen examples."""
+    defaults = {"layers": st.integers(1, 2), "max_rows": 2, "max_length": 6, "max_validations": 1}
+    return setups(**{**defaults, **pins})
+
+
+def calls(**pins: Any) -> st.SearchStrategy[attending.AttentionCase]:
+    """Attention calls over several positions, with two key/value heads of two query heads."""
+    return attending.attention_cases(
+        **{"t": st.integers(4, 8), "g": 2, "r": 2, "v": st.integers(2, 3), **pins}
+    )
+
+
+SEVERAL = (("pprr", "prrr"),)
+"""One validation batch of two sequences."""
+ADAM = algebra.adam_cases(1).map(lambda case: replace(case, eps=1e-3, zeros=False))
+
+DIRECT = claim(estimating.check_direct_is_the_diagonal, small())
+PATH = claim(estimating.check_path_is_the_column_sums, small())
+LABEL = claim(estimating.check_label_is_the_row_sums, small())
+PATH_OF_SEVERAL = claim(estimating.check_path_is_the_column_sums, small(validations=SEVERAL))
+GRADIENT_OF_SEVERAL = claim(scoring.check_validation_gradient, small(validations=SEVERAL))
+GRADIENT_OF_BATCHES = claim(
+    scoring.check_validation_gradient, small(validations=(("pprr", "prrr"), ("ppr",)))
+)
+ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
+BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
+SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
+TIED = small(tied_linears=True, mlp="gated")
+TWICE = small(repeated_linear=True)
+PADDED = small(mode="left", max_length=8)
+
+
+def alphatoken(
+    cases: st.SearchStrategy[Setup], window: int | None = None, reduction: str = "per_head",
+    position: str = "label",
+) -> Claim:  # fmt: skip
+    """The paper's estimator against the oracle's loops."""
+    check = estimating.check_alphatoken_is_direct_plus_propagation
+    return claim(check, cases, window, reduction, position)
+
+
+def propagation(window: int | None, **pins: Any) -> Claim:
+    """Value-Propagation of one call against the whole of alpha."""
+    return claim(attending.check_value_propagation, calls(**pins), window, "per_head")
+
+
+GROUPS = alphatoken(small(heads=4, kv_heads=2))
+PROPAGATION = propagation(None)
+BAND = propagation(2)
+ALL = frozenset({"query", "key", "value", "sinks"})
+JVP = claim(attending.check_forward_mode_is_the_jvp, calls(), ALL)
+LOSSES = claim(algebra.check_token_losses, algebra.loss_cases())
+MASKED_DPO = claim(algebra.check_masked_dpo_gradient, algebra.pair_cases())
+UNMASKED_DPO = claim(algebra.check_unmasked_dpo_gradient, algebra.pair_cases())
+PAIRS = claim(
+    scoring.check_preference_validation,
+    small(validations=(("pprr", "prrr"), ("ppr", "prr"))), 0.5, "tokens",
+)  # fmt: skip
+DIAGONAL_FISHER = claim(
+    fisher.test_the_diagonal_is_the_mean_of_squared_sequence_gradients,
+    config=configs(layers=1), layers=1, seed=st.integers(0, 99), samples=st.integers(2, 4), size=2,
+    bias=False, parameters="linears",
+)  # fmt: skip
+TOKEN_FISHER = claim(
+    besides.check_token_fisher_squares_labels_of_the_model,
+    configs(layers=1), st.integers(0, 99), st.integers(1, 3),
+)  # fmt: skip
+KRONECKER_FISHER = claim(
+    fisher.test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors,
+    config=configs(layers=1), seed=st.integers(0, 99), samples=st.integers(1, 2),
+)  # fmt: skip
+SELECTION = claim(
+    algebra.check_selection, algebra.selection_cases(), 50, "batch", examples=40
+)  # the ratio is a keyword of its own below
+
+
+# --- a core that builds G from captured errors ---------------------------------------------------
+
+Outer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(errors, inputs, token weights) of one use -> (o, i), its part of the validation gradient."""
+
+
+def all_outer_products(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """What is right: no mutant."""
+    return torch.einsum("bto,bti->oi", error, x)
+
+
+def sum_then_outer(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Errors and inputs are summed over the sequences first."""
+    return torch.einsum("to,ti->oi", error.sum(0), x.sum(0))
+
+
+def response_positions_only(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Only positions that predict a response token."""
+    places = torch.cat([weights[:, 1:] != 0, torch.zeros_like(weights[:, :1]) != 0], 1)
+    return torch.einsum("bto,bti,bt->oi", error, x, places.to(x.dtype))
+
+
+def captured_objective(outer: Outer) -> Callable[..., dict[str, Tensor]]:
+    """``objective_gradient`` as a library would have it that never asks for weight gradients."""
+
+    def objective_gradient(
+        adapter: DecoderAdapter,
+        parameters: Mapping[str, Tensor],
+        validation: Iterable[Any],
+        *,
+        first: int | None,
+    ) -> dict[str, Tensor]:
+        names = {id(p): name for name, p in parameters.items()}
+        every = adapter.scored_linears(range(len(adapter.layers())))
+        linears = tuple(linear for linear in every if id(linear.weight) in names)
+        scope = capture.Scope((), linears, first=first or 0)
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        count = 0.0
+        for item in validation:
+            for _, losses, weights, tokens in objective.weighted_losses(adapter, item, first):
+                with capture.record(adapter, scope, attention=False) as recorder:
+                    with objective.scoring_forward(adapter, first):
+                        loss = losses()
+                        with torch.enable_grad():
+                            weighted = (loss * weights.to(loss)).sum()
+                    errors = capture.accumulate_errors(
+                        recorder, weighted, recorder.outputs, "ordinary"
+                    )
+                    for use, error in zip(recorder.linears, errors, strict=True):
+                        if error is None:
+                            continue
+                        m = outer(error, use.x, weights)
+                        total[names[id(use.linear.weight)]] += m.T if use.linear.transposed else m
+                        if id(use.linear.bias) in names:
+                            total[names[id(use.linear.bias)]] += error.sum((0, 1))
+                count += tokens
+        return {name: g.detach() / count for name, g in total.items()}
+
+    return objective_gradient
+
+
+def _objective(outer: Outer, old: str, new: str) -> Edit:
+    return Edit("objective.objective_gradient", old, new, body=captured_objective(outer))
+
+
+# --- the mutants of mathematics.md §10 -----------------------------------------------------------
+
+LISTED = (
+    Mutant(
+        "sum-then-outer-in-the-weight-gradient",
+        "sum-then-outer over validation examples",
+        (
+            Edit(
+                "contraction.outer_sum",
+                'torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))',
+                'torch.einsum("to,ti->oi", delta.to(dtype).sum(0), x.to(dtype).sum(0))',
+            ),
+        ),
+        (claim(algebra.check_outer_sum_is_the_weight_gradient, contractions()),),
+    ),
+    Mutant(
+        "sum-then-outer-in-the-validation-gradient",
+        "sum-then-outer over validation examples",
+        (
+            _objective(
+                sum_then_outer, "sum of outer products", "outer product of sums over sequences"
+            ),
+        ),
+        (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL),
+    ),
+    Mutant(
+        "sum-then-outer-in-the-gram-factors",
+        "sum-then-outer over validation examples",
+        (
+            Edit(
+                "target.Target._build_factors",
+                "(error[live], use.x[live])",
+                "(error.sum(0), use.x.sum(0))",
+            ),
+        ),
+        (ROUTES_OF_SEVERAL,),
+    ),
+    Mutant(
+        "aggregated-errors-as-direct",
+        "aggregated errors used as direct",
+        (
+            Edit("estimators.self_only_errors", '"self"', '"ordinary"'),
+            Edit("estimators.token_errors", 'else "self"', 'else "ordinary"'),
+        ),
+        (DIRECT, GROUPS),
+    ),
+    Mutant(
+        "label-shift-off-by-one-in-the-losses",
+        "label shift off by one",
+        (Edit("batch.token_losses", "scores[:, :-1].to(", "scores[:, 1:].to("),),
+        (LOSSES,),
+    ),
+    Mutant(
+        "label-shift-off-by-one-in-the-values",
+        "label shift off by one",
+        (Edit("batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),),
+        (DIRECT,),
+    ),
+    Mutant(
+        "validation-prompt-dropped-from-the-gradient",
+        "prompt positions of the validation sequences dropped",
+        (
+            _objective(
+                response_positions_only, "outer products of all positions", "of response positions"
+            ),
+        ),
+        (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL),
+    ),
+    Mutant(
+        "validation-prompt-dropped-from-the-gram-factors",
+        "prompt positions of the validation sequences dropped",
+        (
+            Edit(
+                "target.Target._build_factors",
+                "live = (error != 0).any(-1)",
+                "live = weights.roll(-1, 1) != 0",
+            ),
+        ),
+        (ROUTES_OF_SEVERAL,),
+    ),
+    Mutant(
+        "padding-leaks-into-the-attention-weights",
+        "padding leaking in",
+        (Edit("attention._mask", "part = _block(mask, rows, columns)", "part = None"),),
+        (
+            claim(attending.check_log_sum_exp_and_weights, calls(mask="left")),
+            alphatoken(PADDED),
+        ),
+    ),
+    Mutant(
+        "padding-leaks-into-the-losses",
+        "padding leaking in",
+        (Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),),
+        (LOSSES,),
+    ),
+    Mutant(
+        "mean-for-sum-of-the-losses",
+        "mean for sum",
+        (Edit("scorer.Scorer._errors", ").sum()", ").mean()"),),
+        (PATH, DIRECT),
+    ),
+    Mutant(
+        "mean-for-sum-over-the-heads-of-a-group",
+        "mean for sum",
+        (
+            Edit(
+                "attention.propagate_values",
+                'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
+                'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :]) / e.shape[2]',
+            ),
+        ),
+        (PROPAGATION, GROUPS),
+    ),
+    Mutant(
+        "last-token-dropped",
+        "last token dropped",
+        (Edit("batch.token_losses", "F.pad(-chosen, (1, 0))", "F.pad(-chosen[:, :-1], (1, 1))"),),
+        (LOSSES,),
+    ),
+    Mutant(
+        "bias-forgotten-in-the-contraction",
+        "bias forgotten (with score_bias)",
+        (
+            Edit(
+                "readout._contract_use",
+                "names.get(id(linear.bias)) if linear.bias is not None else None",
+                "None",
+            ),
+        ),
+        (SCORED_BIAS,),
+    ),
+    Mutant(
+        "bias-forgotten-in-the-gram-route",
+        "bias forgotten (with score_bias)",
+        (Edit("contraction.contract_gram", "inputs + 1 if bias else inputs", "inputs"),),
+        (claim(algebra.check_gram_is_the_loop, contractions(), True, 4),),
+    ),
+    Mutant(
+        "head-mean-for-per-head",
+        "head-mean for per-head",
+        (Edit("attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),),
+        (PROPAGATION, GROUPS),
+    ),
+    Mutant(
+        "grouped-heads-in-the-wrong-order",
+        "grouped heads repeated in the wrong order",
+        (
+            Edit(
+                "attention._group",
+                "heads.reshape(batch, groups, count // groups, *rest)",
+                "heads.reshape(batch, count // groups, groups, *rest).transpose(1, 2)",
+            ),
+        ),
+        (claim(attending.check_self_backward_is_the_diagonal, calls()), GROUPS),
+    ),
+    Mutant(
+        "alpha-with-the-value-projections-own-error",
+        "alpha paired with the value projection's own error instead of the head output's",
+        (
+            Edit("estimators.token_errors", "(a.output for a in", "(a.value for a in"),
+            Edit(
+                "estimators.token_errors",
+                "reduction =",
+                "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
+                "reduction =",
+            ),
+        ),
+        (alphatoken(small(max_length=8)), GROUPS),
+    ),
+    Mutant(
+        "window-one-too-short",
+        "window off by one",
+        (Edit("attention._band", "k <= t + window", "k < t + window"),),
+        (BAND,),
+    ),
+    Mutant(
+        "window-one-too-long",
+        "window off by one",
+        (
+            Edit("attention._band", "k <= t + window", "k <= t + window + 1"),
+            Edit("attention.propagate_values", "start - window)", "start - window - 1)"),
+        ),
+        (BAND,),
+    ),
+    Mutant(
+        "alpha-of-the-wrong-direction",
+        "alpha of the wrong direction (rows for columns)",
+        (
+            Edit(
+                "attention.propagate_values",
+                'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
+                'torch.einsum("bgrkt,bgrtd->bgkd", alpha, e[..., block.columns, :])',
+            ),
+            Edit(
+                "attention.propagate_values",
+                "result[..., block.columns, :] +=",
+                "result[..., block.rows, :] +=",
+            ),
+        ),
+        (PROPAGATION, GROUPS),
+    ),
+    Mutant(
+        "soft-cap-factor-left-out-of-the-self-only-backward",
+        "soft-cap factor or sink left out",
+        (Edit("attention.self_terms", "if slope is not None:", "if False:"),),
+        (
+            claim(attending.check_self_backward_is_the_diagonal, calls(softcap=1.5)),
+            claim(estimating.check_direct_is_the_diagonal, small(softcap=2.0)),
+        ),
+    ),
+    Mutant(
+        "soft-cap-factor-left-out-of-the-forward-mode",
+        "soft-cap factor or sink left out",
+        (Edit("attention.forward_mode_attention", "if block.slope is not None:", "if False:"),),
+        (claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),),
+    ),
+    Mutant(
+        "sink-left-out",
+        "soft-cap factor or sink left out",
+        (Edit("attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"),),
+        (claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),),
+    ),
+    Mutant(
+        "sign-missing-on-rejected-in-the-objective",
+        "missing sign on rejected",
+        (Edit("objective.weighted_losses", "(1, -1)", "(1, 1)"),),
+        (PAIRS,),
+    ),
+    Mutant(
+        "sign-missing-on-rejected-in-the-loss",
+        "missing sign on rejected",
+        (Edit("losses.masked_dpo_loss", "(kept_chosen - kept_rejected)", "(kept_chosen + kept_rejected)"),),
+        (UNMASKED_DPO,),
+    ),
+    Mutant(
+        "coefficient-from-the-masked-logit",
+        "coefficient from the masked logit",
+        (
+            Edit("losses.masked_dpo_loss", "kept_chosen if masked_logit else chosen_losses.sum(-1)", "kept_chosen"),
+            Edit("losses.masked_dpo_loss", "kept_rejected if masked_logit else rejected_losses.sum(-1)", "kept_rejected"),
+        ),
+        (MASKED_DPO,),
+    ),
+    Mutant(
+        "square-of-the-batch-gradient",
+        "square of the batch gradient for the Fisher",
+        (
+            Edit("moments.DiagonalMoments.add", "gradient.detach().to(wide(gradient.dtype)) ** 2", "gradient.detach()"),
+            Edit("moments.DiagonalMoments.means", "total / count", "(total / count) ** 2"),
+        ),
+        (DIAGONAL_FISHER,),
+    ),
+    Mutant(
+        "token-mean-scale-in-the-kronecker-factors",
+        "token-mean scale in the Kronecker factors",
+        (
+            Edit(
+                "moments.KroneckerMoments.factors",
+                'self.sums[f"S/{key}"] / count',
+                'self.sums[f"S/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)',
+            ),
+        ),
+        (KRONECKER_FISHER,),
+    ),
+    Mutant(
+        "preconditioner-applied-twice",
+        "preconditioner applied to the token side twice",
+        (Edit("direction.precondition", "m * preconditioner[name].to(m)", "m * preconditioner[name].to(m) ** 2"),),
+        (
+            claim(algebra.check_direction_algebra, algebra.direction_cases()),
+            claim(scoring.check_given_preconditioner, small()),
+        ),
+    ),
+    Mutant(
+        "twice-called-module-overwritten",
+        "tied or twice-called module overwritten instead of accumulated",
+        (
+            Edit(
+                "capture.Recorder.on_linear",
+                "self.linears.append(",
+                "self.linears[:] = [u for u in self.linears if u.linear is not linear]; self.linears.append(",
+            ),
+        ),
+        (claim(estimating.check_path_is_the_column_sums, TWICE),),
+    ),
+    Mutant(
+        "tied-module-overwritten",
+        "tied or twice-called module overwritten instead of accumulated",
+        (
+            Edit(
+                "capture.Recorder.on_linear",
+                "self.linears.append(",
+                "self.linears[:] = [u for u in self.linears if u.linear.weight is not linear.weight]; self.linears.append(",
+            ),
+        ),
+        (claim(estimating.check_path_is_the_column_sums, TIED),),
+    ),
+    Mutant(
+        "stale-direction",
+        "stale direction",
+        (
+            Edit(
+                "target.Target._current_stamp",
+                "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
+                "return 'always the same'",
+            ),
+        ),
+        (claim(scoring.check_direction_is_never_stale, small(), "path"),),
+    ),
+    Mutant(
+        "float32-in-the-contraction",
+        "float32 or bf16 arithmetic inside",
+        (Edit("contraction.contract", "delta.to(dtype), projected)", "delta.float(), projected.float()).to(dtype)"),),
+        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
+    ),
+    Mutant(
+        "bfloat16-in-the-contraction",
+        "float32 or bf16 arithmetic inside",
+        (Edit("contraction.contract", "delta.to(dtype), projected)", "delta.bfloat16(), projected.bfloat16()).to(dtype)"),),
+        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
+    ),
+    Mutant(
+        "float32-in-the-attention-weights",
+        "float32 or bf16 arithmetic inside",
+        (Edit("attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"),),
+        (PROPAGATION, GROUPS),
+    ),
+    Mutant(
+        "bfloat16-in-the-self-only-backward",
+        "float32 or bf16 arithmetic inside",
+        (Edit("attention.self_terms", "value.to(dtype).unsqueeze(2) - o, e)", "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)"),),
+        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+    ),
+    Mutant(
+        "ties-all-kept",
+        "ties all kept",
+        (
+            Edit(
+                "selection._top_of",
+                "keep[candidates[order[: keep_count(ratio, len(candidates))]]] = True",
+                "v = values.flatten()[candidates]; n = keep_count(ratio, len(candidates)); "
+                "keep[candidates[v >= v[order[n - 1]]] if n else candidates] = True",
+            ),
+        ),
+        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+    ),
+    Mutant(
+        "ceil-in-floating-point",
+        "ceil in floating point",
+        (Edit("selection.keep_count", "Fraction(str(ratio)) * count", "ratio * count"),),
+        (claim(algebra.check_keep_count, st.integers(1, 100), st.sampled_from([100, 50, 20]), examples=100),),
+    ),
+    Mutant(
+        "threshold-over-padding",
+        "threshold over padding",
+        (
+            Edit("selection._top_of", "mask.flatten().nonzero().squeeze(-1)", "torch.arange(mask.numel())"),
+            Edit("selection._top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask"),
+        ),
+        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+    ),
+)  # fmt: skip
+
+
+# --- and of the steps that §10 does not name -----------------------------------------------------
+
+
+def _own(name: str, sentence: str, edits: tuple[Edit, ...], claims: tuple[Claim, ...]) -> Mutant:
+    return Mutant(name, sentence, edits, claims, listed=False)
+
+
+OWN = (
+    _own(
+        "cross-mode-keeps-the-self-terms",
+        "the cross backward is the ordinary one, k = t included",
+        (Edit("attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),),
+        (claim(attending.check_cross_backward_is_the_rest, calls()),),
+    ),
+    _own(
+        "cross-mode-without-the-score-path",
+        "same-layer hops through the values only, not through the keys",
+        (Edit("attention._Gate.backward", "return None, None, dk, dv", "return None, None, None, dv"),),
+        (claim(attending.check_cross_backward_is_the_rest, calls()),),
+    ),
+    _own(
+        "gate-passes-dk-in-self-mode",
+        "later queries reach earlier keys in the self-only backward",
+        (Edit("attention._Gate.backward", "return None, dq, None, None", "return None, dq, dk, None"),),
+        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+    ),
+    _own(
+        "self-mode-without-dq",
+        "the self-only backward stops at the query",
+        (Edit("attention._Gate.backward", "return None, dq, None, None", "return None, None, None, None"),),
+        (DIRECT,),
+    ),
+    _own(
+        "scale-forgotten-in-dk",
+        "attention scale c left out of the self-only dk",
+        (Edit("attention.self_terms", "pull * statistics.scale", "pull"),),
+        (claim(attending.check_self_backward_is_the_diagonal, calls(scale=0.6)), DIRECT),
+    ),
+    _own(
+        "softmax-mean-forgotten-in-dk",
+        "v_t instead of v_t - o_t in the self-only dk",
+        (Edit("attention.self_terms", ".unsqueeze(2) - o", ".unsqueeze(2) - 0 * o"),),
+        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+    ),
+    _own(
+        "diagonal-ignores-the-mask",
+        "alpha_tt of a masked position",
+        (Edit("attention.AttentionStatistics.diagonal", "if self.mask is not None:", "if False:"),),
+        (claim(attending.check_log_sum_exp_and_weights, calls(mask="additive")),),
+    ),
+    _own(
+        "forward-mode-without-dv",
+        "tangent of the values left out of the forward mode",
+        (Edit("attention.forward_mode_attention", "alpha, dv[..., columns, :]", "0 * alpha, dv[..., columns, :]"),),
+        (JVP, LABEL),
+    ),
+    _own(
+        "forward-mode-without-the-mean",
+        "softmax tangent alpha s' without its mean",
+        (Edit("attention.forward_mode_attention", "weighted = weighted - alpha * mean", "pass"),),
+        (JVP, LABEL),
+    ),
+    _own(
+        "forward-mode-without-the-sinks-tangent",
+        "a direction that moves the sinks is not felt",
+        (Edit("attention.forward_mode_attention", 'if tangent["sinks"] is not None:', "if False:"),),
+        (claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),),
+    ),
+    _own(
+        "tied-weight-moved-in-one-place-only",
+        "the dual forward moves one of the places of a tied weight",
+        (
+            Edit("forward_mode._places", "return {", "seen: set = set(); return {"),
+            Edit(
+                "forward_mode._places",
+                "if id(parameter) in duals",
+                "if id(parameter) in duals and not (id(parameter) in seen or seen.add(id(parameter)))",
+            ),
+        ),
+        (claim(estimating.check_label_is_the_row_sums, TIED),),
+    ),
+    _own(
+        "context-column-at-the-label-position",
+        "causal_position=\"context\" takes the column at p instead of p + 1",
+        (
+            Edit(
+                "readout.assign_columns",
+                'columns.causal if causal_position == "context" else to_token_index(columns.causal)',
+                "to_token_index(columns.causal)",
+            ),
+        ),
+        (alphatoken(small(), position="context"),),
+    ),
+    _own(
+        "unassigned-dropped",
+        "columns of prompt positions are thrown away",
+        (
+            Edit(
+                "readout.assign_columns",
+                "everything - direct.sum(-1) - causal.sum(-1)",
+                "torch.zeros_like(everything)",
+            ),
+        ),
+        (PATH,),
+    ),
+    _own(
+        "lambda-on-the-adaptation",
+        "lambda G + V instead of G + lambda V",
+        (Edit("readout.combine", "gain + stability_weight * keep", "stability_weight * gain + keep"),),
+        (PATH, claim(scoring.check_lambda, small(), 0.5)),
+    ),
+    _own(
+        "reference-sign",
+        "W_ref - W instead of W - W_ref",
+        (
+            Edit(
+                "drift.FisherDrift._V",
+                "weight.to(dtype) - self.reference[name].to(weight.device, dtype)",
+                "self.reference[name].to(weight.device, dtype) - weight.to(dtype)",
+            ),
+        ),
+        (PATH,),
+    ),
+    _own(
+        "fisher-forgotten-in-the-drift",
+        "V = W - W_ref",
+        (
+            Edit(
+                "drift.FisherDrift._V",
+                "entries[0].to(weight.device, dtype) * step",
+                "step",
+            ),
+        ),
+        (PATH,),
+    ),
+    _own(
+        "observed-labels-for-sampled-labels",
+        "the Fisher of the data's labels, not of the model's own",
+        (
+            Edit(
+                "fisher._Fit._add",
+                "if response is None:\n                uniform",
+                "if response is None:\n                response = given.ids[given.predicted]\n            if response is None:\n                uniform",
+            ),
+        ),
+        (TOKEN_FISHER,),
+    ),
+    _own(
+        "token-mean-in-the-diagonal-fisher",
+        "gradient of the mean, not of the summed, log-likelihood of a response",
+        (Edit("fisher._Fit._add", "chosen.sum()", "chosen.mean()"),),
+        (DIAGONAL_FISHER, TOKEN_FISHER),
+    ),
+    _own(
+        "mean-of-batch-means",
+        "J_tgt as the mean of the batches' means, whatever their lengths",
+        (
+            Edit("objective.objective_gradient", "(loss * weights.to(loss)).sum()", "(loss * weights.to(loss)).sum() / tokens"),
+            Edit("objective.objective_gradient", "count += tokens", "count += 1"),
+        ),
+        (GRADIENT_OF_BATCHES,),
+    ),
+    _own(
+        "gram-factors-not-divided",
+        "the gram route forgets the objective's normaliser",
+        (Edit("target.Target._build_factors", "(e / count, x)", "(e, x)"),),
+        (ROUTES_OF_SEVERAL,),
+    ),
+    _own(
+        "token-weights-ignored",
+        "observed values of unweighted losses",
+        (Edit("scorer.Scorer._errors", "losses if weights is None else losses * weights.to(losses)", "losses"),),
+        (
+            claim(
+                estimating.check_weighted_losses,
+                small(train=("pprrr",)),
+                st.just(torch.tensor([[1.0, 2.0, -0.5, 3.0, 0.25]], dtype=torch.float64)),
+            ),
+        ),
+    ),
+    _own(
+        "epsilon-inside-adams-root",
+        "sqrt(v^ + eps) instead of sqrt(v^) + eps",
+        (Edit("preconditioner.frozen_preconditioner", "v.clamp(min=floor).sqrt() + moments.eps", "(v.clamp(min=floor) + moments.eps).sqrt()"),),
+        (claim(algebra.check_frozen_preconditioner, ADAM),),
+    ),
+    _own(
+        "no-bias-correction-in-adam",
+        "raw moments for v^ and m^",
+        (Edit("preconditioner.frozen_preconditioner", "if moments.bias_correction:", "if False:"),),
+        (claim(algebra.check_frozen_preconditioner, ADAM),),
+    ),
+    _own(
+        "full-preconditioner-without-its-second-term",
+        "the denominator's own dependence on the token is forgotten",
+        (Edit("preconditioner.full_preconditioner", "torch.where(second > floor, curvature, 0.0)", "0 * curvature"),),
+        (claim(algebra.check_full_preconditioner, ADAM),),
+    ),
+    _own(
+        "omega-not-detached",
+        "the coefficient is differentiated too",
+        (Edit("losses.dpo_coefficient", ".detach()", ""),),
+        (UNMASKED_DPO, MASKED_DPO),
+    ),
+    _own(
+        "mean-over-prompt-and-padding-too",
+        "the masked loss divides by all positions",
+        (Edit("losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"),),
+        (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
+    ),
+    _own(
+        "losses-outside-keep-still-pushed",
+        "the mask of kept tokens is ignored",
+        (Edit("losses.masked_sft_loss", "(losses * weights).sum()", "(losses * (0 * weights + 1)).sum()"),),
+        (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
+    ),
+    _own(
+        "sequence-scope-ranks-the-batch",
+        "scope=\"sequence\" uses one threshold for the batch",
+        (Edit("selection.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'),),
+        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="sequence", bottom=False),),
+    ),
+    _own(
+        "last-of-equals-kept",
+        "ties go to the higher index",
+        (Edit("selection._top_of", "order = torch.sort(values.flatten()[candidates], descending=True, stable=True).indices", "order = torch.sort(values.flatten()[candidates], stable=True).indices.flip(0)"),),
+        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+    ),
+)  # fmt: skip
+
+MUTANTS = (*LISTED, *OWN)
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+CLAIMS = tuple(dict.fromkeys(one for mutant in MUTANTS for one in mutant.claims))
+"""Every claim that a mutant names, once: what a mutant that survives its own is tried on next."""

@@ -1,0 +1,451 @@
+"""The ground of all properties of the estimators: what is scored, the oracle's truth, comparison.
+
+A property is a plain function ``check_<claim>(setup)``, so that it can be run on any drawn case and
+on any mutant of the core. The core is reached through ``Scorer`` and through module attributes
+only. Everything on the expected side comes from ``alphatoken.oracle`` or is written out here.
+
+A ``Setup`` is a case and what of it is scored. The stability side gives every scorer a direction
+that is known entry by entry: with a Fisher of ``F`` and a reference ``W - D / F`` it is ``D``, any
+random direction. The adaptation side is the validation gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken.adapter import AttentionCall, NativeAttention, ScoredLinear
+from alphatoken.oracle import gradients, influence, propagation
+from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder, explicit_attention
+from tests.property.strategies import Case, cases
+from tests.property.tolerance import close
+
+__all__ = [
+    "CONTRACTION",
+    "LAMBDA",
+    "MODEL",
+    "Columns",
+    "Setup",
+    "Truth",
+    "forward_of",
+    "make_scorer",
+    "of_tokens",
+    "propagated",
+    "quiet_score",
+    "setups",
+    "truth",
+]
+
+CONTRACTION = 1e-12
+"""Float64, one contraction, relative to the sum of absolute terms."""
+MODEL = 1e-10
+"""Float64, through a whole model."""
+LAMBDA = 1.5
+
+
+# --- what is scored ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A case and what of it is scored: the layers (as the option has them), biases or not."""
+
+    case: Case
+    layers: int | str | tuple[int, ...] = "all"
+    score_bias: bool = False
+
+
+@st.composite
+def setups(draw: st.DrawFn, *, last: bool = False, **pins: Any) -> Setup:
+    """Setups over ``cases(**pins)``: K, "all" or a list of layers. ``last``: K = 1."""
+    case = draw(cases(**pins))
+    depth = case.config.layers
+    if last:
+        layers: int | str | tuple[int, ...] = 1
+    else:
+        some = st.sets(st.integers(0, depth - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+        layers = draw(st.one_of(st.integers(1, depth), st.just("all"), some))
+    return Setup(case, layers, case.config.bias and draw(st.booleans()))
+
+
+def layer_indices(setup: Setup) -> tuple[int, ...]:
+    depth = setup.case.config.layers
+    if setup.layers == "all":
+        return tuple(range(depth))
+    if isinstance(setup.layers, int):
+        return tuple(range(depth - setup.layers, depth))
+    assert isinstance(setup.layers, tuple)
+    return tuple(i % depth for i in setup.layers)
+
+
+def forward_of(model: nn.Module) -> Any:
+    """The model as the oracles call it; it must never be shown the labels."""
+
+    def forward(batch: Mapping[str, Tensor]) -> Tensor:
+        assert "labels" not in batch
+        logits: Tensor = model(**batch)
+        return logits
+
+    return forward
+
+
+def scored(setup: Setup, adapter: ReferenceAdapter) -> list[ScoredLinear]:
+    return adapter.scored_linears(layer_indices(setup))
+
+
+def parameters_of(setup: Setup, adapter: ReferenceAdapter) -> dict[str, Tensor]:
+    """Weights, and biases if they are scored, by name; a tied one once."""
+    found: dict[str, Tensor] = {}
+    for linear in scored(setup, adapter):
+        found[linear.weight_name] = linear.weight
+        if setup.score_bias and linear.bias is not None:
+            found[f"{linear.name}.bias"] = linear.bias
+    once: dict[int, str] = {}
+    for name, parameter in found.items():
+        once.setdefault(id(parameter), name)
+    return {name: found[name] for name in once.values()}
+
+
+def drift_of(setup: Setup, model: ReferenceDecoder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(Fisher, reference) by parameter name: V = F o (W - W_ref) is a random direction."""
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    away = setup.case.directions(parameters, salt=1)
+    fisher = {n: d.square() + 0.1 for n, d in setup.case.directions(parameters, salt=2).items()}
+    return fisher, {n: p.detach() - away[n] / fisher[n] for n, p in parameters.items()}
+
+
+# --- the truth -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Both sides of M and their influence matrices, by the oracles.
+
+    ``directions`` and ``influences`` hold the adaptation side first, the stability side second.
+    """
+
+    parameters: tuple[str, ...]
+    directions: tuple[dict[str, Tensor], dict[str, Tensor]]
+    influences: tuple[influence.Influence, influence.Influence]
+    mask: Tensor
+
+
+def oracle_influence(
+    setup: Setup,
+    model: ReferenceDecoder,
+    direction: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor] | None = None,
+) -> influence.Influence:
+    """Psi of the setup's batch (or of another) along any direction."""
+    linears = scored(setup, ReferenceAdapter(model))
+    return influence.exact_influence(
+        model,
+        forward_of(model),
+        setup.case.batch if batch is None else batch,
+        {linear.name: linear.module for linear in linears},
+        direction,
+        score_bias=setup.score_bias,
+        transposed=[linear.name for linear in linears if linear.transposed],
+    )
+
+
+@lru_cache(maxsize=4)
+def truth(setup: Setup) -> Truth:
+    """The oracles' answer for a setup; no code of the core has a part in it."""
+    model = setup.case.model()
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    gain = gradients.validation_gradient(
+        model, forward_of(model), setup.case.validation, parameters
+    )
+    fisher, reference = drift_of(setup, model)
+    keep = {n: fisher[n] * (p.detach() - reference[n]) for n, p in parameters.items()}
+    both = (oracle_influence(setup, model, gain), oracle_influence(setup, model, keep))
+    return Truth(tuple(parameters), (gain, keep), both, response_mask(setup.case.batch["labels"]))
+
+
+def response_mask(labels: Tensor) -> Tensor:
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    for b, i in gradients.response_tokens(labels):
+        mask[b, i] = True
+    return mask
+
+
+# --- scorers -------------------------------------------------------------------------------------
+
+
+def make_scorer(
+    setup: Setup,
+    estimator: str,
+    *,
+    model: ReferenceDecoder | None = None,
+    retention: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Scorer:
+    """A scorer of the setup, with the random direction on its stability side."""
+    model = setup.case.model() if model is None else model
+    drift = FisherDrift(*drift_of(setup, model)) if retention else None
+    config = ScorerConfig(
+        estimator=estimator,
+        layers=setup.layers,
+        score_bias=setup.score_bias,
+        stability_weight=LAMBDA,
+        max_relative_drift=None,
+        **{"window": None, **options},
+    )
+    return Scorer(model, setup.case.validation, drift, config, optimizer=optimizer)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Random directions may well outweigh each other; that warning has a test of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AlphaTokenWarning)
+        yield
+
+
+def quiet_score(scorer: Scorer, batch: Mapping[str, Any]) -> TokenValues:
+    with quiet():
+        return scorer.score(batch)
+
+
+# --- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Values by position (b, t) and the sums of the absolute terms behind them."""
+
+    value: Tensor
+    scale: Tensor
+
+    def __add__(self, other: Columns) -> Columns:
+        return Columns(self.value + other.value, self.scale + other.scale)
+
+    def __mul__(self, factor: float | Tensor) -> Columns:
+        size = factor.abs() if isinstance(factor, Tensor) else abs(factor)
+        return Columns(self.value * factor, self.scale * size)
+
+
+Sides = tuple[Columns, Columns]
+"""Adaptation, stability."""
+
+
+def readout(setup: Setup, how: Any, weights: Tensor | None = None) -> Sides:
+    """A readout of both influence matrices; ``weights`` (b, t) at token indices scale the losses."""
+
+    def weighted(matrix: Tensor, absolute: bool) -> Tensor:
+        if weights is None:
+            return matrix
+        by_position = torch.zeros_like(weights)
+        by_position[:, :-1] = weights[:, 1:]
+        return matrix * (by_position.abs() if absolute else by_position).unsqueeze(-1)
+
+    first, second = (
+        Columns(how(weighted(i.matrix, False)), how(weighted(i.absolute_scale, True)))
+        for i in truth(setup).influences
+    )
+    return first, second
+
+
+def zeros(setup: Setup) -> Sides:
+    none = torch.zeros(setup.case.batch["labels"].shape, dtype=torch.float64)
+    return Columns(none, none), Columns(none, none)
+
+
+def of_tokens(by_position: Columns, mask: Tensor, position: str = "label") -> Columns:
+    """What falls on response tokens, at token indices; "context": the column where i is read."""
+    if position == "context":
+        moved = by_position
+    else:
+        moved = Columns(
+            influence.to_token_index(by_position.value), influence.to_token_index(by_position.scale)
+        )
+    return Columns(moved.value * mask, moved.scale * mask)
+
+
+def row_total(columns: Columns) -> Columns:
+    return Columns(columns.value.sum(1), columns.scale.sum(1))
+
+
+def compare_values(
+    values: TokenValues,
+    setup: Setup,
+    direct: Sides,
+    causal: Sides | None,
+    *,
+    position: str = "label",
+    name: str,
+) -> None:
+    """All fields of the values against columns by position; ``causal=None``: no split is reported."""
+    mask = truth(setup).mask
+    assert torch.equal(values.mask, mask)
+    assert values.total.dtype == torch.float64
+    found = (
+        (values.adaptation, values.adaptation_direct, values.adaptation_causal),
+        (values.stability, values.stability_direct, values.stability_causal),
+    )
+    weights = (1.0, values.stability_weight)
+    nothing = zeros(setup)
+    total, left = nothing[0], row_total(nothing[0])
+    for side, (whole, one, two) in enumerate(found):
+        later = nothing[side] if causal is None else causal[side]
+        parts = (of_tokens(direct[side], mask), of_tokens(later, mask, position))
+        label = f"{name}, {'stability' if side else 'adaptation'}"
+        if causal is None:
+            assert one is None
+            assert two is None
+        else:
+            assert one is not None
+            assert two is not None
+            close(one, parts[0].value, parts[0].scale, MODEL, name=f"{label} direct")
+            close(two, parts[1].value, parts[1].scale, MODEL, name=f"{label} causal")
+        both = parts[0] + parts[1]
+        close(whole, both.value, both.scale, MODEL, name=label)
+        total = total + both * weights[side]
+        every = row_total(direct[side]) + row_total(later)
+        rest = Columns(every.value - row_total(both).value, every.scale)
+        left = left + rest * weights[side]
+    close(values.total, total.value, total.scale, MODEL, name=f"{name}, total")
+    close(values.unassigned, left.value, left.scale, MODEL, name=f"{name}, unassigned")
+
+
+# --- Value-Propagation ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """One attention call of a scored layer: the call, its output, and its projection's input."""
+
+    call: AttentionCall
+    output: Tensor
+    x: Tensor
+
+
+@contextmanager
+def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Seen]]:
+    """Record every attention call of the scored layers during the forwards inside."""
+    modules = {m for layer in layer_indices(setup) for m in adapter.attention_modules(layer)}
+    inputs: dict[nn.Module, Tensor] = {}
+    seen: list[_Seen] = []
+
+    def override(call: AttentionCall, native: NativeAttention) -> Tensor:
+        output = native(call.query, call.key, call.value)
+        seen.append(_Seen(call, output, inputs[call.module]))
+        return output
+
+    handles = []
+    for module in modules:
+        assert isinstance(module, Attention)
+        source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
+
+        def hook(_: nn.Module, args: Any, __: Tensor, owner: nn.Module = module) -> None:
+            inputs[owner] = args[0].detach()
+
+        handles.append(source.register_forward_hook(hook))
+    try:
+        with adapter.override_attention(list(modules), override):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def value_direction(
+    setup: Setup, adapter: ReferenceAdapter, module: nn.Module, direction: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """(g v, i) rows of the direction that make the value states, and of the bias (or None)."""
+    assert isinstance(module, Attention)
+    source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
+    by_identity = {
+        id(p): direction[n]
+        for n, p in adapter.model.named_parameters(remove_duplicate=False)
+        if n in direction
+    }
+    m = by_identity[id(source.weight)]
+    m = (m.T if setup.case.config.transposed else m)[-module.widths[2] :]
+    if not setup.score_bias or source.bias is None:
+        return m, None
+    return m, by_identity[id(source.bias)][-module.widths[2] :]
+
+
+@lru_cache(maxsize=4)
+def propagation_layers(
+    setup: Setup, aggregated: bool
+) -> tuple[tuple[propagation.PropagationLayer, ...], ...]:
+    """Per side of M, what the oracle of Value-Propagation reads of each scored attention call.
+
+    ``aggregated``: the errors at the heads' outputs are those of the summed loss, as
+    ``paper_literal`` has them, instead of each position's own.
+    """
+    adapter = setup.case.adapter()
+    model, batch = adapter.model, setup.case.batch
+    with seen_attention(setup, adapter) as seen:
+        if aggregated:
+            losses = gradients.run_losses(forward_of(model), batch)
+            summed = torch.stack(list(losses.values())).sum()
+            errors = list(torch.autograd.grad(summed, [s.output for s in seen]))
+        else:
+            errors = propagation.head_output_errors(
+                forward_of(model), batch, lambda: [s.output for s in seen]
+            )
+    sides = []
+    for direction in truth(setup).directions:
+        layers = []
+        for record, error in zip(seen, errors, strict=True):
+            m, bias = value_direction(setup, adapter, record.call.module, direction)
+            alpha = attention_weights(record.call)
+            layers.append(propagation.PropagationLayer(alpha, error, record.x, m, bias))
+        sides.append(tuple(layers))
+    return tuple(sides)
+
+
+def attention_weights(call: AttentionCall) -> Tensor:
+    """alpha (b, h, k, t), by explicit softmax: the attention of values that are unit vectors."""
+    b, g, t, _ = call.key.shape
+    unit = torch.eye(t, dtype=call.key.dtype).expand(b, g, t, t)
+    return explicit_attention(call, call.query, call.key, unit).detach()
+
+
+def propagated(
+    setup: Setup,
+    *,
+    window: int | None,
+    head_reduction: str = "per_head",
+    aggregated: bool = False,
+) -> Sides:
+    """Columns of Value-Propagation by position, by the oracle's loops, and their scale."""
+    sides = []
+    for layers in propagation_layers(setup, aggregated):
+        value = propagation.value_propagation(
+            layers, window=window, head_reduction=head_reduction  # type: ignore[arg-type]
+        )
+        scale = sum(_propagation_scale(layer, window) for layer in layers)
+        sides.append(Columns(value, torch.as_tensor(scale)))
+    return sides[0], sides[1]
+
+
+def _propagation_scale(layer: propagation.PropagationLayer, window: int | None) -> Tensor:
+    """Sum of |alpha e (M x)| over heads, later positions of the window and components."""
+    heads, width = layer.errors.shape[1], layer.errors.shape[-1]
+    moved = layer.inputs @ layer.direction.T
+    if layer.bias is not None:
+        moved = moved + layer.bias
+    moved = moved.unflatten(-1, (-1, width)).abs()
+    moved = moved.repeat_interleave(heads // moved.shape[2], dim=2)
+    k = torch.arange(moved.shape[1])
+    band = k.unsqueeze(-1) > k
+    if window is not None:
+        band = band & (k.unsqueeze(-1) <= k + window)
+    # The mean over heads of alpha lies below their sum.
+    alpha = layer.alpha.sum(1, keepdim=True) * band
+    return torch.einsum("bskt,bhkv,bthv->bt", alpha, layer.errors.abs(), moved)

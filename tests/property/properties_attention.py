@@ -1,0 +1,505 @@
+"""Claims about one attention call: switchable backward, weights, Value-Propagation, forward mode.
+
+Against explicit softmax attention (T x T, autograd), one query position at a time where that
+matters. ``AttentionCase.chunk`` sets the library's block length, so that block borders fall
+inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alphatoken import attention
+from alphatoken.adapter import AttentionCall
+from tests.property.decoder import explicit_attention
+from tests.property.strategies import SEEDS
+from tests.property.tolerance import close
+
+__all__ = ["MASKS", "AttentionCase", "attention_cases"]
+
+EXACT = 1e-12
+MASKS = ("none", "causal", "window", "left", "packed", "broadcast", "blind", "additive", "by_head")
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Shapes and options of one attention call, and a seed for its numbers.
+
+    Letters: b batch, g key/value heads, r query heads for each, t length, d and v widths.
+    """
+
+    b: int = 1
+    g: int = 1
+    r: int = 1
+    t: int = 4
+    d: int = 3
+    v: int = 2
+    mask: str = "none"
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float = 0.7
+    chunk: int = 256
+    seed: int = 0
+
+    @property
+    def h(self) -> int:
+        return self.g * self.r
+
+    def numbers(self, *shape: int, salt: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**16 * salt)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def call(self) -> AttentionCall:
+        """The call; query, key and value are leaves."""
+        shapes = ((self.h, self.d), (self.g, self.d), (self.g, self.v))
+        q, k, v = (
+            self.numbers(self.b, n, self.t, w, salt=i).requires_grad_()
+            for i, (n, w) in enumerate(shapes)
+        )
+        sinks = self.numbers(self.h, salt=3) if self.sinks else None
+        return AttentionCall(
+            nn.Identity(), q, k, v, self.build_mask(), self.scale, self.softcap, sinks
+        )
+
+    def build_mask(self) -> Tensor | None:
+        if self.mask == "none":
+            return None
+        t = self.t
+        k, j = torch.arange(t).unsqueeze(-1), torch.arange(t)
+        causal = (j <= k).expand(self.b, 1, t, t)
+        pads = torch.tensor([(self.seed + 3 * b) % t for b in range(self.b)])
+        real = j >= pads[:, None, None, None]
+        if self.mask == "window":
+            return causal & (k - j < 2)
+        if self.mask == "left":  # padding reads itself, as a model that avoids NaN has it
+            return (causal & real) | ((j == k) & ~real)
+        if self.mask == "blind":  # padding attends to nothing
+            return causal & real
+        if self.mask == "packed":
+            return causal & ((k < t // 2) == (j < t // 2))
+        if self.mask == "broadcast":  # (b, 1, 1, t): not causal, padding keys only
+            return real.clone()
+        if self.mask == "by_head":
+            cut = torch.arange(self.h)[:, None, None] + 1
+            return (causal & (k - j < cut)).clone()
+        if self.mask == "additive":
+            lowest = torch.finfo(torch.float64).min
+            allowed = (causal & real) | ((j == k) & ~real)
+            bias = self.numbers(self.b, 1, t, t, salt=4)  # ALiBi-like terms are legal too
+            return bias.masked_fill(~allowed, lowest)
+        return causal.clone()
+
+    def error(self) -> Tensor:
+        return self.numbers(self.b, self.h, self.t, self.v, salt=5)
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn, **pins: Any) -> AttentionCase:
+    drawn: dict[str, Any] = {
+        "b": st.integers(1, 2),
+        "g": st.integers(1, 3),
+        "r": st.integers(1, 3),
+        "t": st.integers(1, 9),
+        "d": st.integers(1, 4),
+        "v": st.integers(1, 3),
+        "mask": st.sampled_from(MASKS),
+        "softcap": st.sampled_from([None, 1.5]),
+        "sinks": st.booleans(),
+        "scale": st.sampled_from([1.0, 0.6]),
+        "chunk": st.sampled_from([2, 3, 4, 256]),
+        "seed": SEEDS,
+    }
+    chosen = {}
+    for name, strategy in drawn.items():
+        pinned = pins.get(name, strategy)
+        chosen[name] = draw(pinned) if isinstance(pinned, st.SearchStrategy) else pinned
+    return AttentionCase(**chosen)
+
+
+@contextmanager
+def blocks_of(chunk: int) -> Iterator[None]:
+    """Let the library work in blocks of this many queries."""
+    before = attention._CHUNK
+    attention._CHUNK = chunk
+    try:
+        yield
+    finally:
+        attention._CHUNK = before
+
+
+def native_of(call: AttentionCall) -> Any:
+    return lambda q, k, v: explicit_attention(call, q, k, v)
+
+
+def weights_of(call: AttentionCall) -> Tensor:
+    """alpha (b, h, k, t): the attention of values that are unit vectors."""
+    b, g, t, _ = call.key.shape
+    unit = torch.eye(t, dtype=torch.float64).expand(b, g, t, t)
+    return explicit_attention(call, call.query, call.key, unit).detach()
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def switched(call: AttentionCall, error: Tensor, mode: str) -> tuple[Tensor, Gradients]:
+    """Output and gradients of query, key and value through the switchable backward."""
+    switch = attention.BackwardSwitch()
+    output, _ = attention.switchable_attention(call, native_of(call), switch)
+    with switch.to(mode):
+        found = torch.autograd.grad(
+            output, (call.query, call.key, call.value), error, materialize_grads=True
+        )
+    assert switch.mode == "ordinary"
+    return output, (found[0], found[1], found[2])
+
+
+def position_by_position(call: AttentionCall, error: Tensor) -> tuple[Gradients, Gradients]:
+    """(self, cross): each query's error sent back alone; key and value at t = k, or elsewhere."""
+    output = native_of(call)(call.query, call.key, call.value)
+    own = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
+    cross = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
+    for k in range(call.query.shape[2]):
+        alone = torch.zeros_like(error)
+        alone[:, :, k] = error[:, :, k]
+        dq, dk, dv = torch.autograd.grad(
+            output, (call.query, call.key, call.value), alone, retain_graph=True
+        )
+        own[0] += dq
+        for slot, part in ((1, dk), (2, dv)):
+            here = torch.zeros_like(part)
+            here[:, :, k] = part[:, :, k]
+            own[slot] += here
+            cross[slot] += part - here
+    return (own[0], own[1], own[2]), (cross[0], cross[1], cross[2])
+
+
+def gradient_scales(call: AttentionCall, error: Tensor) -> Gradients:
+    """Sums of absolute terms of the ordinary gradients: what all three modes round relative to."""
+    repeats = call.query.shape[1] // call.key.shape[1]
+    alpha = weights_of(call)
+    q, e = call.query.detach().abs(), error.abs()
+    k, v = (
+        x.detach().abs().repeat_interleave(repeats, dim=1) for x in (call.key, call.value)
+    )
+    pull = torch.einsum("bhkv,bhtv->bhkt", e, v)
+    slope = alpha * (pull + (alpha * pull).sum(-1, keepdim=True)) * call.scale
+    dk = torch.einsum("bhkt,bhkd->bhtd", slope, q)
+    dv = torch.einsum("bhkt,bhkv->bhtv", alpha, e)
+    dq = torch.einsum("bhkt,bhtd->bhkd", slope, k)
+    grouped = (x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
+    return dq, *grouped  # type: ignore[return-value]
+
+
+# --- the switchable backward ---------------------------------------------------------------------
+
+
+def check_self_backward_is_the_diagonal(case: AttentionCase) -> None:
+    """Self mode: dq in full, dk and dv from the query at the same position only."""
+    call, error = case.call(), case.error()
+    expected, _ = position_by_position(call, error)
+    with blocks_of(case.chunk):
+        _, found = switched(call, error, "self")
+    scales = gradient_scales(call, error)
+    for name, *sides in zip(("dq", "dk", "dv"), found, expected, scales, strict=True):
+        close(*sides, EXACT, name=f"self-only {name}")
+
+
+def check_cross_backward_is_the_rest(case: AttentionCase) -> None:
+    """Cross mode: no dq, and of dk and dv what comes from other positions."""
+    call, error = case.call(), case.error()
+    _, expected = position_by_position(call, error)
+    with blocks_of(case.chunk):
+        _, found = switched(call, error, "cross")
+    assert not bool(found[0].any())
+    scales = gradient_scales(call, error)
+    for name, *sides in zip(("dk", "dv"), found[1:], expected[1:], scales[1:], strict=True):
+        close(*sides, EXACT, name=f"cross {name}")
+
+
+def check_ordinary_backward_is_the_kernels(case: AttentionCase) -> None:
+    """Forward values, and gradients in ordinary mode, are the model's own, bit by bit."""
+    call, error = case.call(), case.error()
+    leaves = (call.query, call.key, call.value)
+    plain = native_of(call)(*leaves)
+    with blocks_of(case.chunk):
+        output, found = switched(call, error, "ordinary")
+    assert torch.equal(output, plain)
+    for got, expected in zip(found, torch.autograd.grad(plain, leaves, error), strict=True):
+        assert torch.equal(got, expected)
+
+
+def check_self_and_cross_add_up(case: AttentionCase) -> None:
+    """self + cross = ordinary."""
+    call, error = case.call(), case.error()
+    with blocks_of(case.chunk):
+        parts = [switched(call, error, mode)[1] for mode in ("self", "cross", "ordinary")]
+    scales = gradient_scales(call, error)
+    for name, one, two, whole, scale in zip(("dq", "dk", "dv"), *parts, scales, strict=True):
+        close(one + two, whole, scale, EXACT, name=f"self + cross, {name}")
+
+
+def check_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
+    """One forward: self-only, then ordinary, then self-only again, each as if it were alone."""
+    call, error = case.call(), case.error()
+    leaves = (call.query, call.key, call.value)
+    switch = attention.BackwardSwitch()
+    with blocks_of(case.chunk):
+        output, _ = attention.switchable_attention(call, native_of(call), switch)
+        found = []
+        for mode in ("self", "ordinary", "self"):
+            with switch.to(mode):
+                found.append(torch.autograd.grad(output, leaves, error, retain_graph=True))
+        alone = [switched(call, error, mode)[1] for mode in ("self", "ordinary", "self")]
+    for got, expected in zip(found, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def explicit_logits(call: AttentionCall) -> Tensor:
+    """(b, h, k, t) capped and masked; -inf where not attended."""
+    repeats = call.query.shape[1] // call.key.shape[1]
+    key = call.key.detach().repeat_interleave(repeats, dim=1)
+    logits = call.query.detach() @ key.mT * call.scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    mask = call.mask
+    if mask is None:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+
+
+def check_log_sum_exp_and_weights(case: AttentionCase) -> None:
+    """lse, every block of alpha, and alpha_tt, against explicit softmax with sinks and masks."""
+    call = case.call()
+    logits, alpha = explicit_logits(call), weights_of(call)
+    if call.sinks is not None:
+        sinks = call.sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        expected = torch.cat([logits, sinks], -1).logsumexp(-1)
+    else:
+        expected = logits.logsumexp(-1)
+    with blocks_of(case.chunk):
+        statistics = attention.AttentionStatistics(call)
+        lse = statistics.lse.flatten(1, 2)
+        assert torch.equal(lse.isinf(), expected.isinf())
+        finite = ~expected.isinf()
+        close(lse[finite], expected[finite], 1.0 + expected[finite].abs(), EXACT, name="lse")
+        rows = 0
+        for block in statistics.row_blocks():
+            assert block.rows.start == rows
+            rows = block.rows.stop
+            found = statistics.weights(block).flatten(1, 2)
+            part = alpha[:, :, block.rows]
+            # exp is as exact as its argument is small: a relative error of eps |logit|.
+            size = part * (1.0 + logits[:, :, block.rows].abs().nan_to_num(posinf=0.0))
+            size = size.masked_fill(part == 0, 0.0)
+            close(found, part[..., block.columns], size[..., block.columns], EXACT, name="alpha")
+            assert not bool(part[..., block.columns.stop :].any())
+        assert rows == case.t
+        own, slope = statistics.diagonal()
+    own_alpha = alpha.diagonal(dim1=2, dim2=3)
+    size = 1.0 + logits.diagonal(dim1=2, dim2=3).abs().nan_to_num(posinf=0.0)
+    close(own.flatten(1, 2), own_alpha, (own_alpha * size).nan_to_num(), EXACT, name="alpha_tt")
+    if case.softcap is None:
+        assert slope is None
+    else:
+        assert slope is not None
+        raw = replace(call, softcap=None, mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64))
+        x = explicit_logits(raw).diagonal(dim1=2, dim2=3) / case.softcap
+        close(slope.flatten(1, 2), 1 - torch.tanh(x).square(), 1.0, EXACT, name="slope")
+
+
+# --- Value-Propagation ---------------------------------------------------------------------------
+
+
+def explicit_propagation(
+    case: AttentionCase, call: AttentionCall, window: int | None, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """e~ (b, g, t, v) and its scale, with the whole of alpha."""
+    k = torch.arange(case.t).unsqueeze(-1)
+    j = torch.arange(case.t)
+    band = (j < k) & (k <= j + (case.t if window is None else window))
+    alpha, error = weights_of(call) * band, case.error()
+    results = []
+    for e in (error, error.abs()):
+        if reduction == "mean":
+            by_group = e.unflatten(1, (case.g, case.r)).sum(2)
+            results.append(torch.einsum("bkt,bgkv->bgtv", alpha.mean(1), by_group))
+        else:
+            each = torch.einsum("bhkt,bhkv->bhtv", alpha, e)
+            results.append(each.unflatten(1, (case.g, case.r)).sum(2))
+    return results[0], results[1]
+
+
+def check_value_propagation(case: AttentionCase, window: int | None, reduction: str) -> None:
+    """e~_t = sum over k in (t, t + W] of alpha_kt e_k, per head or with the head mean of alpha."""
+    call = case.call()
+    expected, scale = explicit_propagation(case, call, window, reduction)
+    with blocks_of(case.chunk):
+        statistics = attention.AttentionStatistics(call)
+        found = attention.propagate_values(
+            statistics, case.error(), window=window, head_reduction=reduction
+        )
+    # alpha carries a relative error of eps |logit|, and logits here stay below 100.
+    close(found, expected, scale, EXACT, name=f"Value-Propagation, {reduction}")
+
+
+def check_one_head_makes_both_reductions_equal(case: AttentionCase, window: int | None) -> None:
+    """With a single query head the mean of alpha is alpha."""
+    call = case.call()
+    assert case.h == 1
+    with blocks_of(case.chunk):
+        found = [
+            attention.propagate_values(
+                attention.AttentionStatistics(call), case.error(), window=window, head_reduction=r
+            )
+            for r in ("per_head", "mean")
+        ]
+    assert torch.equal(*found)
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+
+def tangents_of(case: AttentionCase) -> dict[str, Tensor]:
+    call = case.call()
+    found = {
+        name: case.numbers(*getattr(call, name).shape, salt=6 + i)
+        for i, name in enumerate(("query", "key", "value"))
+    }
+    if call.sinks is not None:
+        found["sinks"] = case.numbers(case.h, salt=9)
+    return found
+
+
+def displaced_call(call: AttentionCall, tangents: dict[str, Tensor], step: float) -> AttentionCall:
+    moved = {n: getattr(call, n).detach() + step * t for n, t in tangents.items()}
+    return replace(call, **moved)
+
+
+def dual_attention(
+    case: AttentionCase, call: AttentionCall, tangents: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), forward_ad.dual_level(), blocks_of(case.chunk):
+        duals = {
+            n: forward_ad.make_dual(getattr(call, n).detach(), t) for n, t in tangents.items()
+        }
+        output = attention.forward_mode_attention(replace(call, **duals))
+        plain, tangent = forward_ad.unpack_dual(output)
+        return plain.clone(), tangent.clone()
+
+
+def check_forward_mode_is_the_jvp(case: AttentionCase, moving: frozenset[str]) -> None:
+    """Output and tangent equal those of explicit attention; tangents may be absent."""
+    call = case.call()
+    tangents = {n: t for n, t in tangents_of(case).items() if n in moving}
+    if not tangents:
+        return
+    plain, tangent = dual_attention(case, call, tangents)
+
+    def explicit(*tensors: Tensor) -> Tensor:
+        moved = replace(call, **dict(zip(tangents, tensors, strict=True)))
+        return explicit_attention(moved, moved.query, moved.key, moved.value)
+
+    primals = tuple(getattr(call, n).detach() for n in tangents)
+    expected = torch.func.jvp(explicit, primals, tuple(tangents.values()))
+    alpha, output, speed = _forward_scale(call, tangents_of(case))
+    close(plain, expected[0], output, EXACT, name="forward mode, output")
+    close(tangent, expected[1], output * speed + alpha, EXACT, name="forward mode, tangent")
+
+
+def _forward_scale(call: AttentionCall, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Sums of absolute terms: of alpha dv, of alpha v, and twice the largest |ds| of a row."""
+    repeats = call.query.shape[1] // call.key.shape[1]
+    q, dq = call.query.detach().abs(), tangents["query"].abs()
+    k, dk, v, dv = (
+        x.detach().abs().repeat_interleave(repeats, dim=1)
+        for x in (call.key, tangents["key"], call.value, tangents["value"])
+    )
+    ds = (dq @ k.mT + q @ dk.mT) * call.scale
+    if "sinks" in tangents:
+        ds = ds + tangents["sinks"].abs().view(1, -1, 1, 1)
+    alpha = weights_of(call)
+    return alpha @ dv, alpha @ v, 2 * ds.amax(-1, keepdim=True)
+
+
+def check_forward_mode_by_finite_differences(case: AttentionCase) -> None:
+    """The tangent against a central difference of explicit attention (h = 1e-5, error ~ 1e-9)."""
+    call, tangents = case.call(), tangents_of(case)
+    _, tangent = dual_attention(case, call, tangents)
+    step = 1e-5
+    sides = []
+    for sign in (1, -1):
+        moved = displaced_call(call, tangents, sign * step)
+        sides.append(explicit_attention(moved, moved.query, moved.key, moved.value))
+    difference = (sides[0] - sides[1]) / (2 * step)
+    alpha, output, speed = _forward_scale(call, tangents)
+    # Truncation grows with the third power of the logits' speed.
+    scale = 1.0 + alpha + output * (speed + speed**3) + alpha * speed**2
+    close(tangent, difference, scale, 1e-8, name="forward mode, finite differences")
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Shapes(TorchDispatchMode):
+    """Remembers every tensor with two axes of at least ``length`` that an operation makes."""
+
+    def __init__(self, length: int, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.length, self.large = length, set[tuple[str, tuple[int, ...]]]()
+        self.storage = None if mask is None else mask.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if (
+                isinstance(tensor, Tensor)
+                and sum(n >= self.length for n in tensor.shape) > 1
+                and tensor.untyped_storage().data_ptr() != self.storage
+            ):
+                self.large.add((str(func), tuple(tensor.shape)))
+        return result
+
+
+def check_no_square_of_the_length(case: AttentionCase, window: int | None) -> None:
+    """No tensor with two axes of T anywhere but in the mask: band, self-only and forward mode."""
+    assert case.t > 2 * case.chunk
+    call, error = case.call(), case.error()
+    mask = call.mask
+    additive = mask  # the kernel would turn a boolean mask into this one
+    if mask is not None and mask.dtype == torch.bool:
+        additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, additive, is_causal=mask is None, scale=call.scale
+        )
+
+    with blocks_of(case.chunk), Shapes(case.t, mask) as seen:
+        switch = attention.BackwardSwitch()
+        output, statistics = attention.switchable_attention(call, fused, switch)
+        for mode in ("self", "cross"):
+            with switch.to(mode):
+                torch.autograd.grad(
+                    output, (call.query, call.key, call.value), error,
+                    retain_graph=True, allow_unused=True,
+                )  # fmt: skip
+        for reduction in ("per_head", "mean"):
+            attention.propagate_values(statistics, error, window=window, head_reduction=reduction)
+    assert not seen.large, f"T x T outside the kernel: {sorted(seen.large)}"
+    tangents = tangents_of(case)
+    with Shapes(case.t, mask) as seen:
+        dual_attention(case, call, tangents)
+    assert not seen.large, f"T x T in forward mode: {sorted(seen.large)}"

@@ -1,0 +1,889 @@
+"""The Monte-Carlo Fisher: whose gradient is squared, at what scale, and what the file keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import (
+    ConfigError,
+    CoverageError,
+    FisherError,
+    InputError,
+    NumericalError,
+)
+from alphatoken.fisher import fit_fisher
+from alphatoken.oracle.enumeration import enumerated_log_probabilities
+from alphatoken.oracle.retention import exact_fisher, exact_token_fisher
+from alphatoken.progress import Progress
+from alphatoken.sampling import sample_generator, sample_responses
+from alphatoken.storage import read_tensors, write_tensors
+from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
+from tests.property.profiles import budget
+from tests.property.strategies import configs
+from tests.property.tolerance import close
+
+PROMPTS = [torch.tensor([1]), torch.tensor([0, 2, 1]), torch.tensor([2, 2])]
+SMALL = DecoderConfig(vocabulary=3, layers=1, hidden=4, head_dim=2, mlp_width=3, end_token=0)
+DEEP = DecoderConfig(vocabulary=5, layers=3, hidden=4, head_dim=2, mlp_width=3, end_token=None)
+
+
+def parameters_of(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: named[name] for name in names}
+
+
+def log_likelihood(model: ReferenceDecoder, ids: Tensor, places: list[int]) -> Tensor:
+    """Sum of log p of the tokens at ``places``, on one whole graph."""
+    log_probs = model(ids.unsqueeze(0))[0].log_softmax(-1)
+    return torch.stack([log_probs[i - 1, ids[i]] for i in places]).sum()
+
+
+def slow_gradient(
+    model: ReferenceDecoder, ids: Tensor, places: list[int], names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    weights = parameters_of(model, names)
+    gradients = torch.autograd.grad(log_likelihood(model, ids, places), list(weights.values()))
+    return dict(zip(names, gradients, strict=True))
+
+
+def sampled(
+    model: ReferenceDecoder, prompts: list[Tensor], samples: int, longest: int, seed: int
+) -> list[tuple[Tensor, list[int]]]:
+    """(ids, response places) of the samples that a fit draws."""
+    chosen = [prompts[i % len(prompts)] for i in range(samples)]
+    responses = sample_responses(
+        ReferenceAdapter(model),
+        chosen,
+        [sample_generator(seed, i) for i in range(samples)],
+        [longest] * samples,
+        ["row"] * samples,
+    )
+    pairs = zip(chosen, responses, strict=True)
+    return [
+        (torch.cat([x, y]), list(range(len(x), len(x) + len(y)))) for x, y in pairs
+    ]  # fmt: skip
+
+
+# --- exactly what is averaged ------------------------------------------------------------------
+
+
+@given(
+    config=configs(),
+    layers=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+    samples=st.integers(1, 4),
+    size=st.integers(1, 3),
+    bias=st.booleans(),
+    parameters=st.sampled_from(["linears", "all"]),
+)
+@example(
+    config=DecoderConfig(mlp="plain", tied_linears=True),
+    layers=1, seed=0, samples=2, size=2, bias=False, parameters="linears",
+)  # fmt: skip
+@example(
+    config=DecoderConfig(tied_linears=True, repeated_block=True, repeated_linear=True),
+    layers=1, seed=0, samples=2, size=1, bias=True, parameters="linears",
+)  # fmt: skip
+@budget(0.3)
+def test_the_diagonal_is_the_mean_of_squared_sequence_gradients(
+    config: DecoderConfig,
+    layers: int,
+    seed: int,
+    samples: int,
+    size: int,
+    bias: bool,
+    parameters: str,
+) -> None:
+    model = ReferenceDecoder(config, seed)
+    prompts = [prompt % config.vocabulary for prompt in PROMPTS[:2]]
+    fisher = fit_fisher(
+        model, prompts, samples=samples, layers=min(layers, config.layers), seed=seed,
+        max_new_tokens=3, batch_size=size, score_bias=bias, parameters=parameters,
+    )  # fmt: skip
+    gradients = [
+        slow_gradient(model, *pair, fisher.names)
+        for pair in sampled(model, prompts, samples, 3, seed)
+    ]
+    if parameters == "all":
+        assert set(fisher.names) == {name for name, _ in model.named_parameters()}
+    else:
+        assert bias == any(n.endswith(".bias") for n in fisher.names) or not config.bias
+    for name in fisher.names:
+        squares = torch.stack([g[name] ** 2 for g in gradients])
+        # A gradient that cancels is off by 1e-14 of its terms, which are of order 1 here.
+        scale = squares.max() + 1e-4 * squares.max().sqrt() + 1e-18
+        close(fisher.fisher[name], squares.mean(0), scale, 1e-10, name="diagonal")
+        assert torch.equal(fisher.reference[name], parameters_of(model, (name,))[name])
+
+
+@given(config=configs(), seed=st.integers(0, 2**16), samples=st.integers(1, 3))
+@budget(0.1)
+def test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors(
+    config: DecoderConfig, seed: int, samples: int
+) -> None:
+    model = ReferenceDecoder(config, seed)
+    prompts = [prompt % config.vocabulary for prompt in PROMPTS[:2]]
+    fisher = fit_fisher(
+        model, prompts, samples=samples, layers="all", structure="kronecker", max_new_tokens=3,
+        seed=seed,
+    )  # fmt: skip
+    linears = ReferenceAdapter(model).scored_linears(range(config.layers))
+    assert fisher.names == tuple(linear.weight_name for linear in linears)
+    moved = {n: w + 1 for n, w in parameters_of(model, fisher.names).items()}
+    V = fisher.direction(moved)
+    for linear in linears:
+        S, A = slow_factors(model, linear.module, sampled(model, prompts, samples, 3, seed))
+        ones = torch.ones(len(S), len(A), dtype=torch.float64)
+        expected = torch.einsum("op,pi,ij->oj", S, ones, A)
+        scale = S.abs().max() * A.abs().max() * ones.numel() + 1e-16  # errors may cancel to 0
+        found = V[linear.weight_name].mT if linear.transposed else V[linear.weight_name]
+        close(found, expected, scale, 1e-9, name="S (W - W_ref) A")
+
+
+def slow_factors(
+    model: ReferenceDecoder, module: nn.Module, pairs: list[tuple[Tensor, list[int]]]
+) -> tuple[Tensor, Tensor]:
+    """S_F and A_F of one module, from the definition, one position at a time."""
+    S, A, uses = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for ids, places in pairs:
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = module.register_forward_hook(
+            lambda m, args, out, seen=seen: seen.append((args[0], out))
+        )
+        total = log_likelihood(model, ids, places)
+        hook.remove()
+        errors = torch.autograd.grad(total, [out for _, out in seen])
+        for (x, _), delta in zip(seen, errors, strict=True):
+            for t in range(len(ids) - 1):  # the last token is predicted, never read
+                S = S + torch.outer(delta[0, t], delta[0, t])
+                A = A + torch.outer(x[0, t], x[0, t])
+                uses += 1
+    return S / len(pairs), A / uses
+
+
+@pytest.mark.parametrize("length", [5, 17])
+def test_kronecker_traces_are_at_the_scale_of_the_diagonal(length: int) -> None:
+    """Where errors of different positions are uncorrelated and inputs have one norm, they agree.
+
+    The last layer's up projection is such a case: behind it every error is that of its own
+    token, and an RMS norm without gain is before it. A token mean in both factors would be
+    ``length - 1`` times too small.
+    """
+    config = DecoderConfig(vocabulary=5, layers=1, mlp="plain", end_token=None)
+    model = ReferenceDecoder(config, 1)
+    nn.init.ones_(model.layers[0].mlp_norm.weight)
+    given = torch.randint(5, (3, length), generator=torch.Generator().manual_seed(2))
+    name = "layers.0.mlp.up_proj.weight"
+    arguments: dict[str, Any] = {"samples": 120, "layers": 1, "labels": "token", "seed": 4}
+    diagonal = fit_fisher(model, list(given), **arguments)
+    S, A = fit_fisher(model, list(given), structure="kronecker", **arguments).factors[name]
+    ratio = float(S.trace() * A.trace() / diagonal.fisher[name].sum())
+    assert 0.9 < ratio < 1.1, ratio
+
+
+# --- unbiased ----------------------------------------------------------------------------------
+
+
+def z_scores(
+    found: Mapping[str, Tensor], mean: Mapping[str, Tensor], covariance: Tensor, samples: int
+) -> Tensor:
+    """Standardised errors along the trace of each parameter and along fixed random directions."""
+    error = torch.cat([(found[n] - mean[n]).flatten() for n in mean])
+    generator = torch.Generator().manual_seed(0)
+    along = torch.randn(8, len(error), generator=generator, dtype=torch.float64)
+    sizes = [m.numel() for m in mean.values()]
+    traces = torch.block_diag(*[torch.ones(1, size) for size in sizes]).double()
+    U = torch.cat([along, traces])
+    return (U @ error) / torch.einsum("si,ij,sj->s", U, covariance / samples, U).sqrt()
+
+
+def covariance_of_squares(log_p: list[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+    """Covariance of g o g over one prompt's outcomes, given the log-probability of each."""
+    rows = []
+    for one in log_p:
+        g = torch.autograd.grad(one, list(weights.values()), retain_graph=True)
+        rows.append(torch.cat([x.flatten() ** 2 for x in g]))
+    p, squares = torch.stack(log_p).detach().exp(), torch.stack(rows)
+    assert abs(float(p.sum()) - 1) < 1e-9
+    centred = squares - p @ squares
+    return centred.T @ (p.unsqueeze(1) * centred)
+
+
+def test_the_monte_carlo_diagonal_is_unbiased_and_its_mutants_are_not() -> None:
+    """z-test at a fixed n against the exact Fisher, with exact variances."""
+    samples, length, seed = 600, 3, 7
+    model = ReferenceDecoder(SMALL, 2)
+    fisher = fit_fisher(
+        model, PROMPTS, samples=samples, layers=1, max_new_tokens=length, seed=seed, batch_size=500
+    )
+    weights = parameters_of(model, fisher.names)
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["input_ids"])
+
+    mean = exact_fisher(model, forward, PROMPTS, length, weights, 3, eos=0, diagonal=True)
+    outcomes = [list(enumerated_log_probabilities(forward, x, length, 3, eos=0)) for x in PROMPTS]
+    # Samples go round the prompts, so only the variance within each prompt counts.
+    covariance = sum(covariance_of_squares(one, weights) for one in outcomes) / len(PROMPTS)
+    z = z_scores(fisher.fisher, mean, covariance, samples)
+    assert float(z.abs().max()) < 4.5, z
+    assert float(z.square().mean()) > 0.1, z  # the variance is not overstated
+
+    pairs = sampled(model, PROMPTS, 300, length, seed)
+    gradients = [slow_gradient(model, *pair, fisher.names) for pair in pairs]
+    written = [torch.cat([x, torch.tensor([1, 1, 1])]) for x in PROMPTS]  # by someone else
+    fixed = [
+        slow_gradient(model, ids, list(range(len(ids) - 3, len(ids))), fisher.names)
+        for ids in written
+    ]
+    lengths = [len(places) for _, places in pairs]
+    mutants: dict[str, dict[str, Tensor]] = {}
+    for n in mean:
+        g = torch.stack([gradient[n] for gradient in gradients])
+        batches = g.unflatten(0, (-1, 6)).mean(1)
+        shorter = g / torch.tensor(lengths).view(-1, *[1] * (g.dim() - 1))
+        mutants.setdefault("square of the batch gradient", {})[n] = batches.square().mean(0)
+        mutants.setdefault("mean over the response", {})[n] = shorter.square().mean(0)
+        observed = torch.stack([gradient[n] for gradient in fixed])
+        mutants.setdefault("observed labels", {})[n] = observed.square().mean(0)
+    for name, mutant in mutants.items():
+        assert float(z_scores(mutant, mean, covariance, 300).abs().max()) > 8, name
+
+
+def test_token_labels_are_unbiased_on_the_given_prefixes() -> None:
+    """The summed gradient of resampled labels squares to the exact token Fisher."""
+    samples = 600
+    model = ReferenceDecoder(SMALL, 5)
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 0, 1], [2, 1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "labels": torch.tensor([[-100, 2, -100, 1], [-100, -100, 0, -100]]),
+    }
+    fisher = fit_fisher(model, batch, samples=samples, layers=1, labels="token", seed=3)
+    weights = parameters_of(model, fisher.names)
+    exact = exact_token_fisher(
+        model, lambda b: model(b["input_ids"], b["attention_mask"]), batch, weights
+    ).diagonal()
+    split = exact.split([w.numel() for w in weights.values()])
+    mean = {n: part.view_as(fisher.fisher[n]) for n, part in zip(weights, split, strict=True)}
+    first, second = model(batch["input_ids"], batch["attention_mask"]).log_softmax(-1)
+    outcomes = [[a + b for a in first[0] for b in first[2]], list(second[1])]
+    covariance = sum(covariance_of_squares(one, weights) for one in outcomes) / 2
+    z = z_scores(fisher.fisher, mean, covariance, samples)
+    assert float(z.abs().max()) < 4.5, z
+    assert float(z.square().mean()) > 0.1, z  # the variance is not overstated
+    assert fisher.metadata["response_tokens"] == 3 * samples // 2
+    ignored = fit_fisher(model, batch, samples=20, layers=1, labels="token", max_new_tokens=1)
+    again = fit_fisher(model, batch, samples=20, layers=1, labels="token", max_new_tokens=9)
+    assert all(torch.equal(ignored.fisher[n], again.fisher[n]) for n in weights)
+
+
+# --- V -----------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**16), kronecker=st.booleans(), transposed=st.booleans())
+@budget(0.2)
+def test_direction_is_the_definition_and_zero_at_the_reference(
+    seed: int, kronecker: bool, transposed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    integers = lambda *shape: torch.randint(-3, 4, shape, generator=generator).float()  # noqa: E731
+    W, W_ref, b, b_ref = integers(3, 2), integers(3, 2), integers(3), integers(3)
+    if kronecker:
+        L, R, B = (x @ x.T for x in (integers(3, 3), integers(2, 2), integers(3, 3)))
+        pair = (R, L) if transposed else (L, R)  # as (S, A); a transposed W is (d_in, d_out)
+        one = torch.ones(1, 1)
+        drift = FisherDrift.from_kronecker(
+            {"m": pair, "m.bias": (B, one)},
+            {"m": W_ref, "m.bias": b_ref},
+            transposed=["m"] if transposed else [],
+        )
+        expected = {"m.weight": L @ (W - W_ref) @ R, "m.bias": B @ (b - b_ref)}
+    else:
+        F, Fb = integers(3, 2).abs(), integers(3).abs()
+        drift = FisherDrift({"m": F, "m.bias": Fb}, {"m.weight": W_ref, "m.bias": b_ref})
+        expected = {"m.weight": F * (W - W_ref), "m.bias": Fb * (b - b_ref)}
+    found = drift.direction({"m.weight": W, "m.bias": b})
+    assert all(torch.equal(found[n], expected[n]) for n in expected)  # small integers: exact
+    at_reference = drift.direction({"m.weight": W_ref, "m.bias": b_ref})
+    assert not any(bool(V.any()) for V in at_reference.values())
+
+
+def test_direction_is_computed_in_float32_at_least_and_has_no_graph() -> None:
+    W_ref = torch.full((2, 2), 1.0, dtype=torch.bfloat16)
+    W = nn.Parameter(W_ref + 2**-7)
+    drift = FisherDrift({"m": torch.full((2, 2), 1 + 2**-20)}, {"m": W_ref})
+    V = drift.direction({"m.weight": W})["m.weight"]
+    assert V.dtype == torch.float32
+    assert V.grad_fn is None
+    assert torch.equal(V, torch.full((2, 2), (1 + 2**-20) * 2**-7))
+    assert drift.direction({"m.weight": W.double()})["m.weight"].dtype == torch.float64
+
+
+def pairs_of(**factors: Tensor) -> FisherDrift:
+    return FisherDrift.from_kronecker({"m": (factors["S"], factors["A"])}, {"m": torch.ones(3, 2)})
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+NAN, INF = torch.tensor([torch.nan]), torch.tensor([torch.inf])
+BAD_DRIFTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing": (lambda: FisherDrift({}, {}), "exactly one"),
+    "no reference": (lambda: FisherDrift({"m": ONE}, {}), "no reference weight for 'm.w"),
+    "no Fisher": (lambda: FisherDrift({"m": ONE}, {"m": ONE, "n": ONE}), "no Fisher for 'n.w"),
+    "twice": (lambda: FisherDrift({"m": ONE, "m.weight": ONE}, {"m": ONE}), "twice"),
+    "shapes": (lambda: FisherDrift({"m": ONE}, {"m": TWO}), "Fisher of 'm.weight'"),
+    "negative": (lambda: FisherDrift({"m": -ONE}, {"m": ONE}), "'m.weight' has a negative"),
+    "NaN": (lambda: FisherDrift({"m": NAN}, {"m": ONE}), "Fisher of 'm.weight' holds a NaN"),
+    "Inf": (lambda: FisherDrift({"m": ONE}, {"m": INF}), "reference weight of 'm.weight'"),
+    "integers": (lambda: FisherDrift({"m": ONE.int()}, {"m": ONE}), "floating-point"),
+    "shape of S": (lambda: pairs_of(S=torch.eye(2), A=torch.eye(2)), "left .* of 'm.weight'"),
+    "shape of A": (lambda: pairs_of(S=torch.eye(3), A=torch.eye(3)), "right .* of 'm.weight'"),
+    "negative A": (lambda: pairs_of(S=torch.eye(3), A=-torch.eye(2)), "right .* negative"),
+    "metadata": (lambda: FisherDrift({"m": ONE}, {"m": ONE}, {"x": ONE}), "JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRIFTS)
+def test_a_drift_that_makes_no_sense_is_refused_when_it_is_built(name: str) -> None:
+    build, message = BAD_DRIFTS[name]
+    with pytest.raises(FisherError, match=message):
+        build()
+
+
+# --- does it belong to the model ---------------------------------------------------------------
+
+
+def fitted(model: nn.Module, **options: Any) -> FisherDrift:
+    chosen = {"samples": 2, "layers": 2, "max_new_tokens": 2, **options}
+    return fit_fisher(model, PROMPTS, **chosen)
+
+
+def test_check_accepts_its_model_also_when_it_has_moved_a_little() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    fisher = fitted(model)
+    fisher.check(model, fisher.names)
+    with torch.no_grad():
+        for weight in parameters_of(model, fisher.names).values():
+            weight *= 1.1
+    fisher.check(ReferenceAdapter(model), fisher.names[:3])
+    drifts = fisher.drift(parameters_of(model, fisher.names))
+    assert all(abs(drift - 0.1) < 1e-6 for drift in drifts.values())
+
+
+def test_check_names_what_does_not_fit() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    fisher = fitted(model, layers=1)
+    with pytest.raises(FisherError, match=r"1 missing, the first is 'layers.0.mlp.up_proj.weight'"):
+        fisher.check(model, [*fisher.names, "layers.0.mlp.up_proj.weight"])
+    with pytest.raises(FisherError, match=r"no parameter of the model.*'layers.9'"):
+        fisher.check(model, ["layers.9"])
+    wider = ReferenceDecoder(DecoderConfig(vocabulary=5, layers=3, hidden=6, mlp_width=3), 0)
+    with pytest.raises(FisherError, match="hidden: 4 in the Fisher, 6 in the model"):
+        fisher.check(wider, fisher.names)
+    anonymous = FisherDrift(fisher.fisher, fisher.reference)
+    with pytest.raises(FisherError, match=r"another shape than the model's"):
+        anonymous.check(wider, fisher.names)
+
+
+def test_a_fisher_of_another_model_of_the_same_shape_is_refused_unless_asked_for() -> None:
+    fisher = fitted(ReferenceDecoder(DEEP, 0))
+    other = ReferenceDecoder(DEEP, 1)
+    with pytest.raises(FisherError, match="fitted for another model"):
+        fisher.check(other, fisher.names)
+    fisher.check(other, fisher.names, max_relative_drift=None)
+
+
+def test_a_zero_reference_is_never_divided_by() -> None:
+    zero, one = torch.zeros(2, 2), torch.ones(2, 2)
+    fisher = FisherDrift({"a": one, "b": one}, {"a": zero, "b": one})
+    assert fisher.drift({"a.weight": one, "b.weight": one * 3}) == {"b.weight": 2.0}
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_save_and_load_give_the_same_bits(structure: str, transposed: bool, tmp_path: Path) -> None:
+    config = DecoderConfig(vocabulary=5, transposed=transposed, bias=True, tied_linears=True)
+    fisher = fitted(ReferenceDecoder(config, 0), structure=structure, score_bias=True)
+    fisher.save(tmp_path / "fisher.safetensors")
+    loaded = FisherDrift.load(tmp_path / "fisher.safetensors")
+    assert loaded.names == fisher.names
+    assert loaded.metadata == fisher.metadata
+    assert loaded.structure == structure
+    for name in fisher.names:
+        assert torch.equal(loaded.reference[name], fisher.reference[name])
+        if structure == "diagonal":
+            assert torch.equal(loaded.fisher[name], fisher.fisher[name])
+        else:
+            for ours, theirs in zip(loaded.factors[name], fisher.factors[name], strict=True):
+                assert torch.equal(ours, theirs)
+    assert fisher.metadata["layers"] == [0, 1]
+    assert fisher.metadata["samples"] == 2
+    assert fisher.metadata["model"] == ReferenceAdapter(ReferenceDecoder(config, 0)).identity()
+
+
+def test_names_that_end_in_neither_weight_nor_bias_survive(tmp_path: Path) -> None:
+    config = DecoderConfig(vocabulary=5, loose_parameter=True)
+    fisher = fitted(ReferenceDecoder(config, 0), parameters="all")
+    assert "layers.1.mlp.loose" in fisher.names
+    fisher.save(tmp_path / "fisher")
+    assert FisherDrift.load(tmp_path / "fisher").to("cpu").names == fisher.names
+
+
+def saved(folder: Path) -> tuple[Path, bytes]:
+    path = folder / "whole.safetensors"
+    if not path.exists():
+        FisherDrift({"m": torch.ones(2, 3)}, {"m": torch.ones(2, 3)}, {"samples": 4}).save(path)
+    return path, path.read_bytes()
+
+
+@given(data=st.data(), cut=st.booleans())
+def test_a_damaged_file_is_always_a_fisher_error(
+    data: st.DataObject, cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, content = saved(tmp_path_factory.getbasetemp())
+    place = data.draw(st.integers(0, len(content) - 1))
+    damaged = bytearray(content)
+    if cut:
+        damaged = damaged[:place]
+    else:
+        damaged[place] ^= data.draw(st.integers(1, 255))
+    other = path.with_name("damaged.safetensors")
+    other.write_bytes(damaged)
+    with pytest.raises(FisherError, match=other.name):
+        FisherDrift.load(other)
+
+
+@pytest.mark.parametrize("change", ["tensor", "names", "metadata", "version", "kind"])
+def test_a_whole_file_with_other_content_is_a_fisher_error(change: str, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    tensors, description = read_tensors(path)
+    if change == "tensor":
+        del tensors["reference/m.weight"]
+    elif change == "names":
+        description["names"] = '["m.weight", "n.weight"]'
+    elif change == "metadata":
+        description["metadata"] = "not json"
+    else:
+        description["format_version" if change == "version" else "kind"] = "2"
+    write_tensors(path, tensors, description)
+    with pytest.raises(FisherError, match=path.name):
+        FisherDrift.load(path)
+
+
+# --- interrupted and resumed -------------------------------------------------------------------
+
+ARGUMENTS: dict[str, Any] = {
+    "samples": 11, "layers": 1, "max_new_tokens": 3, "batch_size": 4, "seed": 5,
+}  # fmt: skip
+
+
+class Interrupt(BaseException):
+    """What a user's Ctrl-C, or anything else, raises."""
+
+
+def stop_at(done: int) -> Callable[[Progress], None]:
+    def callback(progress: Progress) -> None:
+        if progress.done == done:
+            raise Interrupt
+
+    return callback
+
+
+def same(first: FisherDrift, second: FisherDrift) -> bool:
+    pairs = [(first.fisher[n], second.fisher[n]) for n in first.fisher]
+    for n in first.factors:
+        pairs += zip(first.factors[n], second.factors[n], strict=True)
+    return first.metadata == second.metadata and all(torch.equal(a, b) for a, b in pairs)
+
+
+@given(
+    stop=st.integers(1, 10),
+    again=st.integers(1, 10),
+    every=st.integers(1, 6),
+    labels=st.sampled_from(["sequence", "token"]),
+    structure=st.sampled_from(["diagonal", "kronecker"]),
+)
+@budget(0.08)
+def test_an_interrupted_fit_goes_on_to_the_same_bits(
+    stop: int, again: int, every: int, labels: str, structure: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    path = tmp_path_factory.mktemp("resume") / "sums.safetensors"
+    model = ReferenceDecoder(DEEP, 0)
+    prompts = PROMPTS[1:]
+    arguments = {**ARGUMENTS, "labels": labels, "structure": structure}
+    whole = fit_fisher(model, prompts, **arguments)
+    arguments |= {"checkpoint": path, "checkpoint_every": every}
+    reported: list[int] = []
+    for moment in (stop, again):
+        try:
+            fit_fisher(model, prompts, progress=stop_at(moment), **arguments)
+        except Interrupt:
+            assert path.exists() or every > moment
+    resumed = fit_fisher(model, prompts, progress=lambda p: reported.append(p.done), **arguments)
+    assert same(whole, resumed)
+    assert not path.exists()
+    assert reported == list(range(reported[0], 12))
+    assert os.listdir(path.parent) == []
+
+
+def test_a_resumed_fit_draws_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's rounding depends on its batch, and may once in 10^7 tokens decide which is drawn."""
+    batches: list[list[str]] = []
+
+    def spy(*arguments: Any) -> list[Tensor]:
+        batches.append([name.split()[1] for name in arguments[-1]])
+        return sample_responses(*arguments)
+
+    monkeypatch.setattr("alphatoken.fisher.sample_responses", spy)
+    arguments = {**ARGUMENTS, "checkpoint": tmp_path / "sums", "checkpoint_every": 1}
+    model = ReferenceDecoder(DEEP, 0)
+    with pytest.raises(Interrupt):
+        fit_fisher(model, PROMPTS, progress=stop_at(6), **arguments)
+    fit_fisher(model, PROMPTS, **arguments)
+    second, third = ["4", "5", "6", "7"], ["8", "9", "10"]
+    assert batches == [["0", "1", "2", "3"], second, second, third]
+
+
+KILLED = """
+import os, signal, sys, torch
+from alphatoken.fisher import fit_fisher
+from tests.property.test_fisher import ARGUMENTS, DEEP, PROMPTS, ReferenceDecoder
+torch.set_num_threads(1)
+def kill(progress):
+    if progress.done == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+fit_fisher(ReferenceDecoder(DEEP, 0), PROMPTS, **ARGUMENTS,
+           checkpoint=sys.argv[1], checkpoint_every=3, progress=kill)
+"""
+
+
+def test_a_killed_process_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    path = tmp_path / "sums.safetensors"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path)], cwd=root, env=environment, capture_output=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert read_tensors(path)[1]["done"] == "6"
+    model = ReferenceDecoder(DEEP, 0)
+    resumed = fit_fisher(model, PROMPTS, **ARGUMENTS, checkpoint=path, checkpoint_every=3)
+    assert same(resumed, fit_fisher(model, PROMPTS, **ARGUMENTS))
+
+
+OTHERS: dict[str, Any] = {
+    "samples": 12, "layers": 2, "max_new_tokens": 4, "batch_size": 5, "seed": 6,
+    "labels": "token", "structure": "kronecker", "parameters": "all",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change", [*OTHERS, "weights", "frozen weights", "prompts", "architecture"]
+)
+def test_a_checkpoint_of_another_fit_is_refused(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "sums.safetensors"
+    model, prompts = ReferenceDecoder(DEEP, 0), PROMPTS[1:]
+    arguments = {**ARGUMENTS, "checkpoint": path, "checkpoint_every": 1}
+    with pytest.raises(Interrupt):
+        fit_fisher(model, prompts, progress=stop_at(3), **arguments)
+    before = path.read_bytes()
+    if change in OTHERS:
+        arguments[change] = OTHERS[change]
+    elif change == "prompts":
+        prompts = [PROMPTS[1], torch.tensor([2, 1])]
+    elif change == "architecture":
+        model = ReferenceDecoder(DecoderConfig(vocabulary=5, layers=3, end_token=None), 0)
+    else:
+        name = "layers.2.mlp.up_proj" if change == "weights" else "layers.0.mlp.up_proj"
+        with torch.no_grad():
+            model.get_submodule(name).weight[1, 0] += 1e-12
+    with pytest.raises(FisherError, match=r"sums.safetensors' is of another fit"):
+        fit_fisher(model, prompts, **arguments)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sums.safetensors"
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
+    with pytest.raises(FisherError, match=path.name):
+        fit_fisher(ReferenceDecoder(DEEP, 0), PROMPTS, **ARGUMENTS, checkpoint=path)
+
+
+# --- the model is as it was --------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> tuple[Any, ...]:
+    modules = list(model.modules())
+    return (
+        [m.training for m in modules],
+        [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for m in modules
+        ],
+        [p.requires_grad for p in model.parameters()],
+        [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
+        [p._version for p in model.parameters()],
+        [p.tolist() for p in model.parameters()],
+        torch.get_rng_state().tolist(),
+        torch.is_grad_enabled(),
+    )
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("problem", [None, KeyboardInterrupt])
+def test_nothing_of_the_model_is_changed(
+    structure: str, problem: type[BaseException] | None
+) -> None:
+    model = ReferenceDecoder(DecoderConfig(vocabulary=5, layers=3, residual_dropout=0.5), 0)
+    model.train()
+    model.layers[1].eval()
+    model.head.weight.requires_grad_(False)
+    model.layers[2].mlp.up_proj.weight.grad = torch.ones(10, 8, dtype=torch.float64)
+    before = snapshot(model)
+
+    def callback(progress: Progress) -> None:
+        torch.rand(3)  # a user's own use of the global generator: also put back
+        if problem is not None:
+            raise problem
+
+    def fit() -> FisherDrift:
+        return fitted(model, structure=structure, progress=callback)
+
+    if problem is None:
+        fit()
+    else:
+        with pytest.raises(problem):
+            fit()
+    assert snapshot(model) == before
+    assert same(fitted(model.eval()), fitted(model.train())), "dropout is off while fitting"
+
+
+def test_it_runs_inside_no_grad_and_inference_mode() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    expected = fitted(model)
+    with torch.no_grad():
+        assert same(fitted(model), expected)
+    with torch.inference_mode():
+        inside = fitted(model)
+    assert same(inside, expected)
+    assert not inside.fisher[inside.names[0]].is_inference()
+
+
+def test_layers_below_the_first_scored_one_leave_no_graph() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    graphs: list[tuple[int, bool]] = []
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda m, a, out, i=i: graphs.append((i, out.requires_grad)))
+    fit_fisher(model, PROMPTS[1:], samples=1, layers=1, labels="token")
+    assert graphs == [(0, False), (1, False), (2, True)]
+
+
+def test_samples_go_round_the_prompts_and_fewer_take_the_first() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    first = fitted(model, samples=2)
+    assert same(first, fit_fisher(model, PROMPTS[:2], samples=2, layers=2, max_new_tokens=2))
+    assert first.metadata["prompts"] == 2
+    round_again = fitted(model, samples=7)
+    repeated = fit_fisher(model, (PROMPTS * 3)[:7], samples=7, layers=2, max_new_tokens=2)
+    assert all(torch.equal(round_again.fisher[n], repeated.fisher[n]) for n in first.names)
+    assert round_again.metadata["prompts"] == 3
+
+
+def test_responses_are_cut_to_the_models_limit_and_this_is_counted() -> None:
+    config = DecoderConfig(vocabulary=5, positions="learned", max_positions=5, end_token=None)
+    model = ReferenceDecoder(config, 0)
+    fisher = fitted(model, samples=3, max_new_tokens=3)
+    assert fisher.metadata["responses_cut"] == 1  # the prompt of 3 tokens has room for 2
+    assert fisher.metadata["response_tokens"] == 3 + 2 + 3
+    with pytest.raises(InputError, match=r"prompt 1 is longer.*5 tokens, the model's limit is 5"):
+        fit_fisher(model, [[1], [1] * 5], samples=2, layers=1)
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no samples": ({"samples": 0}, "samples must be"),
+    "bool samples": ({"samples": True}, "samples must be"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be"),
+    "no batch": ({"batch_size": -1}, "batch_size must be"),
+    "structure": ({"structure": "full"}, "'diagonal', 'kronecker'"),
+    "labels": ({"labels": "observed"}, "'sequence', 'token'"),
+    "parameters": ({"parameters": "heads"}, "'linears', 'all'"),
+    "kronecker of all": ({"structure": "kronecker", "parameters": "all"}, "linear maps only"),
+    "K too large": ({"layers": 4}, "layer"),
+    "no layers": ({"layers": []}, "layer"),
+    "checkpoint_every": ({"checkpoint_every": 0}, "checkpoint_every"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options_have_one_clear_error(name: str) -> None:
+    options, message = BAD_OPTIONS[name]
+    with pytest.raises(ConfigError, match=message):
+        fitted(ReferenceDecoder(DEEP, 0), **options)
+
+
+def test_nothing_trainable_is_a_config_error() -> None:
+    model = ReferenceDecoder(DEEP, 0).requires_grad_(False)
+    for parameters in ("linears", "all"):
+        with pytest.raises(ConfigError, match="trainable"):
+            fitted(model, parameters=parameters)
+
+
+def test_only_trainable_weights_are_fitted() -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    model.layers[2].attention.requires_grad_(False)
+    assert fitted(model, layers=1).names == tuple(
+        f"layers.2.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    with torch.no_grad():
+        model.layers[2].mlp.up_proj.weight[0, 0] = bad
+    with pytest.raises(NumericalError, match=r"'layers.2.mlp.up_proj.weight'"):
+        fitted(model)
+    with pytest.raises(NumericalError, match=r"logits for sample 0 \(prompt 0\)"):
+        fitted(model, layers=[0])
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_a_gradient_that_is_not_finite_is_named(structure: str) -> None:
+    """Finite logits, infinite slope: the square root of zero."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.zeros_like(x).copy_(x * 0).abs().sqrt()
+
+    model = ReferenceDecoder(DEEP, 0)
+    model.final_norm = Root()
+    with pytest.raises(NumericalError, match=r"of 'layers.2.\S+.weight' holds a NaN"):
+        fitted(model, layers=1, structure=structure)
+
+
+def test_kronecker_refuses_a_weight_that_is_used_outside_its_module() -> None:
+    model = ReferenceDecoder(DecoderConfig(vocabulary=5, hidden_use=True), 0)
+    with pytest.raises(CoverageError, match=r"up_proj.weight.*structure='diagonal'"):
+        fitted(model, structure="kronecker")
+    fitted(model)
+
+
+# --- progress ----------------------------------------------------------------------------------
+
+
+def test_progress_counts_every_sample_and_prints_when_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = ReferenceDecoder(DEEP, 0)
+    seen: list[Progress] = []
+    fitted(model, samples=5, progress=seen.append)
+    assert [p.done for p in seen] == [1, 2, 3, 4, 5]
+    assert all(p.total == 5 and p.rate > 0 and p.remaining is not None for p in seen)
+    assert "5 samples go round 3 prompts" in seen[0].note
+    assert capsys.readouterr() == ("", "")
+    fitted(model, samples=5, progress=True)
+    text = capsys.readouterr().err
+    assert "go round" in text
+    assert "Fisher: 5/5 (100%)" in text
+    fitted(model)  # not a terminal: silent
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    fitted(ReferenceDecoder(DEEP, 0), samples=2)
+    text = capsys.readouterr().err
+    assert text.startswith("\r\x1b[KFisher: 1/2 (50%)")
+    assert text.count("\n") == 1
+    assert text.endswith("left\n")
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        eos_token_id=2, bos_token_id=1, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_a_transformers_model_in_training_with_checkpointing(structure: str) -> None:
+    model = tiny_llama()
+    expected = fitted(model, structure=structure, samples=3)
+    model.train()
+    model.activation_checkpointing_enable()
+    assert same(fitted(model, structure=structure, samples=3), expected)
+    assert model.training
+    assert model.is_activation_checkpointing
+
+
+def test_bfloat16_weights_have_a_float32_fisher() -> None:
+    fisher = fitted(tiny_llama(torch.bfloat16))
+    assert {F.dtype for F in fisher.fisher.values()} == {torch.float32}
+    assert {W.dtype for W in fisher.reference.values()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft
+def test_under_lora_the_fisher_of_a_is_exactly_zero_and_nothing_is_divided_by_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    )
+    fisher = fitted(model, samples=3)
+    assert len(fisher.names) == 8
+    for name in fisher.names:
+        assert bool(fisher.fisher[name].any()) == ("lora_B" in name)
+    weights = parameters_of(model, fisher.names)
+    with torch.no_grad():
+        for weight in weights.values():
+            weight += 0.01
+    fisher.check(model, fisher.names)
+    assert all("lora_A" in name for name in fisher.drift(weights))
+    for name, V in fisher.direction(weights).items():
+        assert bool(torch.isfinite(V).all())
+        assert bool(V.any()) == ("lora_B" in name)
+
+
+def test_conv1d_weights_are_covered_in_their_own_layout() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=7, n_positions=12, n_embd=8, n_layer=2, n_head=2, eos_token_id=4, bos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    fisher = fitted(model, structure="kronecker", score_bias=True)
+    left, right = fisher.factors["transformer.h.1.mlp.c_fc.weight"]
+    assert (left.shape, right.shape) == ((8, 8), (32, 32))
+    moved = {n: w + 0.1 for n, w in parameters_of(model, fisher.names).items()}
+    assert all(V.shape == moved[n].shape for n, V in fisher.direction(moved).items())

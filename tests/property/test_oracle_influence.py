@@ -1,0 +1,937 @@
+"""The influence oracle against finite differences, ordinary autograd and its own exact cases.
+
+The decoder here is small, pure float64 and local to this file, so that the oracle is not tested on
+the decoder that it later checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+from alphatoken.oracle import gradients, influence, jacobian, propagation
+
+VOCABULARY, WIDTH, HEAD, HIDDEN = 7, 6, 4, 5
+EXACT = 1e-12  # one contraction
+MODEL = 1e-10  # through a whole decoder
+
+
+class Transposed(nn.Module):
+    """A linear whose weight is (in, out), as GPT-2 keeps it."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(d_in, d_out, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(d_out, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+@dataclass(frozen=True)
+class Structure:
+    layers: int = 2
+    heads: int = 2
+    groups: int = 1
+    bias: bool = False
+    rotary: bool = True
+    key_norm: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+    twice: bool = False  # each MLP is called twice
+    tied: bool = False  # one MLP module serves all layers
+    shared_weight: bool = False  # k and v projections share one Parameter
+    transposed: bool = False
+    seed: int = 0
+
+
+class Layer(nn.Module):
+    def __init__(self, s: Structure) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, s.heads * HEAD, bias=s.bias, dtype=torch.float64)
+        self.k = nn.Linear(WIDTH, s.groups * HEAD, bias=s.bias, dtype=torch.float64)
+        self.v = nn.Linear(WIDTH, s.groups * HEAD, bias=s.bias, dtype=torch.float64)
+        self.o = nn.Linear(s.heads * HEAD, WIDTH, bias=s.bias, dtype=torch.float64)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=s.bias, dtype=torch.float64)
+        down = Transposed(HIDDEN, WIDTH) if s.transposed else None
+        self.down = down or nn.Linear(HIDDEN, WIDTH, bias=s.bias, dtype=torch.float64)
+        self.sinks = nn.Parameter(torch.zeros(s.heads, dtype=torch.float64)) if s.sinks else None
+        norm = torch.zeros(HEAD, dtype=torch.float64)
+        self.key_norm = nn.Parameter(norm) if s.key_norm else None
+
+
+class Decoder(nn.Module):
+    """Pre-norm decoder; ``epsilon`` scales every cross-position gradient and no value."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()
+        s = self.structure = structure
+        self.epsilon = 1.0
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+        for layer in self.layers:
+            if s.shared_weight:
+                layer.k.weight = layer.v.weight
+            if s.tied:
+                layer.up, layer.down = self.layers[0].up, self.layers[0].down
+        generator = torch.Generator().manual_seed(s.seed)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.6)
+        self.trace: list[dict[str, Tensor]] = []
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = positions[..., None] * torch.tensor([1.0, 0.3], dtype=torch.float64)
+        angle = torch.cat([angle, angle], -1) * float(self.structure.rotary)
+        return angle.cos(), angle.sin()
+
+    def mask(self, keys: Tensor) -> Tensor:
+        place = torch.arange(keys.shape[1])
+        gap = place[:, None] - place[None, :]
+        allowed = (gap >= 0) & (gap < (self.structure.window or len(place)))
+        return (allowed & keys[:, None, :]) | (gap == 0)  # padding reads itself, never NaN
+
+    def attention(self, layer: Layer, h: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        s = self.structure
+        x = F.rms_norm(h, (WIDTH,), eps=1e-6)
+        q, k, v = (
+            p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (layer.q, layer.k, layer.v)
+        )
+        if layer.key_norm is not None:
+            k = F.rms_norm(k, (HEAD,), layer.key_norm, eps=1e-6)
+        cos, sin = (table[:, None] for table in self.tables(positions))
+
+        def rotated(u: Tensor) -> Tensor:
+            return u * cos + torch.cat([-u[..., HEAD // 2 :], u[..., : HEAD // 2]], -1) * sin
+
+        q, k = rotated(q), rotated(k)
+
+        def across(u: Tensor) -> Tensor:
+            each = u.repeat_interleave(s.heads // s.groups, dim=1)
+            return self.epsilon * each + (1 - self.epsilon) * each.detach()
+
+        def own(u: Tensor) -> Tensor:
+            return u.repeat_interleave(s.heads // s.groups, dim=1)
+
+        self_pair = torch.eye(h.shape[1], dtype=torch.bool)
+        logits = torch.where(self_pair, q @ own(k).mT, q @ across(k).mT) * HEAD**-0.5
+        if s.softcap is not None:
+            logits = s.softcap * torch.tanh(logits / s.softcap)
+        logits = logits.masked_fill(~mask[:, None], -torch.inf)
+        if layer.sinks is not None:
+            sink = layer.sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+            alpha = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+        else:
+            alpha = logits.softmax(-1)
+        o = (alpha * self_pair) @ own(v) + (alpha * ~self_pair) @ across(v)
+        self.trace.append({"h": h, "x": x, "k": k, "v": v, "alpha": alpha, "o": o})
+        return layer.o(o.transpose(1, 2).flatten(2))
+
+    def forward(self, batch: Any) -> Tensor:
+        ids = batch["input_ids"]
+        keys = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        positions = keys.long().cumsum(1) - 1
+        mask = self.mask(keys)
+        self.trace = []
+        h = self.embed(ids)
+        for layer in self.layers:
+            h = h + self.attention(layer, h, positions, mask)
+            for _ in range(1 + self.structure.twice):
+                h = h + layer.down(torch.nn.functional.silu(layer.up(h)))
+        self.trace.append({"h": h})
+        return self.head(F.rms_norm(h, (WIDTH,), eps=1e-6))
+
+    def scored(self, last: int) -> dict[str, nn.Module]:
+        wanted = ("q", "k", "v", "o", "up", "down")
+        first = len(self.layers) - last
+        return {
+            f"layers.{j}.{part}": getattr(layer, part)
+            for j, layer in enumerate(self.layers)
+            if j >= first
+            for part in wanted
+        }
+
+    def conv(self) -> list[str]:
+        names = [name for name, module in self.named_modules(remove_duplicate=False)]
+        return [name for name in names if name.endswith("down") and self.structure.transposed]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decoder, its scored modules, a direction and a batch."""
+
+    model: Decoder
+    modules: dict[str, nn.Module]
+    direction: dict[str, Tensor]
+    batch: dict[str, Tensor]
+    score_bias: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"score_bias": self.score_bias, "transposed": self.model.conv()}
+
+    def influence(self) -> influence.Influence:
+        return influence.exact_influence(
+            self.model, self.model, self.batch, self.modules, self.direction, **self.options
+        )
+
+
+def make_case(
+    structure: Structure,
+    *,
+    last: int = 3,
+    rows: int = 1,
+    length: int = 4,
+    labelled: tuple[bool, ...] = (True,) * 12,
+    score_bias: bool = False,
+) -> Case:
+    model = Decoder(structure)
+    modules = model.scored(min(last, structure.layers))
+    generator = torch.Generator().manual_seed(structure.seed + 1)
+    ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    pattern = torch.tensor(labelled[: rows * length]).reshape(rows, length)
+    batch = {"input_ids": ids, "labels": torch.where(pattern, ids, -100)}
+    kinds = ("weight", "bias") if score_bias else ("weight",)
+    direction: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, module in modules.items():
+        for kind in kinds:
+            p = getattr(module, kind)
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                direction[f"{name}.{kind}"] = torch.randn(
+                    p.shape, generator=generator, dtype=torch.float64
+                )
+    return Case(model, modules, direction, batch, score_bias)
+
+
+structures = st.builds(
+    Structure,
+    layers=st.integers(1, 2),
+    heads=st.just(4),
+    groups=st.sampled_from([1, 2, 4]),
+    bias=st.booleans(),
+    rotary=st.booleans(),
+    key_norm=st.booleans(),
+    softcap=st.sampled_from([None, 0.8]),
+    sinks=st.booleans(),
+    window=st.sampled_from([None, 2]),
+    twice=st.booleans(),
+    tied=st.booleans(),
+    shared_weight=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+cases = st.builds(
+    make_case,
+    structures,
+    last=st.integers(1, 2),
+    rows=st.integers(1, 2),
+    length=st.sampled_from([4, 1, 2, 3, 5]),
+    labelled=st.one_of(
+        st.just((True,) * 10), st.lists(st.booleans(), min_size=10, max_size=10).map(tuple)
+    ),
+    score_bias=st.booleans(),
+)
+
+
+def assert_within(actual: Tensor, expected: Tensor, scale: Tensor, tolerance: float) -> None:
+    """|actual - expected| <= tolerance * scale, elementwise; NaN fails, scale 0 means equal."""
+    actual, expected, scale = (u.detach().double() for u in (actual, expected, scale))
+    gap = (actual - expected).abs()
+    worst = (gap / (tolerance * scale).clamp_min(1e-300)).max() if gap.numel() else 0
+    assert bool((gap <= tolerance * scale).all()), f"worst error / tolerance: {float(worst):.3g}"
+
+
+def total_loss(case: Case) -> Tensor:
+    """The summed loss by torch's own cross-entropy, for the vectorised references."""
+    logits = case.model(case.batch)[:, :-1].flatten(0, 1)
+    target = case.batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, target, ignore_index=-100, reduction="sum")
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    length=st.integers(1, 6),
+    hidden=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token(
+    seed: int, length: int, hidden: list[bool]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, length, VOCABULARY, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCABULARY, (2, length), generator=generator)
+    labels = torch.where(torch.tensor(hidden[: 2 * length]).reshape(2, length), -100, ids)
+    found = gradients.token_losses(logits, labels)
+    expected = torch.zeros(2, length, dtype=torch.float64)
+    expected[:, 1:] = F.cross_entropy(
+        logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none"
+    )
+    assert found.dtype == torch.float64
+    assert_within(found, expected, torch.ones_like(expected), EXACT)
+    assert bool((found[:, 0] == 0).all())
+    tokens = gradients.response_tokens(labels)
+    assert set(tokens) == {(b, i) for b, i in (labels != -100).nonzero().tolist() if i > 0}
+
+
+def test_losses_refuse_logits_that_were_already_shifted() -> None:
+    with pytest.raises(InputError, match="different tokens"):
+        gradients.token_losses(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.long))
+
+
+@settings(deadline=None)
+@given(case=cases)
+def test_label_values_are_directional_derivatives_of_each_loss(case: Case) -> None:
+    """Autograd against a central difference of every token's loss along M."""
+    values = gradients.label_values(case.model, case.model, case.batch, case.direction)
+    parameters = dict(case.model.named_parameters(remove_duplicate=False))
+    step = 1e-5
+
+    def losses_at(shift: float) -> Tensor:
+        with torch.no_grad():
+            for name, m in case.direction.items():
+                parameters[name].add_(m, alpha=shift)
+            losses = gradients.token_losses(case.model(case.batch), case.batch["labels"])
+            for name, m in case.direction.items():
+                parameters[name].sub_(m, alpha=shift)
+        return losses
+
+    difference = (losses_at(step) - losses_at(-step)) / (2 * step)
+    scale = influence.to_token_index(influence.row_sums(case.influence().absolute_scale))
+    assert_within(values, difference, scale + 1.0, 2e-6)
+
+
+def test_label_values_take_any_parameter_and_chosen_tokens() -> None:
+    case = make_case(Structure(), length=5)
+    parameters = dict(case.model.named_parameters())
+    direction = {name: torch.randn_like(p) for name, p in parameters.items()}
+    chosen = [(0, 3), (0, 1)]
+    values = gradients.label_values(case.model, case.model, case.batch, direction, chosen)
+    losses = gradients.token_losses(case.model(case.batch), case.batch["labels"])
+    for b, i in chosen:
+        found = torch.autograd.grad(losses[b, i], list(parameters.values()), retain_graph=True)
+        products = torch.stack(
+            [(g * m).sum() for g, m in zip(found, direction.values(), strict=True)]
+        )
+        assert_within(values[b, i], products.sum(), products.abs().sum(), EXACT)
+    assert float(values[0, 2]) == 0.0
+    assert float(values[0, 4]) == 0.0
+
+
+def test_per_token_gradients_sum_to_the_gradient_of_the_summed_loss() -> None:
+    case = make_case(Structure(tied=True, twice=True), rows=2, length=4)
+    named = dict(case.model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    scale = {name: torch.zeros_like(p) for name, p in named.items()}
+    count = 0
+    for gradient in gradients.per_token_gradients(case.model, case.model, case.batch):
+        count += 1
+        for name, part in gradient.items():
+            total[name] += part
+            scale[name] += part.abs()
+    assert count == 6
+    expected = torch.autograd.grad(total_loss(case), list(named.values()), allow_unused=True)
+    for name, tensor in zip(named, expected, strict=True):
+        wanted = torch.zeros_like(total[name]) if tensor is None else tensor
+        assert_within(total[name], wanted, scale[name] + 1e-3, MODEL)
+
+
+def test_validation_gradient_is_that_of_the_mean_over_all_batches() -> None:
+    """Batches of different sizes: every response token has the same weight, not every batch."""
+    structure = Structure(heads=2, groups=2)
+    case = make_case(structure, rows=2, length=5)
+    small = make_case(structure, rows=1, length=3, labelled=(False, False, True) * 4)
+    other = replace(small, model=case.model, batch={**small.batch})
+    found = gradients.validation_gradient(case.model, case.model, [case.batch, other.batch])
+    mean = (total_loss(case) + total_loss(other)) / (8 + 1)
+    named = dict(case.model.named_parameters())
+    expected = torch.autograd.grad(mean, list(named.values()))
+    for name, tensor in zip(named, expected, strict=True):
+        assert_within(found[name], tensor, tensor.abs().max() + tensor.abs(), MODEL)
+    alone = gradients.validation_gradient(case.model, case.model, case.batch)
+    assert not torch.allclose(alone["head.weight"], found["head.weight"])
+
+
+# --- the influence matrix ------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(case=cases)
+@example(case=make_case(Structure(layers=2, heads=4, groups=2, twice=True, tied=True), length=4))
+@example(case=make_case(Structure(layers=2, heads=4, shared_weight=True, bias=True), length=4))
+def test_the_four_readouts_are_what_their_names_say(case: Case) -> None:
+    """Row sum: per-token gradient. Column sum: one ordinary backward. All: <grad L, M>."""
+    result = case.influence()
+    psi, scale = result.matrix, result.absolute_scale
+    labels = case.batch["labels"]
+
+    by_token = gradients.label_values(case.model, case.model, case.batch, case.direction)
+    rows = influence.to_token_index(influence.row_sums(psi))
+    assert_within(rows, by_token, influence.to_token_index(scale.sum(2)), MODEL)
+
+    columns = influence.column_sums(psi)
+    assert_within(columns, ordinary_backward(case), scale.sum(1), MODEL)
+
+    named = dict(case.model.named_parameters(remove_duplicate=False))
+    found = torch.autograd.grad(
+        total_loss(case), [named[n] for n in case.direction], allow_unused=True
+    )
+    terms = [
+        torch.zeros(()) if g is None else (g * m).sum()
+        for g, m in zip(found, case.direction.values(), strict=True)
+    ]
+    assert_within(psi.sum(), torch.stack(terms).sum(), scale.sum(), MODEL)
+
+    direct, causal = influence.diagonal(psi), influence.causal(psi)
+    assert_within(direct + causal, columns, scale.sum(1), EXACT)
+    assert torch.equal(psi, psi.tril())
+    predicts = torch.zeros_like(labels, dtype=torch.bool)
+    predicts[:, :-1] = labels[:, 1:] != -100
+    assert bool((psi[~predicts] == 0).all())
+    assert bool((psi.abs() <= scale * (1 + EXACT)).all())
+
+
+def ordinary_backward(case: Case) -> Tensor:
+    """(dL/ds_t)^T (M x_t (+ m_b)) of one backward over the summed loss, gathered by own hooks."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        calls.append((module, args[0].detach(), output))
+
+    unique = {id(module): module for module in case.modules.values()}
+    handles = [module.register_forward_hook(hook) for module in unique.values()]
+    loss = total_loss(case)
+    for handle in handles:
+        handle.remove()
+    errors = torch.autograd.grad(loss, [s for _, _, s in calls], allow_unused=True)
+    named = dict(case.model.named_parameters(remove_duplicate=False))
+    by_parameter = {id(named[name]): m for name, m in case.direction.items()}
+    path = torch.zeros(case.batch["labels"].shape, dtype=torch.float64)
+    for (module, x, _), delta in zip(calls, errors, strict=True):
+        m = by_parameter[id(module.weight)]
+        moved = x @ (m if isinstance(module, Transposed) else m.T)
+        if case.score_bias and module.bias is not None:
+            moved = moved + by_parameter[id(module.bias)]
+        if delta is not None:
+            path += (delta * moved).sum(-1)
+    return path
+
+
+@settings(deadline=None)
+@given(case=cases)
+def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
+    """Finite differences of Psi itself: W moves by M only where it is used at position t."""
+    result = case.influence()
+    labels = case.batch["labels"]
+    named = dict(case.model.named_parameters(remove_duplicate=False))
+    by_parameter = {id(named[name]): m for name, m in case.direction.items()}
+    unique = {id(module): module for module in case.modules.values()}
+    step = 1e-5
+
+    def losses_at(shift: float, t: int) -> Tensor:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            m = by_parameter[id(module.weight)]
+            moved = args[0] @ (m if isinstance(module, Transposed) else m.T)
+            if case.score_bias and module.bias is not None:
+                moved = moved + by_parameter[id(module.bias)]
+            output = output.clone()
+            output[:, t] += shift * moved[:, t]
+            return output
+
+        handles = [module.register_forward_hook(hook) for module in unique.values()]
+        with torch.no_grad():
+            losses = gradients.token_losses(case.model(case.batch), labels)
+        for handle in handles:
+            handle.remove()
+        return losses
+
+    for t in range(labels.shape[1]):
+        difference = (losses_at(step, t) - losses_at(-step, t)) / (2 * step)
+        entries = influence.to_token_index(result.matrix[:, :, t])
+        scale = influence.to_token_index(result.absolute_scale[:, :, t])
+        assert_within(entries, difference, scale + 1.0, 2e-6)
+
+
+def test_row_and_column_sums_are_different_quantities() -> None:
+    """Equal totals cannot tell them apart, so a mix-up must show in the values themselves."""
+    psi = make_case(Structure(layers=2, heads=4, groups=2), length=5).influence().matrix
+    rows, columns = influence.row_sums(psi), influence.column_sums(psi)
+    assert float((rows - columns).abs().max()) > 0.1 * float(rows.abs().max())
+    assert_within(rows.sum(), columns.sum(), psi.abs().sum(), EXACT)
+
+
+def test_token_index_is_one_past_the_label_position() -> None:
+    values = torch.arange(1.0, 9.0).reshape(2, 4)
+    shifted = influence.to_token_index(values)
+    assert torch.equal(shifted, torch.tensor([[0.0, 1, 2, 3], [0, 5, 6, 7]]))
+
+
+def test_gap_1_the_total_needs_the_prompt_positions() -> None:
+    """Summing columns over the response alone misses what passes through the prompt."""
+    case = make_case(Structure(), length=6, labelled=(False,) * 3 + (True,) * 3)
+    result = case.influence()
+    columns = influence.column_sums(result.matrix)
+    predicts = torch.tensor([[False, False, True, True, True, False]])
+    response = torch.where(predicts, columns, 0.0).sum()
+    prompt = influence.unassigned(columns, case.batch["labels"]).sum()
+    scale = result.absolute_scale.sum()
+    assert float(prompt.abs()) > 1e-3 * float(scale)
+    expected = gradients.label_values(case.model, case.model, case.batch, case.direction).sum()
+    assert_within(response + prompt, expected, scale, MODEL)
+    direct = influence.diagonal(result.matrix)  # the self terms alone do not do it either
+    assert float((direct.sum() - expected).abs()) > 1e-3 * float(scale)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+def test_gap_2_the_gradient_of_one_loss_has_rank_up_to_t(position: int) -> None:
+    """Rank 1 only in the last layer's position-wise maps; below, one use per earlier position."""
+    case = make_case(Structure(layers=2, heads=4, groups=4), length=5)
+    token = (0, position + 1)
+    parameters = dict(case.model.named_parameters())
+    (gradient,) = gradients.per_token_gradients(
+        case.model, case.model, case.batch, parameters, [token]
+    )
+
+    def rank(name: str) -> int:
+        return int(torch.linalg.matrix_rank(gradient[name], rtol=1e-9))
+
+    distinct = len({*case.batch["input_ids"][0, : position + 1].tolist()})
+    assert rank("layers.1.up.weight") == 1
+    assert rank("layers.1.down.weight") == 1
+    assert rank("layers.0.down.weight") == position + 1
+    # at the first layer the value projection reads embeddings: repeated tokens share an input
+    assert rank("layers.0.v.weight") == distinct
+    assert rank("layers.1.v.weight") == min(position + 1, WIDTH)
+
+
+@settings(deadline=None)
+@given(
+    structure=structures,
+    pad=st.integers(1, 2),
+    left=st.booleans(),
+)
+def test_padding_changes_nothing_and_gets_nothing(
+    structure: Structure, pad: int, left: bool
+) -> None:
+    case = make_case(structure, length=3)
+    ids, labels = case.batch["input_ids"], case.batch["labels"]
+    before, after = (pad, 0) if left else (0, pad)
+    padded = {
+        "input_ids": F.pad(ids, (before, after)),
+        "labels": F.pad(labels, (before, after), value=-100),
+        "attention_mask": F.pad(torch.ones_like(ids), (before, after)),
+    }
+    if left:
+        padded["labels"][:, before] = -100  # nothing real precedes the first token
+    plain, result = case.influence(), replace(case, batch=padded).influence()
+    real = slice(before, before + 3)
+    assert_within(result.matrix[:, real, real], plain.matrix, plain.absolute_scale + 1e-6, MODEL)
+    outside = result.matrix.clone()
+    outside[:, real, real] = 0
+    assert bool((outside == 0).all())
+
+
+def test_rows_of_a_batch_do_not_mix() -> None:
+    case = make_case(Structure(layers=2, heads=4, groups=2), rows=3, length=4)
+    together = case.influence()
+    for b in range(3):
+        row = {name: value[b : b + 1] for name, value in case.batch.items()}
+        alone = replace(case, batch=row).influence()
+        scale = alone.absolute_scale
+        assert_within(together.matrix[b : b + 1], alone.matrix, scale, MODEL)
+
+
+def test_terms_and_scale_agree_with_the_matrix() -> None:
+    case = make_case(Structure(bias=True), length=4, score_bias=True)
+    arguments = (case.model, case.model, case.batch, case.modules, case.direction)
+    psi = influence.influence_matrix(*arguments, **case.options)
+    terms = influence.influence_terms(*arguments, **case.options)
+    scale = influence.absolute_scale(*arguments, **case.options)
+    assert set(terms) == set(case.modules)
+    assert_within(sum(terms.values()), psi, scale, EXACT)
+    without = {name: m for name, m in case.direction.items() if name.endswith("weight")}
+    plain = influence.influence_matrix(*arguments[:-1], without)
+    assert float((plain - psi).abs().max()) > 1e-3 * float(scale.max())
+
+
+def test_a_frozen_trunk_is_no_obstacle() -> None:
+    """LoRA-like: nothing below the scored layer requires a gradient."""
+    case = make_case(Structure(layers=2), last=1, length=4)
+    expected = case.influence()
+    for parameter in case.model.parameters():
+        parameter.requires_grad_(False)
+    assert_within(case.influence().matrix, expected.matrix, expected.absolute_scale, EXACT)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    case = make_case(Structure(), length=4)
+
+    def broken(batch: Any) -> Tensor:
+        case.model(batch)
+        raise RuntimeError("inside the forward")
+
+    case.influence()
+    with pytest.raises(RuntimeError, match="inside"):
+        influence.influence_matrix(case.model, broken, case.batch, case.modules, case.direction)
+    assert not any(module._forward_hooks for module in case.model.modules())
+    assert all(parameter.grad is None for parameter in case.model.parameters())
+
+
+def test_teeth_a_relative_error_of_1e_9_is_rejected() -> None:
+    """One token, M its own gradient: nothing cancels, so the tolerance sees the whole value."""
+    case = make_case(Structure(), length=2)
+    parameters = {f"{n}.weight": m.weight for n, m in case.modules.items()}
+    (own,) = gradients.per_token_gradients(case.model, case.model, case.batch, parameters)
+    result = replace(case, direction=own).influence()
+    values = influence.row_sums(result.matrix)
+    scale = influence.row_sums(result.absolute_scale)
+    reference = gradients.label_values(case.model, case.model, case.batch, own)
+    shifted = influence.to_token_index(values)
+    assert_within(shifted, reference, influence.to_token_index(scale), MODEL)
+    with pytest.raises(AssertionError, match="worst"):
+        assert_within(shifted, reference * (1 + 1e-9), influence.to_token_index(scale), MODEL)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_bad_directions_and_modules_are_named() -> None:
+    case = make_case(Structure(layers=1), length=3)
+    model, batch, modules, direction = case.model, case.batch, case.modules, case.direction
+
+    def run(modules: Any, direction: Any, batch: Any = batch) -> None:
+        influence.influence_matrix(model, model, batch, modules, direction)
+
+    with pytest.raises(InputError, match=r"layers\.0\.o"):
+        run(modules, {n: m for n, m in direction.items() if n != "layers.0.o.weight"})
+    with pytest.raises(InputError, match="nowhere"):
+        run(modules, {**direction, "nowhere.weight": torch.zeros(2, 2)})
+    with pytest.raises(InputError, match="another shape"):
+        run(modules, {**direction, "layers.0.o.weight": torch.zeros(2, 2)})
+    with pytest.raises(InputError, match="no scored modules"):
+        run({}, direction)
+    with pytest.raises(InputError, match="token has no loss"):
+        gradients.label_values(model, model, batch, direction, [(0, 0)])
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with pytest.raises(InputError, match="no response token"):
+        gradients.validation_gradient(model, model, [empty, empty])
+    model.head.weight.requires_grad_(False)
+    with pytest.raises(InputError, match=r"head\.weight"):
+        gradients.label_values(model, model, batch, {"head.weight": model.head.weight})
+
+
+def test_a_tied_parameter_moves_one_way() -> None:
+    case = make_case(Structure(layers=1, groups=2, shared_weight=True), length=3)
+    m = case.direction["layers.0.k.weight"]
+    both = {**case.direction, "layers.0.v.weight": m.clone()}
+    once = case.influence()
+    assert_within(
+        replace(case, direction=both).influence().matrix, once.matrix, once.absolute_scale, EXACT
+    )
+    with pytest.raises(InputError, match="two directions"):
+        replace(case, direction={**both, "layers.0.v.weight": 2 * m}).influence()
+
+
+def test_flattened_positions_are_refused() -> None:
+    case = make_case(Structure(layers=1), length=3)
+
+    def flat(batch: Any) -> Tensor:
+        case.model.layers[0].up(torch.zeros(3, WIDTH, dtype=torch.float64))
+        return case.model(batch)
+
+    with pytest.raises(InputError, match=r"layers\.0\.up"):
+        influence.influence_matrix(case.model, flat, case.batch, case.modules, case.direction)
+
+
+# --- Value-Propagation ---------------------------------------------------------------------------
+
+
+def recorded_layers(case: Case) -> list[propagation.PropagationLayer]:
+    """What Value-Propagation needs of each scored layer, from the decoder's own trace."""
+    model = case.model
+
+    def outputs() -> list[Tensor]:
+        return [entry["o"] for entry in model.trace[:-1]]
+
+    errors = propagation.head_output_errors(model, case.batch, outputs)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_parameter = {id(named[name]): m for name, m in case.direction.items()}
+    layers = []
+    for j, (entry, error) in enumerate(zip(model.trace[:-1], errors, strict=True)):
+        if f"layers.{j}.v" not in case.modules:
+            continue
+        projection = model.layers[j].v
+        bias = (
+            by_parameter[id(projection.bias)] if case.score_bias and model.structure.bias else None
+        )
+        layers.append(
+            propagation.PropagationLayer(
+                entry["alpha"].detach(),
+                error,
+                entry["x"].detach(),
+                by_parameter[id(projection.weight)],
+                bias,
+            )
+        )
+    return layers
+
+
+@settings(deadline=None)
+@given(case=cases)
+def test_per_head_propagation_is_exact_in_the_last_layer(case: Case) -> None:
+    """W = T, last decoder layer: the off-diagonal Psi of the value projection, pair by pair."""
+    result = case.influence()
+    name = f"layers.{case.model.structure.layers - 1}.v"
+    exact, scale = result.terms[name].tril(-1), result.absolute[name].sum(2, keepdim=True)
+    pairs = propagation.value_propagation_pairs(recorded_layers(case)[-1])
+    assert_within(pairs, exact, scale.expand_as(exact) + 1e-6, MODEL)
+
+
+@settings(deadline=None)
+@given(structure=structures, length=st.integers(2, 5), score_bias=st.booleans())
+def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
+    structure: Structure, length: int, score_bias: bool
+) -> None:
+    """K = 1, W = T: off-diagonal Psi minus Value-Propagation = the score path of W_K, per head."""
+    # a scored weight that is also used in a lower layer, or as W_V, has other cross-position uses
+    structure = replace(structure, shared_weight=False, tied=False)
+    case = make_case(structure, last=1, length=length, score_bias=score_bias)
+    result = case.influence()
+    j = structure.layers - 1
+    layer, recorded = case.model.layers[j], recorded_layers(case)[-1]
+    x = case.model.trace[j]["x"][0].detach()
+    cos, sin = case.model.tables(torch.arange(length))
+    keys = torch.ones(1, length, dtype=torch.bool)
+
+    def frozen(parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else parameter.detach()
+
+    spec = jacobian.AttentionSpec(
+        w_q=layer.q.weight.detach(),
+        w_k=layer.k.weight.detach(),
+        w_v=layer.v.weight.detach(),
+        heads=structure.heads,
+        groups=structure.groups,
+        scale=HEAD**-0.5,
+        b_q=frozen(layer.q.bias),
+        b_k=frozen(layer.k.bias),
+        b_v=frozen(layer.v.bias),
+        k_norm=frozen(layer.key_norm),
+        cos=cos,
+        sin=sin,
+        softcap=structure.softcap,
+        sinks=frozen(layer.sinks),
+        mask=case.model.mask(keys)[0],
+    )
+    alpha = jacobian.attend(spec, x).alpha  # the spec is the decoder's own attention
+    assert_within(alpha, recorded.alpha[0], torch.ones_like(alpha), EXACT)
+
+    m_b = case.direction.get(f"layers.{j}.k.bias")
+    missed = jacobian.value_propagation_error(
+        spec, x, recorded.errors[0], case.direction[f"layers.{j}.k.weight"], m_b
+    ).sum(0)
+    estimate = propagation.value_propagation_pairs(recorded)[0]
+    scale = result.absolute_scale[0].sum(1, keepdim=True).expand_as(missed)
+    assert_within(estimate + missed, result.matrix[0].tril(-1), scale + 1e-6, MODEL)
+    causal = influence.causal(result.matrix)[0]
+    column = propagation.value_propagation([recorded])[0]
+    assert_within(column + missed.sum(0), causal, scale.sum(0) + 1e-6, MODEL)
+
+
+def test_errors_are_self_only_and_so_agree_with_a_backward_only_in_the_last_layer() -> None:
+    """Gap 3: below the last layer one backward gives aggregated errors, a different quantity."""
+    case = make_case(Structure(layers=2, heads=4, groups=2), length=5)
+
+    def outputs() -> list[Tensor]:
+        return [entry["o"] for entry in case.model.trace[:-1]]
+
+    errors = propagation.head_output_errors(case.model, case.batch, outputs)
+    loss = total_loss(case)
+    lower, last = torch.autograd.grad(loss, outputs())
+    assert_within(errors[1], last, last.abs().max().expand_as(last), MODEL)
+    assert float((errors[0] - lower).abs().max()) > 1e-2 * float(lower.abs().max())
+
+
+@settings(deadline=None)
+@given(case=cases, reduction=st.sampled_from(["per_head", "mean"]))
+@example(case=make_case(Structure(groups=2), length=5), reduction="per_head")
+def test_window_and_position_choose_the_pairs(case: Case, reduction: Any) -> None:
+    layers = recorded_layers(case)
+    pairs = sum(propagation.value_propagation_pairs(layer, reduction) for layer in layers)
+    length = pairs.shape[1]
+    k, t = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
+    scale = pairs.abs().sum((1, 2), keepdim=False)[:, None] + 1e-6
+    for window in (0, 1, 2, 3, length, None):
+        reach = length if window is None else window
+        columns = torch.where((t < k) & (k - t <= reach), pairs, 0.0).sum(1)
+        label = propagation.value_propagation(layers, window=window, head_reduction=reduction)
+        assert_within(label, columns, scale, EXACT)
+        context = propagation.value_propagation(
+            layers, window=window, head_reduction=reduction, causal_position="context"
+        )
+        assert_within(context[:, :-1], columns[:, 1:], scale, EXACT)
+        assert bool((context[:, -1] == 0).all())
+        if window == 0:
+            assert bool((label == 0).all())
+
+
+def mean_pairs(layer: propagation.PropagationLayer) -> Tensor:
+    """The paper's scalar alpha without a loop: mean over heads, errors added up per kv head."""
+    rows, heads, length, width = layer.errors.shape
+    groups = len(layer.direction) // width
+    errors = layer.errors.reshape(rows, groups, heads // groups, length, width).sum(2)
+    moved = (layer.inputs @ layer.direction.T).unflatten(-1, (groups, width))
+    return torch.einsum("bkt,bgkv,btgv->bkt", layer.alpha.mean(1), errors, moved).tril(-1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_head_mean_is_the_papers_scalar_alpha(groups: int) -> None:
+    case = make_case(Structure(layers=2, heads=4, groups=groups), length=5)
+    for layer in recorded_layers(case):
+        found = propagation.value_propagation_pairs(layer, "mean")
+        expected = mean_pairs(layer)
+        assert_within(found, expected, expected.abs().max().expand_as(found), EXACT)
+        per_head = propagation.value_propagation_pairs(layer)
+        assert float((per_head - found).abs().max()) > 1e-3 * float(per_head.abs().max())
+
+
+def test_head_mean_changes_nothing_with_one_head() -> None:
+    single = recorded_layers(make_case(Structure(layers=1, heads=1, groups=1), length=5))
+    per_head = propagation.value_propagation(single)
+    mean = propagation.value_propagation(single, head_reduction="mean")
+    assert_within(mean, per_head, per_head.abs().max().expand_as(mean), EXACT)
+
+
+def test_a_value_direction_that_is_not_whole_heads_is_refused() -> None:
+    layer = recorded_layers(make_case(Structure(layers=1, heads=4, groups=2), length=3))[0]
+    with pytest.raises(InputError, match="divide into heads"):
+        replace(layer, direction=torch.zeros(HEAD + 1, WIDTH, dtype=torch.float64))
+
+
+def test_the_equation_word_by_word_is_label_value_plus_propagation() -> None:
+    """It does not add up to <grad L, M>: the causal paths are in grad l_t already."""
+    case = make_case(Structure(layers=2), length=6, labelled=(False,) * 2 + (True,) * 4)
+    layers = recorded_layers(case)
+    values = propagation.equation_causal_decomp(
+        case.model, case.model, case.batch, case.direction, layers, window=2
+    )
+    result = case.influence()
+    added = influence.row_sums(result.matrix) + propagation.value_propagation(layers, window=2)
+    expected = influence.to_token_index(added)
+    expected[case.batch["labels"] == -100] = 0
+    scale = result.absolute_scale.sum().expand_as(expected)
+    assert_within(values, expected, scale, MODEL)
+    assert float((values.sum() - result.matrix.sum()).abs()) > 1e-3 * float(scale.max())
+
+
+# --- one hop, and the paper's routing ------------------------------------------------------------
+
+
+def one_hop(case: Case) -> Tensor:
+    def hops() -> list[propagation.Hop]:
+        return [propagation.Hop(e["k"], e["v"], e["o"]) for e in case.model.trace[:-1]]
+
+    return propagation.one_hop(
+        case.model, case.model, case.batch, case.modules, case.direction, hops, **case.options
+    )
+
+
+@settings(deadline=None)
+@given(structure=structures, score_bias=st.booleans())
+def test_one_hop_is_the_linear_term_in_the_cross_position_gradients(
+    structure: Structure, score_bias: bool
+) -> None:
+    """Two layers: Psi(eps) = D + eps A + eps^2 B, so A = (Psi(1) - Psi(-1)) / 2 exactly."""
+    case = make_case(replace(structure, layers=2), length=4, score_bias=score_bias)
+    found = one_hop(case)
+    result = case.influence()
+    case.model.epsilon = -1.0
+    reversed_sign = case.influence().matrix
+    linear = (result.matrix - reversed_sign) / 2
+    scale = result.absolute_scale.sum((1, 2), keepdim=True).expand_as(linear)
+    assert_within(found, linear, scale + 1e-6, MODEL)
+
+
+def test_one_hop_is_everything_where_a_second_hop_has_no_room() -> None:
+    last = make_case(Structure(layers=2, heads=4, groups=2), last=1, length=5)
+    result = last.influence()
+    scale = result.absolute_scale.sum().expand_as(result.matrix)
+    assert_within(one_hop(last), result.matrix.tril(-1), scale, MODEL)
+    deep = make_case(Structure(layers=3, heads=2, groups=1), length=4)
+    result = deep.influence()
+    scale = result.absolute_scale.sum().expand(1, 3)
+    neighbours = result.matrix.diagonal(-1, 1, 2)
+    assert_within(one_hop(deep).diagonal(-1, 1, 2), neighbours, scale, MODEL)
+    assert float((one_hop(deep) - result.matrix.tril(-1)).abs().max()) > 1e-6
+
+
+def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
+    """sum_t "via t" gives the last layer nothing and lower layers too much, unlike grad l_k."""
+    case = make_case(Structure(layers=3, heads=2, groups=1), length=3)
+
+    def hidden() -> list[Tensor]:
+        return [entry["h"] for entry in case.model.trace]
+
+    def routed(direction: dict[str, Tensor]) -> Tensor:
+        return propagation.via_t(case.model, case.model, case.batch, direction, hidden).sum(2)
+
+    by_layer = [
+        {name: m for name, m in case.direction.items() if name.startswith(f"layers.{j}.")}
+        for j in range(3)
+    ]
+    label = [
+        gradients.label_values(case.model, case.model, case.batch, part)[:, 1:] for part in by_layer
+    ]
+    via = [routed(part)[:, :-1] for part in by_layer]
+    assert bool((via[2] == 0).all())
+    assert float(label[2].abs().min()) > 0
+    # position 0 has only the self path, so each block above counts the whole gradient once
+    assert_within(via[1][:, 0], label[1][:, 0], label[1][:, 0].abs() + 1e-3, MODEL)
+    assert_within(via[0][:, 0], 2 * label[0][:, 0], label[0][:, 0].abs() + 1e-3, MODEL)
+
+
+def test_the_papers_routing_counts_each_block_once_and_at_position_k() -> None:
+    """Two blocks, M on the embedding: sum_t "via t" = <grad l_k, M> + (dl_k/dh_k^1).(dh_k^1 M)."""
+    case = make_case(Structure(layers=2, heads=4, groups=2), length=5)
+    model, embedding = case.model, case.model.embed.weight
+    m = torch.randn(
+        embedding.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+    direction = {"embed.weight": m}
+
+    def hidden() -> list[Tensor]:
+        return [entry["h"] for entry in model.trace]
+
+    routed = propagation.via_t(model, model, case.batch, direction, hidden)
+    assert torch.equal(routed, routed.tril())
+    label = gradients.label_values(model, model, case.batch, direction)[0, 1:]
+    losses = gradients.token_losses(model(case.batch), case.batch["labels"])[0, 1:]
+    middle = hidden()[1]
+    at_k = [
+        torch.autograd.grad(loss, middle, retain_graph=True)[0][0, k]
+        for k, loss in enumerate(losses)
+    ]
+    step, ends = 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            embedding.add_(m, alpha=sign * step)
+            model(case.batch)
+            ends.append(hidden()[1][0, :-1])
+            embedding.sub_(m, alpha=sign * step)
+    tangent = (ends[0] - ends[1]) / (2 * step)
+    expected = label + (torch.stack(at_k) * tangent).sum(-1)
+    assert_within(routed[0, :-1].sum(1), expected, expected.abs() + 1.0, 2e-6)

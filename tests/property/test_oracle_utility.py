@@ -1,0 +1,502 @@
+"""The utility oracles against first-order theory, torch.optim, and the axioms of Shapley values."""
+
+from __future__ import annotations
+
+import copy
+from math import factorial
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.oracle.shapley import exact_shapley
+from alphatoken.oracle.utility import (
+    AdamState,
+    adam_preconditioner,
+    adam_step,
+    adam_step_derivative,
+    leave_one_out_utility,
+    one_step_utility,
+)
+from tests.property.profiles import budget
+from tests.property.tiny import close, draw_rows, labelled, tiny
+
+torch.set_num_threads(1)
+
+VOCABULARY = 4
+
+
+def setting(seed: int, lengths=((2, 3), (1, 2)), pad_left: bool = False):
+    """Model, training batch with a label hole, validation objective and the label values."""
+    model, forward, parameters = tiny(seed, VOCABULARY)
+    batch = labelled(draw_rows(seed + 1, list(lengths), VOCABULARY), pad_left)
+    if lengths[0][1] > 2:  # a hole in the middle of the first response
+        place = int((batch["labels"][0] != -100).nonzero()[1])
+        batch["labels"][0, place] = -100
+    held_out = draw_rows(seed + 2, [(1, 3), (2, 2)], VOCABULARY)
+
+    def objective() -> Tensor:
+        losses = []
+        for prompt, response in held_out:
+            ids = torch.tensor([prompt + response])
+            table = torch.log_softmax(model(ids)[0], dim=-1)
+            losses += [-table[len(prompt) + i - 1, c] for i, c in enumerate(response)]
+        return torch.stack(losses).mean()
+
+    return model, forward, parameters, batch, objective
+
+
+def label_values(model, parameters, batch, objective) -> tuple[Tensor, Tensor]:
+    """``<grad l_k, grad J>`` and the sum of its absolute terms, (batch, token), by definition."""
+    model.eval()
+    tensors = list(parameters.values())
+    towards = torch.autograd.grad(objective(), tensors)
+    values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    scale = torch.zeros_like(values)
+    for row, token in (batch["labels"] != -100).nonzero().tolist():
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        loss = -torch.log_softmax(logits[row, token - 1], -1)[batch["labels"][row, token]]
+        parts = torch.autograd.grad(loss, tensors)
+        for part, direction in zip(parts, towards, strict=True):
+            values[row, token] += (part * direction).sum()
+            scale[row, token] += (part * direction).abs().sum()
+    return values, scale
+
+
+def first_order(values: Tensor, mask: Tensor, normalisation: str) -> Tensor:
+    n = int(mask.sum())
+    mean = values[mask].mean()
+    per_label = {
+        "sum": values,
+        "response": values / n,
+        "kept": (values - mean) / (n - 1),
+    }[normalisation]
+    return torch.where(mask, per_label, 0.0)
+
+
+@budget(0.5)
+@given(
+    seed=st.integers(0, 2**20),
+    normalisation=st.sampled_from(["sum", "response", "kept"]),
+    pad_left=st.booleans(),
+)
+@example(seed=0, normalisation="kept", pad_left=True)
+def test_utility_is_first_order_the_label_value(seed, normalisation, pad_left):
+    model, forward, parameters, batch, objective = setting(seed, pad_left=pad_left)
+    mask = batch["labels"] != -100
+    values, scale = label_values(model, parameters, batch, objective)
+    wanted = first_order(values, mask, normalisation)
+    errors = []
+    for lr in (2e-5, 1e-5):
+        found = leave_one_out_utility(
+            model, forward, batch, objective, "sgd", lr, normalisation, parameters=parameters
+        )
+        assert not found[~mask].any()
+        errors.append((found - lr * wanted).norm())
+        # The constant of the second order is unbounded in principle; here it stays below 1e3.
+        assert float(errors[-1]) <= 1e3 * lr * lr * (1 + float(scale.max()))
+    # Second order: halving the step quarters the error, up to the rounding of J.
+    assert float(errors[1]) <= 0.255 * float(errors[0]) + 6e-15
+
+
+def test_order_of_the_error_is_exactly_two_and_tells_the_normalisations_apart():
+    model, forward, parameters, batch, objective = setting(3)
+    mask = batch["labels"] != -100
+    values, _ = label_values(model, parameters, batch, objective)
+    for normalisation in ("sum", "response", "kept"):
+
+        def error(lr, against, normalisation=normalisation):
+            found = leave_one_out_utility(
+                model, forward, batch, objective, "sgd", lr, normalisation, parameters=parameters
+            )
+            return float((found - lr * first_order(values, mask, against)).norm())
+
+        for against in ("sum", "response", "kept"):
+            ratio = error(1e-3, against) / error(5e-4, against)
+            order = 4 if against == normalisation else 2
+            assert ratio == pytest.approx(order, rel=0.05)
+
+
+def test_only_the_given_parameters_move_and_weights_scale_the_labels():
+    model, forward, parameters, batch, objective = setting(5)
+    mask = batch["labels"] != -100
+    scored = {name: parameters[name] for name in ("value.weight", "mlp.weight")}
+    values, _ = label_values(model, scored, batch, objective)
+    weights = torch.linspace(-1, 1, mask.numel(), dtype=torch.float64).reshape(mask.shape)
+    lr = 1e-6
+    found = leave_one_out_utility(
+        model, forward, batch, objective, "sgd", lr, parameters=scored, token_weights=weights
+    )
+    close(found / lr, torch.where(mask, values * weights, 0.0), 1e-4, values.abs().max())
+    everything, _ = label_values(model, parameters, batch, objective)
+    assert float((everything - values).abs().max()) > 0.01 * float(values.abs().max())
+
+
+def test_sgd_utility_against_a_copied_model():
+    model, forward, parameters, batch, objective = setting(7)
+    found = leave_one_out_utility(
+        model, forward, batch, objective, "sgd", 0.3, "kept", parameters=parameters
+    )
+    for row, token in (batch["labels"] != -100).nonzero().tolist():
+        wanted = _after_torch_step(setting(7), (row, token)) - _after_torch_step(setting(7), None)
+        assert float(found[row, token]) == pytest.approx(wanted, abs=1e-13)
+
+
+def _after_torch_step(parts, left_out, make=lambda p: torch.optim.SGD(p, lr=0.3)) -> float:
+    """J after torch's own optimizer stepped on the mean loss of the labels but one."""
+    model, _, _, batch, objective = parts
+    model.eval()
+    batch = copy.deepcopy(batch)
+    if left_out is not None:
+        batch["labels"][left_out] = -100
+    optimizer = make(list(model.parameters()))
+    logits = model(batch["input_ids"], batch["attention_mask"])
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCABULARY), batch["labels"][:, 1:].reshape(-1)
+    ).backward()
+    optimizer.step()
+    return float(objective().detach())
+
+
+# --- Adam ------------------------------------------------------------------------------------
+
+
+def random_like(parameters, seed, positive=False):
+    generator = torch.Generator().manual_seed(seed)
+    draws = {n: torch.empty_like(p.detach()).normal_(generator=generator) for n, p in parameters}
+    return {n: d.abs() + 0.01 for n, d in draws.items()} if positive else draws
+
+
+@budget(0.5)
+@given(
+    seed=st.integers(0, 2**20),
+    decoupled=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    betas=st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.0, 0.95)]),
+    eps=st.sampled_from([1e-8, 1e-2]),
+)
+def test_adam_is_torchs_adam(seed, decoupled, weight_decay, betas, eps):
+    _, _, parameters = tiny(seed)
+    names = list(parameters.items())
+    values = {name: p.detach().clone() for name, p in names}
+    zeros = {name: torch.zeros_like(p) for name, p in values.items()}
+    state = AdamState(0, zeros, zeros, betas, eps, weight_decay, decoupled)
+    copies = [p.clone().requires_grad_() for p in values.values()]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind(copies, lr=0.05, betas=betas, eps=eps, weight_decay=weight_decay)
+    for i in range(4):
+        gradients = random_like(names, seed + i)
+        for copied, g in zip(copies, gradients.values(), strict=True):
+            copied.grad = g.clone()
+        optimizer.step()
+        values, state = adam_step(values, gradients, 0.05, state)
+        assert state.step == i + 1
+        for copied, value, name in zip(copies, values.values(), values, strict=True):
+            close(value, copied.detach(), 1e-14)
+            close(state.m[name], optimizer.state[copied]["exp_avg"], 1e-14)
+            close(state.v[name], optimizer.state[copied]["exp_avg_sq"], 1e-14)
+
+
+def test_adam_utility_against_torchs_adamw_with_a_state():
+    lr, betas, eps, decay = 0.05, (0.9, 0.99), 1e-6, 0.1
+    model, forward, parameters, batch, objective = setting(11)
+    names = list(parameters.items())
+    state = AdamState(
+        7, random_like(names, 1), random_like(names, 2, positive=True), betas, eps, decay
+    )
+
+    def make(copies):
+        optimizer = torch.optim.AdamW(copies, lr=lr, betas=betas, eps=eps, weight_decay=decay)
+        for name, copied in zip(parameters, copies, strict=True):
+            optimizer.state[copied] = {
+                "step": torch.tensor(7.0),
+                "exp_avg": state.m[name].clone(),
+                "exp_avg_sq": state.v[name].clone(),
+            }
+        return optimizer
+
+    found = leave_one_out_utility(
+        model, forward, batch, objective, "adam", lr, "kept", parameters=parameters, state=state
+    )
+    largest = float(found.abs().max())
+    for row, token in (batch["labels"] != -100).nonzero().tolist():
+        without = _after_torch_step(setting(11), (row, token), make)
+        wanted = without - _after_torch_step(setting(11), None, make)
+        # torch keeps the step count in float32, which moves beta^8 in its eighth digit.
+        assert float(found[row, token]) == pytest.approx(wanted, abs=1e-7 * largest + 1e-14)
+
+
+@budget(0.5)
+@given(
+    seed=st.integers(0, 2**20),
+    step=st.sampled_from([0, 1, 30]),
+    betas=st.sampled_from([(0.9, 0.999), (0.0, 0.9)]),
+    decoupled=st.booleans(),
+)
+@example(seed=1, step=0, betas=(0.9, 0.999), decoupled=False)
+def test_full_preconditioner_is_the_derivative_of_the_update(seed, step, betas, decoupled):
+    _, _, parameters = tiny(seed)
+    names = list(parameters.items())
+    values = {name: p.detach() for name, p in names}
+    zeros = {name: torch.zeros_like(p) for name, p in values.items()}
+    m = random_like(names, seed + 1) if step else zeros
+    v = random_like(names, seed + 2, positive=True) if step else zeros
+    state = AdamState(step, m, v, betas, 1e-6, 0.1, decoupled)
+    g, token = random_like(names, seed + 3), random_like(names, seed + 4)
+    by_autograd = adam_step_derivative(g, token, state, values)
+    p = adam_preconditioner(g, state, "full", values)
+
+    h = 1e-6
+
+    def moved(by):
+        shifted = {name: g[name] + by * token[name] for name in g}
+        return adam_step(values, shifted, 1.0, state)[0]
+
+    up, down = moved(h), moved(-h)
+    for name in g:
+        closed = p[name] * token[name]
+        # Where both terms of P are large they cancel: measure against the first, 1/(root + eps).
+        b1, b2 = betas
+        total = g[name] if decoupled else g[name] + 0.1 * values[name]
+        root = torch.sqrt((b2 * v[name] + (1 - b2) * total**2) / (1 - b2 ** (step + 1)))
+        scale = token[name].abs() * ((1 - b1) / (1 - b1 ** (step + 1)) + 1) / root
+        assert bool(((by_autograd[name] - closed).abs() <= 1e-12 * scale * 10).all())
+        difference = -(up[name] - down[name]) / (2 * h)
+        smooth = root > 1e-2  # elsewhere the step h is not small against the root
+        assert bool(((difference - closed).abs()[smooth] <= 1e-5 * (1 + scale[smooth]) * 10).all())
+
+
+def test_adam_derivative_times_lr_is_the_first_order_utility():
+    model, _, parameters, batch, objective = setting(13)
+    names = list(parameters.items())
+    moments = random_like(names, 3), random_like(names, 4, positive=True)
+    state = AdamState(20, *moments, (0.9, 0.99), 1e-6)
+    lr, weight = 1e-5, 1e-3
+    model.eval()
+    mask = batch["labels"] != -100
+    logits = model(batch["input_ids"], batch["attention_mask"])
+    towards = torch.autograd.grad(objective(), list(parameters.values()))
+    token = mask.nonzero()[1].tolist()
+    table = torch.log_softmax(logits, dim=-1)
+    losses = {
+        (row, i): -table[row, i - 1, batch["labels"][row, i]] for row, i in mask.nonzero().tolist()
+    }
+
+    def grads(loss):
+        parts = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        return dict(zip(parameters, parts, strict=True))
+
+    total, own = grads(torch.stack(list(losses.values())).sum()), grads(losses[tuple(token)])
+    derivative = adam_step_derivative(total, own, state)
+    parts = zip(derivative.values(), towards, strict=True)
+    wanted = lr * sum(float((d * t).sum()) for d, t in parts)
+    # Lower the weight of the one label a little instead of leaving it out.
+    values = {name: p.detach() for name, p in names}
+
+    def objective_at(w):
+        g = {name: total[name] + (w - 1) * own[name] for name in total}
+        stepped, _ = adam_step(values, g, lr, state)
+        moved, *_, objective_there = setting(13)
+        moved.eval()
+        moved.load_state_dict(stepped)
+        return float(objective_there().detach())
+
+    found = (objective_at(1 - weight) - objective_at(1 + weight)) / (2 * weight)
+    assert found == pytest.approx(wanted, rel=1e-3)
+
+
+def test_frozen_preconditioner_errs_less_the_longer_the_run():
+    _, _, parameters = tiny(0, width=4)
+    names = list(parameters.items())
+    zeros = {name: torch.zeros_like(p) for name, p in names}
+    state, values = AdamState(0, zeros, zeros), {name: p.detach() for name, p in names}
+    errors = {}
+    for i in range(301):
+        g = random_like(names, 1000 + i)
+        if i + 1 in (4, 31, 301):
+            exact = adam_preconditioner(g, state, "full")
+            frozen = adam_preconditioner(g, state, "frozen")
+            gap = sum(float((exact[n] - frozen[n]).abs().sum()) for n in g)
+            errors[i + 1] = gap / sum(float(exact[n].abs().sum()) for n in g)
+        _, state = adam_step(values, g, 1e-3, state)
+    assert errors[4] > 3 * errors[31] > 9 * errors[301]
+    assert errors[301] < 0.02
+
+
+def test_frozen_preconditioner_is_exact_for_a_frozen_denominator():
+    _, _, parameters = tiny(2)
+    names = list(parameters.items())
+    state = AdamState(5, random_like(names, 1), random_like(names, 2, positive=True), (0.8, 0.99))
+    g, token = random_like(names, 3), random_like(names, 4)
+    p = adam_preconditioner(g, state, "frozen")
+    for name in g:
+        denominator = torch.sqrt(state.v[name] / (1 - 0.99**5)) + state.eps
+        step = [
+            (0.8 * state.m[name] + 0.2 * (g[name] + w * token[name])) / (1 - 0.8**6) / denominator
+            for w in (0.0, 1.0)
+        ]
+        # The step is linear in w: its difference is its derivative.
+        close(p[name] * token[name], step[1] - step[0], 1e-11)
+
+
+def test_untouched_parameters_have_a_finite_derivative():
+    zeros = {"w": torch.zeros(2, dtype=torch.float64)}
+    state = AdamState(0, zeros, zeros)
+    g = {"w": torch.tensor([0.0, 1.0], dtype=torch.float64)}
+    token = {"w": torch.tensor([0.0, 0.5], dtype=torch.float64)}
+    assert torch.isfinite(adam_preconditioner(g, state)["w"]).all()
+    derivative = adam_step_derivative(g, token, state)["w"]
+    assert float(derivative[0]) == 0
+    # At the first step the update is the gradient's sign: P is eps / (|g| + eps)^2, nearly 0.
+    assert float(derivative[1]) == pytest.approx(0.5e-8, rel=1e-6)
+
+
+# --- Shapley ---------------------------------------------------------------------------------
+
+
+def random_game(seed: int, players: int):
+    generator = torch.Generator().manual_seed(seed)
+    worths = torch.randn(2**players, generator=generator, dtype=torch.float64).tolist()
+    return lambda coalition: worths[sum(1 << player for player in coalition)]
+
+
+@budget(0.5)
+@given(seed=st.integers(0, 2**20), players=st.integers(1, 6))
+def test_shapley_axioms(seed, players):
+    game = random_game(seed, players)
+    everyone = range(players)
+    values = exact_shapley(game, everyone)
+    total = game(frozenset(everyone)) - game(frozenset())
+    assert sum(values.values()) == pytest.approx(total, abs=1e-12 * 2**players)
+    other = random_game(seed + 1, players)
+    both = exact_shapley(lambda s: game(s) + 2 * other(s), everyone)  # linearity
+    doubled = exact_shapley(other, everyone)
+    for player in everyone:
+        assert both[player] == pytest.approx(values[player] + 2 * doubled[player], abs=1e-11)
+    # A dummy adds its own worth, and changes nobody else's value.
+    dummy = exact_shapley(lambda s: game(s - {"d"}) + 3.0 * ("d" in s), [*everyone, "d"])
+    assert dummy["d"] == pytest.approx(3.0, abs=1e-11)
+    for player in everyone:
+        assert dummy[player] == pytest.approx(values[player], abs=1e-11)
+    # Symmetry: a game of sizes only pays all alike.
+    sizes = exact_shapley(lambda s: float(len(s) ** 2), everyone)
+    assert all(value == pytest.approx(float(players), abs=1e-11) for value in sizes.values())
+
+
+@given(seed=st.integers(0, 2**20), players=st.integers(2, 4))
+def test_shapley_is_the_mean_marginal_over_all_orders(seed, players):
+    from itertools import permutations
+
+    game = random_game(seed, players)
+    mean = dict.fromkeys(range(players), 0.0)
+    for order in permutations(range(players)):
+        for i, player in enumerate(order):
+            before = frozenset(order[:i])
+            mean[player] += (game(before | {player}) - game(before)) / factorial(players)
+    for player, value in exact_shapley(game, range(players)).items():
+        assert value == pytest.approx(mean[player], abs=1e-12)
+
+
+def test_glove_game():
+    """Player 0 has a left glove, 1 and 2 a right one each; a pair is worth 1."""
+    values = exact_shapley(lambda s: float(0 in s and len(s) > 1), [0, 1, 2])
+    assert values == pytest.approx({0: 2 / 3, 1: 1 / 6, 2: 1 / 6})
+
+
+@budget(0.3)
+@given(seed=st.integers(0, 2**20))
+def test_shapley_of_a_step_tends_to_the_label_values(seed):
+    model, forward, parameters, batch, objective = setting(seed, lengths=((2, 2), (1, 1)))
+    players = [tuple(pair) for pair in (batch["labels"] != -100).nonzero().tolist()]
+    values, _ = label_values(model, parameters, batch, objective)
+    assume(float(values.abs().max()) > 1e-6)
+    errors = []
+    for lr in (2e-5, 1e-5):
+        game = one_step_utility(model, forward, batch, objective, "sgd", lr, parameters=parameters)
+        found = exact_shapley(game, players)
+        total = game(frozenset(players))
+        assert game(frozenset()) == 0
+        assert sum(found.values()) == pytest.approx(total, abs=1e-14)  # efficiency
+        errors.append(sum((found[u] - lr * float(values[u])) ** 2 for u in players) ** 0.5)
+    assert errors[1] <= 0.255 * errors[0] + 6e-15
+
+
+def test_leave_one_out_is_the_last_marginal_of_the_game():
+    model, forward, parameters, batch, objective = setting(17)
+    arguments = (model, forward, batch, objective, "sgd", 0.2, "response")
+    found = leave_one_out_utility(*arguments, parameters=parameters)
+    game = one_step_utility(*arguments, parameters=parameters)
+    players = frozenset(tuple(pair) for pair in (batch["labels"] != -100).nonzero().tolist())
+    for player in players:
+        wanted = game(players) - game(players - {player})
+        assert float(found[player]) == pytest.approx(wanted, abs=1e-14)
+
+
+# --- State and refusals ----------------------------------------------------------------------
+
+
+def test_model_is_left_as_found():
+    model, forward, parameters, batch, objective = setting(19)
+    model.train()
+    parameters["mlp.weight"].requires_grad_(False)
+    before = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
+    utilities = leave_one_out_utility(model, forward, batch, objective, parameters=parameters)
+    assert utilities.any()
+    one_step_utility(model, forward, batch, objective, parameters=parameters)(frozenset())
+    after = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
+    assert after == before
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+    def bad_step(values, gradients):
+        return {name: value * float("nan") for name, value in values.items()}
+
+    with pytest.raises(NumericalError, match="validation objective"):
+        leave_one_out_utility(model, forward, batch, objective, bad_step, parameters=parameters)
+    now = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
+    assert now == before
+
+
+def test_a_callable_step_is_used_as_given():
+    model, forward, parameters, batch, objective = setting(23)
+
+    def step(values, gradients):
+        return {name: value - 0.1 * gradients[name] for name, value in values.items()}
+
+    by_name = leave_one_out_utility(
+        model, forward, batch, objective, "sgd", 0.1, parameters=parameters
+    )
+    by_call = leave_one_out_utility(model, forward, batch, objective, step, parameters=parameters)
+    assert torch.equal(by_name, by_call)
+
+
+def test_refusals():
+    model, forward, parameters, batch, objective = setting(29)
+    call = (model, forward, batch, objective)
+    with pytest.raises(ConfigError, match="state missing"):
+        leave_one_out_utility(*call, "adam", parameters=parameters)
+    with pytest.raises(ConfigError, match="lion"):
+        leave_one_out_utility(*call, "lion", parameters=parameters)
+    with pytest.raises(ConfigError, match="median"):
+        leave_one_out_utility(*call, "sgd", 0.1, "median", parameters=parameters)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with pytest.raises(InputError, match="no response token"):
+        leave_one_out_utility(model, forward, empty, objective, parameters=parameters)
+    with pytest.raises(InputError, match="not a response token"):
+        one_step_utility(*call, parameters=parameters)(frozenset({(0, 0)}))
+    with pytest.raises(InputError, match="9 players"):
+        exact_shapley(lambda s: 0.0, range(9))
+    with pytest.raises(InputError, match="1 distinct"):
+        exact_shapley(lambda s: 0.0, [1, 1])
+    zeros = {"w": torch.zeros(1)}
+    with pytest.raises(ConfigError, match="step 0"):
+        adam_preconditioner(zeros, AdamState(0, zeros, zeros), "frozen")
+    with pytest.raises(ConfigError, match="half"):
+        adam_preconditioner(zeros, AdamState(1, zeros, zeros), "half")
+    with pytest.raises(InputError, match="coupled weight decay"):
+        adam_step_derivative(
+            zeros, zeros, AdamState(1, zeros, zeros, weight_decay=0.1, decoupled=False)
+        )

@@ -1,0 +1,109 @@
+"""Comparison relative to the sum of absolute terms, and a record of how close it came.
+
+A result may cancel, so an error is measured against the size of what was added up, never against
+the result. Every comparison reports its worst error over tolerance; conftest prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["PROPERTY", "Record", "begin", "close", "finish", "summary", "unrecorded"]
+
+PROPERTY = "worst_error_over_tolerance"
+"""Key under which a test's records travel in ``user_properties`` (also between processes)."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The worst comparison of one name within one test."""
+
+    ratio: float
+    error: float
+    tolerance: float
+
+
+_current: dict[str, Record] = {}
+_keep = True
+
+
+def close(
+    actual: Tensor | float,
+    expected: Tensor | float,
+    scale: Tensor | float,
+    tol: float,
+    *,
+    name: str = "",
+) -> None:
+    """Assert ``|actual - expected| <= tol * scale`` for every element.
+
+    Args:
+        actual: what the library computed.
+        expected: what the oracle says; the same shape.
+        scale: sum of absolute terms, one number or broadcastable to the shape. Where it is 0
+            the two must be equal.
+        tol: relative tolerance, 1e-12 for contractions, 1e-10 through whole models.
+        name: what is compared, for the table and the message.
+
+    Raises:
+        AssertionError: an element is farther off, or NaN or Inf on any of the three sides, or
+            the shapes differ.
+    """
+    # as_tensor alone would read a Python number as float32.
+    a, e, s = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (actual, expected, scale))
+    label = name or "comparison"
+    assert a.shape == e.shape, f"{label}: shape {tuple(a.shape)} against {tuple(e.shape)}"
+    for side, tensor in (("actual", a), ("expected", e), ("scale", s)):
+        assert bool(torch.isfinite(tensor).all()), f"{label}: {side} holds NaN or Inf: {tensor}"
+    assert bool((s >= 0).all()), f"{label}: a scale is a sum of absolute terms, got {s}"
+    if a.numel() == 0:
+        return
+    error, allowed = (a - e).abs(), (tol * s).expand(a.shape)
+    ratio = torch.where(error == 0, 0.0, error / allowed).flatten()
+    worst = int(ratio.argmax())
+    record = Record(float(ratio[worst]), float(error.flatten()[worst]), tol)
+    if _keep and (label not in _current or record.ratio > _current[label].ratio):
+        _current[label] = record
+    assert record.ratio <= 1, (
+        f"{label}: off by {record.error:.3e}, allowed {float(allowed.flatten()[worst]):.3e} "
+        f"(tolerance {tol:g} of scale), ratio {record.ratio:.3g}, element {worst} of "
+        f"{tuple(a.shape)}: actual {float(a.flatten()[worst])!r}, "
+        f"expected {float(e.flatten()[worst])!r}"
+    )
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, comparisons leave no record: for failures that are provoked (teeth, mutants)."""
+    global _keep
+    before, _keep = _keep, False
+    try:
+        yield
+    finally:
+        _keep = before
+
+
+def begin() -> None:
+    """Forget the records of the test before."""
+    _current.clear()
+
+
+def finish() -> list[tuple[str, float, float, float]]:
+    """Records of this test as plain values, which survive the way to another process."""
+    return [(name, r.ratio, r.error, r.tolerance) for name, r in _current.items()]
+
+
+def summary(records: list[tuple[str, str, float, float, float]], top: int = 20) -> list[str]:
+    """Lines of the table: (test, name, ratio, error, tolerance), the worst first."""
+    ordered = sorted(records, key=lambda r: -r[2])
+    lines = [f"{'error/tolerance':>15}  {'error':>9}  {'tolerance':>9}  comparison"]
+    for test, name, ratio, error, tolerance in ordered[:top]:
+        lines.append(f"{ratio:>15.2e}  {error:>9.1e}  {tolerance:>9.0e}  {test} [{name}]")
+    if len(ordered) > top:
+        lines.append(f"... and {len(ordered) - top} closer comparisons")
+    return lines
