@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from alphatoken.adapter import AttentionCall, NativeAttention
-from alphatoken.precision import wide
+from alphatoken.precision import full_precision, wide
 
 __all__ = [
     "AttentionStatistics",
@@ -106,6 +106,7 @@ class AttentionStatistics:
         self.length = self.key.shape[2]
         self._lse: Tensor | None = None
 
+    @full_precision
     def block(self, rows: slice, columns: slice) -> _Block:
         """Capped, masked logits of the queries in ``rows`` against the keys in ``columns``."""
         q = self.query[..., rows, :].to(self.dtype)
@@ -141,6 +142,7 @@ class AttentionStatistics:
         lse = self.lse[..., block.rows].unsqueeze(-1)
         return torch.exp(block.logits - lse.masked_fill(lse == -torch.inf, 0.0))
 
+    @full_precision
     def diagonal(self) -> tuple[Tensor, Tensor | None]:
         """alpha_tt (b, g, r, t), and the soft-cap's slope there (None without one)."""
         dots = torch.einsum("bgrtd,bgtd->bgrt", self.query.to(self.dtype), self.key.to(self.dtype))
@@ -183,6 +185,7 @@ def _mask(logits: Tensor, mask: Tensor | None, rows: slice, columns: slice) -> T
     return logits.masked_fill(t > k.unsqueeze(-1), -torch.inf)
 
 
+@full_precision
 def self_terms(
     statistics: AttentionStatistics, output: Tensor, value: Tensor, error: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -299,6 +302,7 @@ def _band(block: _Block, window: int | None) -> Tensor:
     return later if window is None else later & (k <= t + window)
 
 
+@full_precision
 def propagate_values(
     statistics: AttentionStatistics,
     error: Float[Tensor, "b h t d"],
@@ -345,6 +349,7 @@ def propagate_values(
     return result
 
 
+@full_precision
 def forward_mode_attention(call: AttentionCall) -> Tensor:
     """Attention on dual tensors, in blocks of queries: output and tangent, no T x T matrix.
 

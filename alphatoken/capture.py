@@ -162,6 +162,7 @@ class Recorder:
     linears: list[LinearUse] = field(default_factory=list)
     attentions: list[AttentionUse] = field(default_factory=list)
     execution: int = 0
+    attention_seen: bool = False  # a call was dispatched, recorded or (outside the graph) not
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def clear(self) -> None:
@@ -169,6 +170,7 @@ class Recorder:
         self.linears.clear()
         self.attentions.clear()
         self.execution = 0
+        self.attention_seen = False
         self.call = None
 
     @property
@@ -183,6 +185,7 @@ class Recorder:
 
     def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
         """Run one attention call with the switchable backward and keep it."""
+        self.attention_seen = True
         graph = torch.is_grad_enabled() and any(
             t.requires_grad for t in (call.query, call.key, call.value)
         )

@@ -21,11 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from alphatoken.precision import wide
+from alphatoken.precision import full_precision, wide
 
 __all__ = ["ContractionPlan", "contract", "contract_gram", "outer_sum", "plan_contraction"]
 
 
+@full_precision
 def contract(
     delta: Float[Tensor, "b t o"],
     x: Float[Tensor, "b t i"],
@@ -53,6 +54,7 @@ def contract(
     return torch.einsum("bto,bto->bt", delta.to(dtype), projected)
 
 
+@full_precision
 def contract_gram(
     delta: Float[Tensor, "b t o"],
     x: Float[Tensor, "b t i"],
@@ -87,6 +89,7 @@ def contract_gram(
     return total
 
 
+@full_precision
 def outer_sum(delta: Float[Tensor, "b t o"], x: Float[Tensor, "b t i"]) -> Float[Tensor, "o i"]:
     """Weight gradient from its factors: ``sum_{b,t} delta_{bt} (x) x_{bt}``.
 

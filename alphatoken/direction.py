@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alphatoken.precision import wide
+from alphatoken.precision import full_precision, wide
 
 __all__ = ["Direction", "diagonal_drift", "kronecker_drift", "precondition"]
 
@@ -27,6 +27,7 @@ def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
     return fisher.to(dtype) * (weight.to(dtype) - reference.to(dtype))
 
 
+@full_precision
 def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
     """Retention term of a Kronecker-factored Fisher: ``V = S_F (W - W_ref) A_F``.
 

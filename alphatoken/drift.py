@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from alphatoken.adapter import DecoderAdapter, find_adapter
 from alphatoken.errors import FisherError
-from alphatoken.precision import wide
+from alphatoken.precision import full_precision, wide
 from alphatoken.storage import read_tensors, write_tensors
 
 __all__ = ["FisherDrift", "library_version"]
@@ -163,6 +163,7 @@ class FisherDrift:
         self._require(parameters)
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
+    @full_precision
     def _V(self, name: str, weight: Tensor) -> Tensor:
         # A float32 Fisher of float32 weights stays there: a float64 one of them widens V.
         entries = (self.fisher[name],) if self.fisher else self.factors[name]

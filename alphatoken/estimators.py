@@ -108,7 +108,7 @@ def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Te
 
 def _pull_back(outputs: Tensor, error: Tensor, targets: dict[int, Tensor]) -> dict[int, Tensor]:
     """Send ``error`` from ``outputs`` back to the linear outputs above it in the same block."""
-    if not targets:
+    if not targets or not outputs.requires_grad:  # as with adapters on the query projection only
         return {}
     found = torch.autograd.grad(
         outputs, list(targets.values()), error, retain_graph=True, allow_unused=True

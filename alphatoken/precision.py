@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
-__all__ = ["wide"]
+__all__ = ["full_precision", "wide"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_DEVICES = ("cpu", "cuda")
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:
@@ -13,3 +21,24 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
     bfloat16 and float16 inputs are widened; a float64 model stays exact to rounding.
     """
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run ``function`` with autocast off: it would turn every matrix product into bfloat16.
+
+    Values are often asked for inside a training step's ``torch.autocast``; the model's own
+    arithmetic stays as it is there, ours does not become narrower.
+    """
+
+    @functools.wraps(function)
+    def widened(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        active = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        try:
+            for device in active:
+                torch.set_autocast_enabled(device, False)
+            return function(*args, **kwargs)
+        finally:
+            for device in active:
+                torch.set_autocast_enabled(device, True)
+
+    return widened

@@ -45,7 +45,7 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy=remedy,
         )
-    if not recorder.attentions:
+    if not recorder.attention_seen:
         raise UnsupportedError(
             f"'{estimator}' saw no attention call in the scored layers",
             why="the model's attention does not go through the adapter's dispatch",
@@ -64,19 +64,22 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
 def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator: str) -> None:
     """Prove that the self-only backward leaks no error to other positions.
 
-    One loss is sent back alone; every captured error away from its position must be exactly zero.
+    Of each row, the last token's loss is sent back alone; every captured error away from its
+    position must be exactly zero.
 
     Raises:
         UnsupportedError: a module mixes positions outside the attention that was switched.
     """
-    row, index = mask.nonzero()[-1].tolist()
-    targets = recorder.outputs
-    errors = accumulate_errors(recorder, losses[row, index], targets, "self")
+    rows = mask.any(-1).nonzero().squeeze(-1)
+    last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows]
+    with torch.enable_grad():
+        loss = losses[rows, last].sum()
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "self")
     for use, error in zip(recorder.linears, errors, strict=True):
         if error is None:
             continue
         elsewhere = error.detach().clone()
-        elsewhere[row, index - 1] = 0
+        elsewhere[rows, last - 1] = 0
         if bool((elsewhere != 0).any()):
             raise UnsupportedError(
                 f"'{estimator}' is not defined on this model: positions mix outside attention",
@@ -91,7 +94,10 @@ _COVERAGE_TOLERANCE_HALF = 2e-2
 
 
 def compare_gradients(
-    captured: Mapping[str, tuple[Tensor, float]], expected: Mapping[str, Tensor | None]
+    captured: Mapping[str, tuple[Tensor, float]],
+    expected: Mapping[str, Tensor | None],
+    *,
+    narrow: bool = False,
 ) -> float:
     """Compare what the captured uses explain with autograd's gradient of the same loss.
 
@@ -100,6 +106,7 @@ def compare_gradients(
             the norms of its terms). The error is relative to the latter, so that a gradient that
             cancels is no false alarm.
         expected: parameter name -> autograd's gradient (None: no path); all parameters in scope.
+        narrow: autograd multiplied in 16 bits whatever the gradient's dtype says (autocast).
 
     Returns:
         The largest relative error (Frobenius norm).
@@ -116,7 +123,8 @@ def compare_gradients(
         difference = parts[0] - parts[1] if len(parts) == 2 else parts[0]
         scale = max(scale, 0.0 if target is None else float(target.double().norm()))
         relative = float(difference.norm()) / scale if scale > 0 else float(difference.norm())
-        if not relative <= _COVERAGE_TOLERANCE.get(_dtype(target), _COVERAGE_TOLERANCE_HALF):
+        dtype = torch.bfloat16 if narrow else _dtype(target)
+        if not relative <= _COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF):
             raise CoverageError(
                 "a weight in scope is used in a way that was not captured",
                 got=f"{name}: captured uses explain its gradient to a relative error of "
@@ -178,7 +186,8 @@ def prove_coverage(recorder: Recorder, losses: Tensor, parameters: Mapping[str, 
     names = list(parameters)
     captured = captured_gradients(recorder, loss, {id(p): n for n, p in parameters.items()})
     expected = gradient_of(loss, [parameters[n] for n in names])
-    return compare_gradients(captured, dict(zip(names, expected, strict=True)))
+    narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
+    return compare_gradients(captured, dict(zip(names, expected, strict=True)), narrow=narrow)
 
 
 def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:

@@ -13,6 +13,7 @@ from alphatoken.adapter import ScoredLinear
 from alphatoken.batch import to_token_index
 from alphatoken.capture import Recorder
 from alphatoken.estimators import TokenErrors
+from alphatoken.precision import full_precision
 from alphatoken.values import TokenValues
 
 __all__ = ["Columns", "assign_columns", "combine", "contract_columns"]
@@ -74,6 +75,7 @@ def combine(
     )
 
 
+@full_precision
 def contract_columns(
     recorder: Recorder,
     errors: TokenErrors,

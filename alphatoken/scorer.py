@@ -25,6 +25,7 @@ from alphatoken.capture import Recorder, Scope, record
 from alphatoken.config import ScorerConfig
 from alphatoken.direction import Direction
 from alphatoken.drift import FisherDrift
+from alphatoken.errors import InputError
 from alphatoken.estimators import SELF_ONLY, SPLIT, TokenErrors, token_errors
 from alphatoken.forward_mode import label_values
 from alphatoken.objective import forward_losses, scoring_forward
@@ -245,13 +246,23 @@ class Scorer:
         self._require_rule(recorder)
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
-        return token_errors(
-            recorder,
-            loss,
-            self.config.estimator,
-            window=self.config.window,
-            head_reduction=self.config.head_reduction,
-        )
+        errors = None
+        if loss.requires_grad:
+            errors = token_errors(
+                recorder,
+                loss,
+                self.config.estimator,
+                window=self.config.window,
+                head_reduction=self.config.head_reduction,
+            )
+        if errors is None or all(error is None for error in errors.direct):
+            raise InputError(
+                "the scores do not belong to the observed forward",
+                got="a detached tensor" if errors is None else "the graph of another forward",
+                why="no error would reach a scored linear, and every value would be zero",
+                remedy="pass the logits that the model returned inside the context, undetached",
+            )
+        return errors
 
     def columns(self, batch: LabelledBatch, *, weights: Tensor | None = None) -> Columns:
         """Columns by position of use for the total direction M, with weighted losses.

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     start = time.monotonic()
     config = _config(options)
     keep_count(options.ratio, 1)  # its error now, not after the first batch
-    kind = options.format or ("parquet" if find_spec("pyarrow") else "jsonl")
+    kind = _kind(options)
     job = _read(options)
     folder, settings = Path(options.out), _settings(options, config, kind, job)
     _open(folder, settings, options)
@@ -115,6 +115,19 @@ def run(options: argparse.Namespace) -> None:
             balance=balance,
         )
     _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
+
+
+def _kind(options: argparse.Namespace) -> str:
+    """The format of the value files; what is not installed is missed now, not after the work."""
+    arrow = find_spec("pyarrow") is not None
+    if options.format == "parquet" and not arrow:
+        raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
+    if not options.no_report and find_spec("jinja2") is None:
+        raise ConfigError(
+            "the HTML report needs jinja2",
+            remedy="pip install jinja2, or leave it out: --no-report",
+        )
+    return options.format or ("parquet" if arrow else "jsonl")
 
 
 def _config(options: argparse.Namespace) -> ScorerConfig:

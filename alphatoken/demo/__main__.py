@@ -12,9 +12,10 @@ def main() -> None:
     """Read the one argument and run."""
     parser = argparse.ArgumentParser(prog="python -m alphatoken.demo", description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("alphatoken-demo"), help="folder (default alphatoken-demo)"
+        "--out", type=Path, default=Path("demo-output"), help="folder (default demo-output)"
     )
     run_demo(parser.parse_args().out)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,7 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
     )  # fmt: skip
     fisher = FisherDrift.load(out / "fisher.safetensors")
 
-    _step("3. one short step of ordinary fine-tuning, so that the weights have moved")
+    _step("3. a few steps of ordinary fine-tuning, so that the weights have moved")
     examples, _ = encode_rows(read_rows(out / "train.jsonl"), tokenizer)
     held, _ = encode_rows(read_rows(out / "validation.jsonl"), tokenizer)
     validation = collate(held)

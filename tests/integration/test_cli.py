@@ -236,6 +236,33 @@ def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[s
     assert any(e.values["stability"].any() for e in load(tmp_path / "o"))
 
 
+# peft still asks transformers by the old name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_adapter_is_valued_by_its_factors(world: World, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        make_model(make_tokenizer()),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False),
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    out, fisher = tmp_path / "out", tmp_path / "f.safetensors"
+    assert main(
+        ["fisher", "--model", str(world / "reference"), "--adapter", str(tmp_path / "adapter"),
+         "--data", str(world / "prompts.jsonl"), "--out", str(fisher), "--samples", "2",
+         "--max-new-tokens", "4", "--quiet"]
+    ) == 0  # fmt: skip
+    assert all("lora_" in name for name in FisherDrift.load(fisher).names)
+    adapter = tmp_path / "adapter"
+    status = world.score(out, "--verify", 3, model=world / "reference", adapter=adapter, limit=6)
+    assert status == 0
+    assert "agrees" in json.loads((out / "summary.json").read_text())["certificate"]
+    plain = tmp_path / "plain"
+    assert world.score(plain, "--no-report", model=world / "reference", limit=6) == 0
+    assert not same(load(out), load(plain))
+
+
 # --- interruption ---------------------------------------------------------------------------------
 
 
@@ -446,6 +473,29 @@ def test_bad_input_is_one_line_that_says_what(
     assert output.err.startswith("alphatoken: ")
     assert output.out == ""
     assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "more"), [("pyarrow", ("--format", "parquet")), ("jinja2", ())]
+)
+def test_missing_extra_is_said_before_the_work(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    more: tuple[str, ...],
+) -> None:
+    from alphatoken.cli import score
+
+    find = score.find_spec
+    monkeypatch.setattr(score, "find_spec", lambda name: None if name == package else find(name))
+    assert world.score(tmp_path / "out", *more) == 2
+    assert f"pip install {package}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert world.score(tmp_path / "out", "--no-report", limit=4) == 0
+    suffix = ".jsonl" if package == "pyarrow" else ".parquet"
+    assert value_files(tmp_path / "out" / "values")[0].suffix == suffix
 
 
 def test_debug_shows_the_traceback(world: World, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def test_every_example_is_run_here() -> None:
     }
 
 
-def test_plain_loop_learns_more_from_valuable_tokens() -> None:
-    losses = load("plain_pytorch_loop.py")["main"](["80"])
-    assert losses["value"] < losses["random"]
+def test_plain_loop_gains_from_choosing_tokens() -> None:
+    losses = load("plain_pytorch_loop.py")["main"]()
+    assert losses["value"] < 0.6 * min(losses["all"], losses["random"])
 
 
 @pytest.mark.filterwarnings("ignore:The adaptation side alone decides")

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken import capture, contraction, objective
+from alphatoken import capture, objective
 from alphatoken.adapter import DecoderAdapter
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as attending
@@ -27,15 +27,34 @@ from tests.property.mutation import Claim, Edit, Mutant, claim
 from tests.property.properties import Setup, setups
 from tests.property.strategies import configs, contractions
 
-__all__ = ["BY_NAME", "CLAIMS", "MUTANTS", "captured_objective"]
+__all__ = [
+    "BY_NAME",
+    "CLAIMS",
+    "LISTED",
+    "MUTANTS",
+    "VALIDATION_GRADIENT",
+    "all_outer_products",
+    "captured_objective",
+]
 
 
 # --- cases with the structure that a mutant needs -----------------------------------------------
 
 
+TRAINS = (("pprrrr", "..prrr"), ("prprrr",), ("pprr|prr",), ("ppprrr", "prrr.."))
+"""Training batches in which every position has something to leak: padded, packed, with gaps."""
+SEVERAL = (("pprr", "prrr"),)
+"""One validation batch of two sequences."""
+VALIDATIONS = (SEVERAL, (("pprrr",), ("prr", "p.."), ("ppr",)))
+
+
 def small(**pins: Any) -> st.SearchStrategy[Setup]:
     """Setups of at most two layers and two rows, cheap enough for a dozen examples."""
-    defaults = {"layers": st.integers(1, 2), "max_rows": 2, "max_length": 6, "max_validations": 1}
+    defaults = {
+        "layers": st.integers(1, 2),
+        "train": st.sampled_from(TRAINS),
+        "validations": st.sampled_from(VALIDATIONS),
+    }
     return setups(**{**defaults, **pins})
 
 
@@ -46,8 +65,6 @@ def calls(**pins: Any) -> st.SearchStrategy[attending.AttentionCase]:
     )
 
 
-SEVERAL = (("pprr", "prrr"),)
-"""One validation batch of two sequences."""
 ADAM = algebra.adam_cases(1).map(lambda case: replace(case, eps=1e-3, zeros=False))
 
 DIRECT = claim(estimating.check_direct_is_the_diagonal, small())
@@ -55,21 +72,27 @@ PATH = claim(estimating.check_path_is_the_column_sums, small())
 LABEL = claim(estimating.check_label_is_the_row_sums, small())
 PATH_OF_SEVERAL = claim(estimating.check_path_is_the_column_sums, small(validations=SEVERAL))
 GRADIENT_OF_SEVERAL = claim(scoring.check_validation_gradient, small(validations=SEVERAL))
+VALIDATION_GRADIENT = (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL)
 GRADIENT_OF_BATCHES = claim(
     scoring.check_validation_gradient, small(validations=(("pprr", "prrr"), ("ppr",)))
 )
 ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
 BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
 SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
+DEEP = small(layers=2).map(lambda setup: replace(setup, layers="all"))
+BRANCHES = (("pprr", "prrr"), ("ppr", "prr"))
+"""Chosen and rejected."""
 TIED = small(tied_linears=True, mlp="gated")
 TWICE = small(repeated_linear=True)
-PADDED = small(mode="left", max_length=8)
+PADDED = small(train=("pprrrr", "..prrr"))
 
 
 def alphatoken(
-    cases: st.SearchStrategy[Setup], window: int | None = None, reduction: str = "per_head",
+    cases: st.SearchStrategy[Setup],
+    window: int | None = None,
+    reduction: str = "per_head",
     position: str = "label",
-) -> Claim:  # fmt: skip
+) -> Claim:
     """The paper's estimator against the oracle's loops."""
     check = estimating.check_alphatoken_is_direct_plus_propagation
     return claim(check, cases, window, reduction, position)
@@ -80,34 +103,45 @@ def propagation(window: int | None, **pins: Any) -> Claim:
     return claim(attending.check_value_propagation, calls(**pins), window, "per_head")
 
 
+HOP = claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, small())
 GROUPS = alphatoken(small(heads=4, kv_heads=2))
 PROPAGATION = propagation(None)
 BAND = propagation(2)
+WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(attending.check_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(algebra.check_token_losses, algebra.loss_cases())
 MASKED_DPO = claim(algebra.check_masked_dpo_gradient, algebra.pair_cases())
 UNMASKED_DPO = claim(algebra.check_unmasked_dpo_gradient, algebra.pair_cases())
-PAIRS = claim(
-    scoring.check_preference_validation,
-    small(validations=(("pprr", "prrr"), ("ppr", "prr"))), 0.5, "tokens",
-)  # fmt: skip
+PAIRS = claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "tokens")
 DIAGONAL_FISHER = claim(
     fisher.test_the_diagonal_is_the_mean_of_squared_sequence_gradients,
-    config=configs(layers=1), layers=1, seed=st.integers(0, 99), samples=st.integers(2, 4), size=2,
-    bias=False, parameters="linears",
-)  # fmt: skip
+    config=configs(layers=1),
+    layers=1,
+    seed=st.integers(0, 99),
+    samples=st.integers(2, 4),
+    size=2,
+    bias=False,
+    parameters="linears",
+)
 TOKEN_FISHER = claim(
     besides.check_token_fisher_squares_labels_of_the_model,
-    configs(layers=1), st.integers(0, 99), st.integers(1, 3),
-)  # fmt: skip
+    configs(layers=1),
+    st.integers(0, 99),
+    st.integers(1, 3),
+)
 KRONECKER_FISHER = claim(
     fisher.test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors,
-    config=configs(layers=1), seed=st.integers(0, 99), samples=st.integers(1, 2),
-)  # fmt: skip
-SELECTION = claim(
-    algebra.check_selection, algebra.selection_cases(), 50, "batch", examples=40
-)  # the ratio is a keyword of its own below
+    config=configs(layers=1),
+    seed=st.integers(0, 99),
+    samples=st.integers(1, 2),
+)
+
+
+def selection(scope: str) -> Claim:
+    """Half of the tokens, against a sort of tuples."""
+    cases = algebra.selection_cases()
+    return claim(algebra.check_selection, case=cases, hundredths=50, scope=scope, bottom=False)
 
 
 # --- a core that builds G from captured errors ---------------------------------------------------
@@ -198,14 +232,14 @@ LISTED = (
                 sum_then_outer, "sum of outer products", "outer product of sums over sequences"
             ),
         ),
-        (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL),
+        VALIDATION_GRADIENT,
     ),
     Mutant(
         "sum-then-outer-in-the-gram-factors",
         "sum-then-outer over validation examples",
         (
             Edit(
-                "target.Target._build_factors",
+                "target.Target._add_factors",
                 "(error[live], use.x[live])",
                 "(error.sum(0), use.x.sum(0))",
             ),
@@ -241,7 +275,7 @@ LISTED = (
                 response_positions_only, "outer products of all positions", "of response positions"
             ),
         ),
-        (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL),
+        VALIDATION_GRADIENT,
     ),
     Mutant(
         "validation-prompt-dropped-from-the-gram-factors",
@@ -249,8 +283,8 @@ LISTED = (
         (
             Edit(
                 "target.Target._build_factors",
-                "live = (error != 0).any(-1)",
-                "live = weights.roll(-1, 1) != 0",
+                "self._add_factors(use, error,",
+                "self._add_factors(use, error * (weights.roll(-1, 1) != 0).unsqueeze(-1),",
             ),
         ),
         (ROUTES_OF_SEVERAL,),
@@ -342,22 +376,22 @@ LISTED = (
                 "reduction =",
             ),
         ),
-        (alphatoken(small(max_length=8)), GROUPS),
+        (alphatoken(small()),),
     ),
     Mutant(
         "window-one-too-short",
         "window off by one",
-        (Edit("attention._band", "k <= t + window", "k < t + window"),),
-        (BAND,),
+        (Edit("attention._band", "(k <= t + window)", "(k < t + window)"),),
+        (BAND, WINDOW),
     ),
     Mutant(
         "window-one-too-long",
         "window off by one",
         (
-            Edit("attention._band", "k <= t + window", "k <= t + window + 1"),
+            Edit("attention._band", "(k <= t + window)", "(k <= t + window + 1)"),
             Edit("attention.propagate_values", "start - window)", "start - window - 1)"),
         ),
-        (BAND,),
+        (BAND, WINDOW),
     ),
     Mutant(
         "alpha-of-the-wrong-direction",
@@ -389,13 +423,19 @@ LISTED = (
         "soft-cap-factor-left-out-of-the-forward-mode",
         "soft-cap factor or sink left out",
         (Edit("attention.forward_mode_attention", "if block.slope is not None:", "if False:"),),
-        (claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),),
+        (
+            claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),
+            claim(estimating.check_label_is_the_row_sums, small(softcap=2.0)),
+        ),
     ),
     Mutant(
         "sink-left-out",
         "soft-cap factor or sink left out",
         (Edit("attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"),),
-        (claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),),
+        (
+            claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),
+            claim(estimating.check_direct_is_the_diagonal, small(sinks=True)),
+        ),
     ),
     Mutant(
         "sign-missing-on-rejected-in-the-objective",
@@ -406,15 +446,29 @@ LISTED = (
     Mutant(
         "sign-missing-on-rejected-in-the-loss",
         "missing sign on rejected",
-        (Edit("losses.masked_dpo_loss", "(kept_chosen - kept_rejected)", "(kept_chosen + kept_rejected)"),),
+        (
+            Edit(
+                "losses.masked_dpo_loss",
+                "(kept_chosen - kept_rejected)",
+                "(kept_chosen + kept_rejected)",
+            ),
+        ),
         (UNMASKED_DPO,),
     ),
     Mutant(
         "coefficient-from-the-masked-logit",
         "coefficient from the masked logit",
         (
-            Edit("losses.masked_dpo_loss", "kept_chosen if masked_logit else chosen_losses.sum(-1)", "kept_chosen"),
-            Edit("losses.masked_dpo_loss", "kept_rejected if masked_logit else rejected_losses.sum(-1)", "kept_rejected"),
+            Edit(
+                "losses.masked_dpo_loss",
+                "kept_chosen if masked_logit else chosen_losses.sum(-1)",
+                "kept_chosen",
+            ),
+            Edit(
+                "losses.masked_dpo_loss",
+                "kept_rejected if masked_logit else rejected_losses.sum(-1)",
+                "kept_rejected",
+            ),
         ),
         (MASKED_DPO,),
     ),
@@ -422,7 +476,11 @@ LISTED = (
         "square-of-the-batch-gradient",
         "square of the batch gradient for the Fisher",
         (
-            Edit("moments.DiagonalMoments.add", "gradient.detach().to(wide(gradient.dtype)) ** 2", "gradient.detach()"),
+            Edit(
+                "moments.DiagonalMoments.add",
+                "gradient.detach().to(wide(gradient.dtype)) ** 2",
+                "gradient.detach()",
+            ),
             Edit("moments.DiagonalMoments.means", "total / count", "(total / count) ** 2"),
         ),
         (DIAGONAL_FISHER,),
@@ -442,10 +500,17 @@ LISTED = (
     Mutant(
         "preconditioner-applied-twice",
         "preconditioner applied to the token side twice",
-        (Edit("direction.precondition", "m * preconditioner[name].to(m)", "m * preconditioner[name].to(m) ** 2"),),
+        (
+            Edit(
+                "direction.precondition",
+                "m * preconditioner[name].to(m)",
+                "m * preconditioner[name].to(m) ** 2",
+            ),
+        ),
         (
             claim(algebra.check_direction_algebra, algebra.direction_cases()),
             claim(scoring.check_given_preconditioner, small()),
+            claim(scoring.check_adam_preconditioner, small(), 2),
         ),
     ),
     Mutant(
@@ -455,7 +520,8 @@ LISTED = (
             Edit(
                 "capture.Recorder.on_linear",
                 "self.linears.append(",
-                "self.linears[:] = [u for u in self.linears if u.linear is not linear]; self.linears.append(",
+                "self.linears[:] = [u for u in self.linears if u.linear is not linear]; "
+                "self.linears.append(",
             ),
         ),
         (claim(estimating.check_path_is_the_column_sums, TWICE),),
@@ -467,7 +533,9 @@ LISTED = (
             Edit(
                 "capture.Recorder.on_linear",
                 "self.linears.append(",
-                "self.linears[:] = [u for u in self.linears if u.linear.weight is not linear.weight]; self.linears.append(",
+                "w = linear.weight; "
+                "self.linears[:] = [u for u in self.linears if u.linear.weight is not w]; "
+                "self.linears.append(",
             ),
         ),
         (claim(estimating.check_path_is_the_column_sums, TIED),),
@@ -487,25 +555,47 @@ LISTED = (
     Mutant(
         "float32-in-the-contraction",
         "float32 or bf16 arithmetic inside",
-        (Edit("contraction.contract", "delta.to(dtype), projected)", "delta.float(), projected.float()).to(dtype)"),),
+        (
+            Edit(
+                "contraction.contract",
+                "delta.to(dtype), projected)",
+                "delta.float(), projected.float()).to(dtype)",
+            ),
+        ),
         (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
     ),
     Mutant(
         "bfloat16-in-the-contraction",
         "float32 or bf16 arithmetic inside",
-        (Edit("contraction.contract", "delta.to(dtype), projected)", "delta.bfloat16(), projected.bfloat16()).to(dtype)"),),
+        (
+            Edit(
+                "contraction.contract",
+                "delta.to(dtype), projected)",
+                "delta.bfloat16(), projected.bfloat16()).to(dtype)",
+            ),
+        ),
         (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
     ),
     Mutant(
         "float32-in-the-attention-weights",
         "float32 or bf16 arithmetic inside",
-        (Edit("attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"),),
+        (
+            Edit(
+                "attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"
+            ),
+        ),
         (PROPAGATION, GROUPS),
     ),
     Mutant(
         "bfloat16-in-the-self-only-backward",
         "float32 or bf16 arithmetic inside",
-        (Edit("attention.self_terms", "value.to(dtype).unsqueeze(2) - o, e)", "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)"),),
+        (
+            Edit(
+                "attention.self_terms",
+                "value.to(dtype).unsqueeze(2) - o, e)",
+                "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)",
+            ),
+        ),
         (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
     ),
     Mutant(
@@ -519,24 +609,37 @@ LISTED = (
                 "keep[candidates[v >= v[order[n - 1]]] if n else candidates] = True",
             ),
         ),
-        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+        (selection("batch"),),
     ),
     Mutant(
         "ceil-in-floating-point",
         "ceil in floating point",
         (Edit("selection.keep_count", "Fraction(str(ratio)) * count", "ratio * count"),),
-        (claim(algebra.check_keep_count, st.integers(1, 100), st.sampled_from([100, 50, 20]), examples=100),),
+        (
+            claim(
+                algebra.check_keep_count,
+                st.integers(1, 100),
+                st.sampled_from([100, 50, 20]),
+                examples=100,
+            ),
+        ),
     ),
     Mutant(
         "threshold-over-padding",
         "threshold over padding",
         (
-            Edit("selection._top_of", "mask.flatten().nonzero().squeeze(-1)", "torch.arange(mask.numel())"),
-            Edit("selection._top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask"),
+            Edit(
+                "selection._top_of",
+                "mask.flatten().nonzero().squeeze(-1)",
+                "torch.arange(mask.numel())",
+            ),
+            Edit(
+                "selection._top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask"
+            ),
         ),
-        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+        (selection("batch"),),
     ),
-)  # fmt: skip
+)
 
 
 # --- and of the steps that §10 does not name -----------------------------------------------------
@@ -551,24 +654,42 @@ OWN = (
         "cross-mode-keeps-the-self-terms",
         "the cross backward is the ordinary one, k = t included",
         (Edit("attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),),
-        (claim(attending.check_cross_backward_is_the_rest, calls()),),
+        (claim(attending.check_cross_backward_is_the_rest, calls()), HOP),
     ),
     _own(
         "cross-mode-without-the-score-path",
         "same-layer hops through the values only, not through the keys",
-        (Edit("attention._Gate.backward", "return None, None, dk, dv", "return None, None, None, dv"),),
-        (claim(attending.check_cross_backward_is_the_rest, calls()),),
+        (
+            Edit(
+                "attention._Gate.backward",
+                "return None, None, dk, dv",
+                "return None, None, None, dv",
+            ),
+        ),
+        (claim(attending.check_cross_backward_is_the_rest, calls()), HOP),
     ),
     _own(
         "gate-passes-dk-in-self-mode",
         "later queries reach earlier keys in the self-only backward",
-        (Edit("attention._Gate.backward", "return None, dq, None, None", "return None, dq, dk, None"),),
+        (
+            Edit(
+                "attention._Gate.backward",
+                "return None, dq, None, None",
+                "return None, dq, dk, None",
+            ),
+        ),
         (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
     ),
     _own(
         "self-mode-without-dq",
         "the self-only backward stops at the query",
-        (Edit("attention._Gate.backward", "return None, dq, None, None", "return None, None, None, None"),),
+        (
+            Edit(
+                "attention._Gate.backward",
+                "return None, dq, None, None",
+                "return None, None, None, None",
+            ),
+        ),
         (DIRECT,),
     ),
     _own(
@@ -592,7 +713,13 @@ OWN = (
     _own(
         "forward-mode-without-dv",
         "tangent of the values left out of the forward mode",
-        (Edit("attention.forward_mode_attention", "alpha, dv[..., columns, :]", "0 * alpha, dv[..., columns, :]"),),
+        (
+            Edit(
+                "attention.forward_mode_attention",
+                "alpha, dv[..., columns, :]",
+                "0 * alpha, dv[..., columns, :]",
+            ),
+        ),
         (JVP, LABEL),
     ),
     _own(
@@ -604,8 +731,15 @@ OWN = (
     _own(
         "forward-mode-without-the-sinks-tangent",
         "a direction that moves the sinks is not felt",
-        (Edit("attention.forward_mode_attention", 'if tangent["sinks"] is not None:', "if False:"),),
-        (claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),),
+        (
+            Edit(
+                "attention.forward_mode_attention", 'if tangent["sinks"] is not None:', "if False:"
+            ),
+        ),
+        (
+            claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
+            claim(estimating.check_label_over_all_parameters, small(sinks=True)),
+        ),
     ),
     _own(
         "tied-weight-moved-in-one-place-only",
@@ -615,19 +749,20 @@ OWN = (
             Edit(
                 "forward_mode._places",
                 "if id(parameter) in duals",
-                "if id(parameter) in duals and not (id(parameter) in seen or seen.add(id(parameter)))",
+                "if id(parameter) in duals "
+                "and not (id(parameter) in seen or seen.add(id(parameter)))",
             ),
         ),
         (claim(estimating.check_label_is_the_row_sums, TIED),),
     ),
     _own(
         "context-column-at-the-label-position",
-        "causal_position=\"context\" takes the column at p instead of p + 1",
+        'causal_position="context" takes the column at p instead of p + 1',
         (
             Edit(
                 "readout.assign_columns",
-                'columns.causal if causal_position == "context" else to_token_index(columns.causal)',
-                "to_token_index(columns.causal)",
+                'columns.causal if causal_position == "context" else',
+                "",
             ),
         ),
         (alphatoken(small(), position="context"),),
@@ -647,7 +782,13 @@ OWN = (
     _own(
         "lambda-on-the-adaptation",
         "lambda G + V instead of G + lambda V",
-        (Edit("readout.combine", "gain + stability_weight * keep", "stability_weight * gain + keep"),),
+        (
+            Edit(
+                "readout.combine",
+                "gain + stability_weight * keep",
+                "stability_weight * gain + keep",
+            ),
+        ),
         (PATH, claim(scoring.check_lambda, small(), 0.5)),
     ),
     _own(
@@ -680,8 +821,8 @@ OWN = (
         (
             Edit(
                 "fisher._Fit._add",
-                "if response is None:\n                uniform",
-                "if response is None:\n                response = given.ids[given.predicted]\n            if response is None:\n                uniform",
+                "response = draw_tokens(",
+                "response = (lambda *_: given.ids[given.predicted])(",
             ),
         ),
         (TOKEN_FISHER,),
@@ -696,7 +837,11 @@ OWN = (
         "mean-of-batch-means",
         "J_tgt as the mean of the batches' means, whatever their lengths",
         (
-            Edit("objective.objective_gradient", "(loss * weights.to(loss)).sum()", "(loss * weights.to(loss)).sum() / tokens"),
+            Edit(
+                "objective.objective_gradient",
+                "(loss * weights.to(loss)).sum()",
+                "(loss * weights.to(loss)).sum() / tokens",
+            ),
             Edit("objective.objective_gradient", "count += tokens", "count += 1"),
         ),
         (GRADIENT_OF_BATCHES,),
@@ -710,7 +855,13 @@ OWN = (
     _own(
         "token-weights-ignored",
         "observed values of unweighted losses",
-        (Edit("scorer.Scorer._errors", "losses if weights is None else losses * weights.to(losses)", "losses"),),
+        (
+            Edit(
+                "scorer.Scorer._errors",
+                "losses if weights is None else losses * weights.to(losses)",
+                "losses",
+            ),
+        ),
         (
             claim(
                 estimating.check_weighted_losses,
@@ -722,7 +873,13 @@ OWN = (
     _own(
         "epsilon-inside-adams-root",
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
-        (Edit("preconditioner.frozen_preconditioner", "v.clamp(min=floor).sqrt() + moments.eps", "(v.clamp(min=floor) + moments.eps).sqrt()"),),
+        (
+            Edit(
+                "preconditioner.frozen_preconditioner",
+                "v.clamp(min=floor).sqrt() + moments.eps",
+                "(v.clamp(min=floor) + moments.eps).sqrt()",
+            ),
+        ),
         (claim(algebra.check_frozen_preconditioner, ADAM),),
     ),
     _own(
@@ -734,7 +891,13 @@ OWN = (
     _own(
         "full-preconditioner-without-its-second-term",
         "the denominator's own dependence on the token is forgotten",
-        (Edit("preconditioner.full_preconditioner", "torch.where(second > floor, curvature, 0.0)", "0 * curvature"),),
+        (
+            Edit(
+                "preconditioner.full_preconditioner",
+                "torch.where(second > floor, curvature, 0.0)",
+                "0 * curvature",
+            ),
+        ),
         (claim(algebra.check_full_preconditioner, ADAM),),
     ),
     _own(
@@ -752,22 +915,105 @@ OWN = (
     _own(
         "losses-outside-keep-still-pushed",
         "the mask of kept tokens is ignored",
-        (Edit("losses.masked_sft_loss", "(losses * weights).sum()", "(losses * (0 * weights + 1)).sum()"),),
+        (
+            Edit(
+                "losses.masked_sft_loss",
+                "(losses * weights).sum()",
+                "(losses * (0 * weights + 1)).sum()",
+            ),
+        ),
         (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
     ),
     _own(
         "sequence-scope-ranks-the-batch",
-        "scope=\"sequence\" uses one threshold for the batch",
-        (Edit("selection.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'),),
-        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="sequence", bottom=False),),
+        'scope="sequence" uses one threshold for the batch',
+        (
+            Edit(
+                "selection.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'
+            ),
+        ),
+        (selection("sequence"),),
     ),
     _own(
         "last-of-equals-kept",
         "ties go to the higher index",
-        (Edit("selection._top_of", "order = torch.sort(values.flatten()[candidates], descending=True, stable=True).indices", "order = torch.sort(values.flatten()[candidates], stable=True).indices.flip(0)"),),
-        (claim(algebra.check_selection, case=algebra.selection_cases(), hundredths=50, scope="batch", bottom=False),),
+        (
+            Edit(
+                "selection._top_of",
+                "descending=True, stable=True).indices",
+                "stable=True).indices.flip(0)",
+            ),
+        ),
+        (selection("batch"),),
     ),
-)  # fmt: skip
+    _own(
+        "first-layers-for-the-last",
+        "layers=K taken from the bottom of the model",
+        (Edit("capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),),
+        (
+            claim(
+                scoring.check_preference_validation,
+                small(layers=2, last=True, validations=BRANCHES),
+                0.5,
+                "tokens",
+            ),
+        ),
+    ),
+    _own(
+        "hops-into-lower-layers",
+        "same-layer hops and Value-Propagation go on into the layers below",
+        (
+            Edit(
+                "estimators._same_execution",
+                "if use.execution == attention.execution",
+                "if use.execution <= attention.execution",
+            ),
+        ),
+        (
+            claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, DEEP),
+            alphatoken(DEEP),
+        ),
+    ),
+    _own(
+        "label-values-not-scaled-back",
+        "the dual forward runs along M / ||M||, and the norm is forgotten",
+        (Edit("forward_mode.label_values", " * norm.to(wide(tangent.dtype))", ""),),
+        (LABEL,),
+    ),
+    _own(
+        "pairs-counted-twice",
+        "J_tgt of preference pairs divided by the branches instead of the pairs",
+        (Edit("objective.weighted_losses", "len(omega) / 2", "len(omega)"),),
+        (claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "pairs"),),
+    ),
+    _own(
+        "modes-not-put-back",
+        "the user's model stays in evaluation mode",
+        (Edit("capture.evaluation_mode", "module.training = flag", "pass"),),
+        (claim(scoring.check_model_is_left_alone, small(), "direct"),),
+    ),
+    _own(
+        "self-only-mode-not-put-back",
+        "training's own backward through a scored graph stays self-only",
+        (Edit("attention.BackwardSwitch.to", "self.mode = before", "pass"),),
+        (
+            claim(attending.check_the_mode_is_read_at_backward_time, calls()),
+            claim(scoring.check_observed_equals_scored, small(), "direct"),
+        ),
+    ),
+    _own(
+        "one-part-in-a-billion",
+        "a contraction that is off by 1e-9 of itself",
+        (
+            Edit(
+                "contraction.contract",
+                'return torch.einsum("bto,bto->bt",',
+                'return (1 + 1e-9) * torch.einsum("bto,bto->bt",',
+            ),
+        ),
+        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH, DIRECT),
+    ),
+)
 
 MUTANTS = (*LISTED, *OWN)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -42,6 +42,7 @@ __all__ = [
     "propagated",
     "quiet_score",
     "setups",
+    "summed_gradient",
     "truth",
 ]
 
@@ -170,6 +171,16 @@ def truth(setup: Setup) -> Truth:
     keep = {n: fisher[n] * (p.detach() - reference[n]) for n, p in parameters.items()}
     both = (oracle_influence(setup, model, gain), oracle_influence(setup, model, keep))
     return Truth(tuple(parameters), (gain, keep), both, response_mask(setup.case.batch["labels"]))
+
+
+def summed_gradient(setup: Setup, model: ReferenceDecoder) -> dict[str, Tensor]:
+    """Gradient of the summed loss by name, by one ordinary backward."""
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    losses = gradients.run_losses(forward_of(model), setup.case.batch)
+    found = torch.autograd.grad(
+        torch.stack(list(losses.values())).sum(), list(parameters.values())
+    )
+    return dict(zip(parameters, found, strict=True))
 
 
 def response_mask(labels: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from tests.property.properties import (
     readout,
     scored,
     seen_attention,
+    summed_gradient,
     truth,
     zeros,
 )
@@ -53,17 +54,13 @@ def check_label_is_the_row_sums(setup: Setup) -> None:
 
 def check_totals_are_the_gradient_along_m(setup: Setup) -> None:
     """path and label: total + unassigned = <grad L, M>, by one ordinary backward of the oracle."""
-    t, model = truth(setup), setup.case.model()
-    losses = gradients.run_losses(forward_of(model), setup.case.batch)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    found = torch.autograd.grad(
-        torch.stack(list(losses.values())).sum(), [named[n] for n in t.parameters]
-    )
+    t = truth(setup)
+    found = summed_gradient(setup, setup.case.model())
     for estimator in ("path", "label"):
         scorer = make_scorer(setup, estimator)
         values = quiet_score(scorer, setup.case.batch)
         m = scorer.direction.total()
-        expected = torch.stack([(g * m[n]).sum() for g, n in zip(found, t.parameters, strict=True)])
+        expected = torch.stack([(g * m[n]).sum() for n, g in found.items()])
         scale = torch.stack([i.absolute_scale.sum() for i in t.influences])
         close(
             values.total.sum() + values.unassigned.sum(),
@@ -296,3 +293,17 @@ def check_weighted_losses(setup: Setup, weights: Tensor) -> None:
             logits = model(**batch)
             values = observed.values(logits, labels, token_weights=weights)
         compare_values(values, setup, direct, causal, name=f"{estimator}, weighted")
+
+
+def check_label_is_the_row_sums_along(setup: Setup) -> None:
+    """label against per-token autograd over its own parameters, captured by linears or not."""
+    model = setup.case.model()
+    scorer = make_scorer(setup, "label", model=model, retention=False)
+    values = quiet_score(scorer, setup.case.batch)
+    parameters = dict(scorer.parameters)
+    m = gradients.validation_gradient(
+        model, forward_of(model), setup.case.validation, parameters
+    )
+    expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
+    scale = sum(g.abs().sum() for g in m.values()) + 1.0
+    close(values.total, expected, torch.as_tensor(scale), MODEL, name="label, own parameters")

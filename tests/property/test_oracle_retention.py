@@ -400,6 +400,12 @@ def test_each_term_is_what_its_name_says():
     step = {name: arguments["current"][name] - arguments["reference"][name] for name in moving}
     others = math.sqrt(sum(float((step[name] ** 2).sum()) for name in rest))
     assert bound.cross == pytest.approx(spectral(cross) * others)
+    with undisturbed(model, moving), displaced(moving, arguments["current"]):
+        ideal = torch.autograd.grad(loss(), [moving[name] for name in names])
+    gaps = [
+        g - arguments["fisher"][name] * step[name] for name, g in zip(names, ideal, strict=True)
+    ]
+    assert bound.left == pytest.approx(math.sqrt(sum(float((gap**2).sum()) for gap in gaps)))
     everything = float(flatten(step).norm())
     assert bound.cubic == pytest.approx(bound.third_derivative / 2 * everything**2)
     first = bound.residual + bound.drift * (bound.off_diagonal + bound.calibration + bound.transfer)

@@ -1,0 +1,365 @@
+"""LoRA: the factors A and B are valued, each by itself; the frozen base is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher, masked_sft_loss, select_top
+from alphatoken.errors import CoverageError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.oracle import gradients, influence, propagation
+from tests.integration.snapshot import Snapshot, bits
+from tests.property.architectures import BY_NAME, VOCABULARY, plain_forward
+from tests.property.strategies import make_batch
+from tests.property.tolerance import close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning"),
+    # peft still asks transformers by the old name
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
+
+
+def adapted(
+    *, trained: bool = True, name: str = "llama", seed: int = 1, dtype: Any = torch.float64,
+    build: dict[str, Any] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """A PEFT model; with ``trained`` B is away from zero, as after some steps."""
+    base = BY_NAME[name].build(seed, dtype=dtype, **(build or {}))
+    config = LoraConfig(
+        **{"r": 2, "lora_alpha": 5, "target_modules": list(TARGETS), "lora_dropout": 0.0, **options}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = get_peft_model(base, config).to(dtype)
+        if trained:
+            stir(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def stir(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.4)
+
+
+def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
+    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
+
+
+def factors(model: nn.Module, layers: tuple[int, ...], adapter: str = "default") -> dict[str, Any]:
+    """The A and B modules of these layers by their names in the PEFT model."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(f".layers.{layer}." in name for layer in layers)
+        and name.endswith((f"lora_A.{adapter}", f"lora_B.{adapter}"))
+    }
+
+
+def scorer_for(model: nn.Module, estimator: str, **config: Any) -> Scorer:
+    retention = config.pop("retention", None)
+    options = {"layers": 2, **config}
+    return Scorer(model, VALIDATION, retention, ScorerConfig(estimator=estimator, **options))
+
+
+def truth(model: nn.Module, modules: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """G over the factors, and Psi."""
+    forward = plain_forward(model)
+    parameters = {f"{name}.weight": module.weight for name, module in modules.items()}
+    direction = gradients.validation_gradient(model, forward, VALIDATION, parameters)
+    return direction, influence.exact_influence(model, forward, BATCH, modules, direction)
+
+
+def at_tokens(by_position: Tensor) -> Tensor:
+    return influence.to_token_index(by_position).masked_fill(BATCH["labels"] == -100, 0.0)
+
+
+READOUTS = {
+    "label": influence.row_sums,
+    "path": influence.column_sums,
+    "direct": influence.diagonal,
+}
+
+
+@pytest.mark.parametrize("estimator", READOUTS)
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", TARGETS),
+        ("gemma3", TARGETS),
+        ("phi3", ("qkv_proj", "gate_up_proj")),
+        ("gpt2", ("c_attn", "c_fc")),
+        ("qwen2", ("q_proj", "v_proj", "up_proj")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+def test_factors_have_the_values_of_per_token_autograd(
+    name: str, targets: tuple[str, ...], estimator: str
+) -> None:
+    model = adapted(name=name, target_modules=list(targets))
+    layers = (BY_NAME[name].depth - 2, BY_NAME[name].depth - 1)
+    modules = factors(model, layers)
+    if name == "gpt2":
+        modules = {
+            n: m
+            for n, m in model.named_modules()
+            if n.endswith((".lora_A.default", ".lora_B.default"))
+        }
+    assert len(modules) == 2 * 2 * len(targets)
+    _, exact = truth(model, modules)
+    values = scorer_for(model, estimator).score(BATCH)
+    scale = at_tokens(
+        influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
+    )
+    expected = at_tokens(READOUTS[estimator](exact.matrix))
+    close(values.total, expected, scale, 1e-6, name=f"lora {name} {estimator}")
+    assert float(expected.abs().max()) > 0
+
+
+@pytest.mark.parametrize("head_reduction", ["per_head", "mean"])
+def test_value_propagation_through_the_factors(head_reduction: str) -> None:
+    """The direction of the value projection is s (B M_A + M_B A)."""
+    model = adapted(build={"implementation": "eager"})
+    modules = factors(model, (1, 2))
+    direction, exact = truth(model, modules)
+    forward, names = plain_forward(model), dict(model.named_modules())
+    alphas = model(**inputs(), output_attentions=True).attentions
+    layers = []
+    for layer in (1, 2):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn"
+        output = names[f"{prefix}.o_proj"]
+        heads: list[Tensor] = []
+
+        def split(module: nn.Module, args: Any, heads: list[Tensor] = heads) -> Any:
+            head = args[0].unflatten(-1, (-1, 4)).transpose(1, 2)
+            heads.append(head)
+            return (head.transpose(1, 2).flatten(2),)
+
+        tap = output.register_forward_pre_hook(split)
+        (errors,) = propagation.head_output_errors(forward, BATCH, lambda heads=heads: heads)
+        tap.remove()
+        A, B = (f"{prefix}.v_proj.lora_{side}.default" for side in "AB")
+        with influence.recorded_uses({A: names[A]}) as uses, torch.no_grad():
+            forward(inputs_without_cache())
+        scaling = names[f"{prefix}.v_proj"].scaling["default"]
+        m = names[B].weight @ direction[f"{A}.weight"] + direction[f"{B}.weight"] @ names[A].weight
+        layers.append(propagation.PropagationLayer(alphas[layer], errors, uses[0].x, scaling * m))
+    causal = propagation.value_propagation(layers, window=3, head_reduction=head_reduction)
+    scorer = scorer_for(model, "alphatoken", window=3, head_reduction=head_reduction)
+    values = scorer.score(BATCH)
+    scale = at_tokens(influence.column_sums(exact.absolute_scale))
+    assert values.adaptation_causal is not None
+    close(values.adaptation_causal, at_tokens(causal), scale, 1e-6, name="lora propagation")
+
+
+def inputs_without_cache() -> dict[str, Tensor]:
+    return {k: v for k, v in BATCH.items() if k != "labels"}
+
+
+def test_names_are_those_of_the_model() -> None:
+    model = adapted()
+    scorer = scorer_for(model, "alphatoken", layers=(1,))
+    assert set(scorer.coverage.linears) == set(factors(model, (1,)))
+    assert len(scorer.coverage.linears) == 2 * len(TARGETS)
+    assert set(scorer.coverage.parameters) <= dict(model.named_parameters()).keys()
+    base = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert not base & set(scorer.coverage.parameters)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_before_the_first_step_all_signal_is_in_B(estimator: str) -> None:
+    """B = 0: the gradient of A vanishes, so A's direction is zero and so are its values."""
+    model = adapted(trained=False)
+    modules = factors(model, (1, 2))
+    scorer = scorer_for(model, estimator)
+    values = scorer.score(BATCH)
+    for name, m in scorer.direction.adaptation.items():
+        assert bool((m == 0).all()) == ("lora_A" in name), name
+    assert float(values.total.abs().max()) > 0
+    if estimator in READOUTS:
+        only_b = {n: m for n, m in modules.items() if "lora_B" in n}
+        _, exact = truth(model, only_b)
+        scale = at_tokens(
+            influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
+        )
+        expected = at_tokens(READOUTS[estimator](exact.matrix))
+        close(values.total, expected, scale, 1e-6, name="B alone")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_frozen_trunk(estimator: str) -> None:
+    """Adapters in the last layer only: nothing below or around requires gradients."""
+    model = adapted(layers_to_transform=[2])
+    values = scorer_for(model, estimator, layers=1).score(BATCH)
+    assert bool(torch.isfinite(values.total).all())
+    if estimator in READOUTS:
+        _, exact = truth(model, factors(model, (2,)))
+        scale = at_tokens(
+            influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
+        )
+        expected = at_tokens(READOUTS[estimator](exact.matrix))
+        close(values.total, expected, scale, 1e-6, name=f"frozen trunk {estimator}")
+
+
+@pytest.mark.parametrize(
+    "targets", [TARGETS, ("down_proj",), ("o_proj",), ("q_proj",), ("v_proj",)]
+)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> None:
+    """The training pass has a graph only where the adapters reach; values are the scored ones."""
+    model = adapted(layers_to_transform=[2], target_modules=list(targets)).train()
+    scorer = scorer_for(model, estimator, layers=1)
+    scored = scorer.score(BATCH)
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        values = observed.values(logits, BATCH["labels"])
+        assert all(p.grad is None for p in model.parameters())
+        keep = select_top(values.total, values.mask, ratio=0.5)
+        masked_sft_loss(logits, BATCH["labels"], keep).backward()
+    scale = float(scored.total.abs().sum())
+    close(values.total, scored.total, scale, 1e-7, name=f"observed {targets[0]}")
+    fresh = adapted(layers_to_transform=[2], target_modules=list(targets)).train()
+    masked_sft_loss(fresh(**inputs()).logits, BATCH["labels"], keep).backward()
+    for (name, found), (_, expected) in zip(
+        model.named_parameters(), fresh.named_parameters(), strict=True
+    ):
+        assert bits(found.grad) == bits(expected.grad), name
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_a_reference_pass_without_the_adapter(estimator: str) -> None:
+    """``disable_adapter`` gives the base's own logits, and the values do not notice."""
+    model = adapted()
+    base = BY_NAME["llama"].build(1)
+    scorer = scorer_for(model, estimator)
+    expected = scorer.score(BATCH)
+    before = Snapshot(model)
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        with model.disable_adapter(), torch.no_grad():
+            reference = model(**inputs()).logits
+        values = observed.values(logits, BATCH["labels"])
+    before.check()
+    assert torch.equal(reference, base(**inputs()).logits)
+    close(values.total, expected.total, float(expected.total.abs().sum()), 1e-9, name="reference")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_scoring_a_peft_model_leaves_no_trace(estimator: str) -> None:
+    model = adapted().train()
+    before = Snapshot(model)
+    scorer_for(model, estimator).score(BATCH)
+    before.check()
+
+
+@pytest.mark.parametrize("estimator", READOUTS)
+def test_of_two_adapters_the_active_one_is_valued(estimator: str) -> None:
+    model = adapted()
+    single = scorer_for(model, estimator).score(BATCH)
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["k_proj", "up_proj"]))
+    model.double()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B.other" in name:
+                    parameter.normal_(std=0.4)
+    model.set_adapter("default")
+    both = scorer_for(model, estimator)
+    assert all(name.endswith(".default") for name in both.coverage.linears)
+    assert torch.equal(both.score(BATCH).total, single.total)
+    model.set_adapter("other")
+    other = scorer_for(model, estimator)
+    assert set(other.coverage.linears) == set(factors(model, (1, 2), "other"))
+    _, exact = truth(model, factors(model, (1, 2), "other"))
+    scale = at_tokens(
+        influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
+    )
+    expected = at_tokens(READOUTS[estimator](exact.matrix))
+    close(other.score(BATCH).total, expected, scale, 1e-6, name="second adapter")
+
+
+# --- variants that do not fit -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path"])
+def test_dora_is_refused_by_name(estimator: str) -> None:
+    model = adapted(use_dora=True)
+    before = Snapshot(model)
+    with pytest.raises(CoverageError) as caught:
+        scorer_for(model, estimator).score(BATCH)
+    message = str(caught.value)
+    assert "DoRA" in message
+    assert "lora_" in message
+    assert "estimator='label'" in message
+    before.check()
+
+
+def test_label_values_of_dora_are_exact() -> None:
+    model = adapted(use_dora=True)
+    scorer = scorer_for(model, "label")
+    assert set(scorer.coverage.parameters) >= {f"{n}.weight" for n in factors(model, (1, 2))}
+    forward = plain_forward(model)
+    parameters = {n: p for n, p in model.named_parameters() if n in scorer.parameters}
+    direction = gradients.validation_gradient(model, forward, VALIDATION, parameters)
+    expected = gradients.label_values(model, forward, BATCH, direction)
+    values = scorer.score(BATCH)
+    close(values.total, expected, float(expected.abs().sum()), 1e-6, name="DoRA label")
+
+
+# --- Fisher -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_the_fisher_of_fresh_factors(structure: str) -> None:
+    """B_ref = 0: A's Fisher is zero and its stability stays zero for ever; B's does not."""
+    model = adapted(trained=False)
+    fisher = fit_fisher(
+        model, PROMPTS, samples=4, layers=2, structure=structure, max_new_tokens=3, progress=False
+    )
+    at_start = scorer_for(model, "label", retention=fisher).score(BATCH)
+    assert bool((at_start.stability == 0).all())  # W = W_ref
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    scorer = scorer_for(model, "label", retention=fisher)
+    moved = scorer.score(BATCH)
+    stability = scorer.direction.stability
+    assert stability is not None
+    for name, v in stability.items():
+        assert bool((v == 0).all()) == ("lora_A" in name), name
+    forward = plain_forward(model)
+    expected = gradients.label_values(model, forward, BATCH, stability)
+    scale = float(expected.abs().sum())
+    close(moved.stability, expected, scale, 1e-6, name="LoRA stability")
+    assert scale > 0
+
+
+def test_a_fisher_keyed_by_module_names() -> None:
+    model = adapted()
+    modules = factors(model, (1, 2))
+    fisher = {name: torch.ones_like(module.weight) for name, module in modules.items()}
+    reference = {name: torch.zeros_like(module.weight) for name, module in modules.items()}
+    drift = FisherDrift(fisher, reference)
+    values = scorer_for(model, "path", retention=drift).score(BATCH)
+    weights = {f"{name}.weight": m.weight.detach() for name, m in modules.items()}
+    _, exact = truth(model, modules)
+    psi = influence.exact_influence(model, plain_forward(model), BATCH, modules, weights)
+    scale = at_tokens(influence.column_sums(psi.absolute_scale + exact.absolute_scale))
+    expected = at_tokens(influence.column_sums(psi.matrix))
+    close(values.stability, expected, scale, 1e-6, name="Fisher by module name")

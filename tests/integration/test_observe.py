@@ -1,0 +1,283 @@
+"""One forward serves both: values from a training pass, and the training step as if unobserved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
+from alphatoken.errors import AlphaTokenError, InputError, ModelError, NumericalError
+from alphatoken.estimators import CAPTURED, ESTIMATORS
+from tests.integration.snapshot import Snapshot, bits
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+from tests.property.tolerance import close
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+OTHER = make_batch(("ppprrrr", "pprrr.."), vocabulary=VOCABULARY, seed=5)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+EVERY = [(n, e) for n in ("llama", "gemma3", "gemma2", "phi3", "gpt2") for e in ESTIMATORS]
+EVERY += [(n, e) for n in ("gpt_oss", "mixtral") for e in ("alphatoken", "path")]
+EVERY += [("qwen3_5", e) for e in ("path", "label")]
+
+
+def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
+    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
+
+
+def scorer_for(model: nn.Module, estimator: str, **config: Any) -> Scorer:
+    options = {"layers": 2, "uncovered": "skip", **config}
+    return Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, **options))
+
+
+def observe(
+    scorer: Scorer, model: nn.Module, batch: dict[str, Tensor] = BATCH, **options: Any
+) -> tuple[TokenValues, Tensor]:
+    """Values of one training forward, and its logits."""
+    with scorer.observe() as observed:
+        logits = model(**inputs(batch)).logits
+        return observed.values(logits, batch["labels"], **options), logits
+
+
+def gradients(model: nn.Module) -> dict[str, bytes | None]:
+    return {name: bits(p.grad) for name, p in model.named_parameters()}
+
+
+def no_gradients(model: nn.Module) -> bool:
+    return all(p.grad is None for p in model.parameters())
+
+
+# --- the training step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "estimator"), EVERY)
+def test_masked_gradients_equal_those_of_a_fresh_run_bit_for_bit(name: str, estimator: str) -> None:
+    model = BY_NAME[name].build(1).train()
+    scorer = scorer_for(model, estimator)
+    values, logits = observe(scorer, model)
+    assert no_gradients(model)
+    keep = select_top(values.total, values.mask, ratio=0.5)
+    masked_sft_loss(logits, BATCH["labels"], keep).backward()
+    observed = gradients(model)
+    fresh = BY_NAME[name].build(1).train()
+    masked_sft_loss(fresh(**inputs()).logits, BATCH["labels"], keep).backward()
+    plain = gradients(fresh)
+    assert sum(g is not None for g in plain.values()) > 5
+    assert observed == plain
+
+
+@pytest.mark.parametrize(("name", "estimator"), EVERY)
+def test_observed_values_equal_scored_ones(name: str, estimator: str) -> None:
+    """Without dropout the training pass and the scorer's own are the same pass."""
+    model = BY_NAME[name].build(1).train()
+    scorer = scorer_for(model, estimator)
+    scored, (observed, _) = scorer.score(BATCH), observe(scorer, model)
+    scale = float(scored.total.abs().sum() + scored.unassigned.abs().sum())
+    for part in ("total", "adaptation", "stability", "unassigned"):
+        close(getattr(observed, part), getattr(scored, part), scale, 1e-7, name=f"{name} {part}")
+    assert torch.equal(observed.mask, scored.mask)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_training_with_an_observed_pass_gives_the_same_weights(
+    estimator: str, inside: bool
+) -> None:
+    """Three AdamW steps; each step's direction follows the weights of that step."""
+    watched, plain = (BY_NAME["gemma3"].build(2).train() for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (watched, plain)]
+    scorer, judge = scorer_for(watched, estimator), scorer_for(plain, estimator)
+    masks = []
+    for batch in (BATCH, OTHER, BATCH):
+        with scorer.observe() as observed:
+            logits = watched(**inputs(batch)).logits
+            values = observed.values(logits, batch["labels"])
+            keep = select_top(values.total, values.mask, ratio=0.5)
+            loss = masked_sft_loss(logits, batch["labels"], keep)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        scored = judge.score(batch)
+        chosen = select_top(scored.total, scored.mask, ratio=0.5)
+        assert torch.equal(chosen, keep)
+        masked_sft_loss(plain(**inputs(batch)).logits, batch["labels"], chosen).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        masks.append(keep)
+    assert not torch.equal(masks[0], masks[2])  # the same batch, after two steps: M has moved
+    for (name, found), (_, expected) in zip(
+        watched.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert bits(found) == bits(expected), name
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path"])
+def test_accumulated_gradients_equal_unobserved_ones(estimator: str) -> None:
+    """Two micro-batches into one .grad; values never touch what is already there."""
+    watched, plain = (BY_NAME["llama"].build(3).train() for _ in range(2))
+    scorer = scorer_for(watched, estimator)
+    for batch in (BATCH, OTHER):
+        before = Snapshot(watched)
+        values, logits = observe(scorer, watched, batch)
+        before.check()
+        keep = select_top(values.total, values.mask, ratio=0.5)
+        masked_sft_loss(logits, batch["labels"], keep, normalization="sum").backward()
+        fresh = plain(**inputs(batch)).logits
+        masked_sft_loss(fresh, batch["labels"], keep, normalization="sum").backward()
+    assert gradients(watched) == gradients(plain)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_autocast(estimator: str) -> None:
+    """bf16 arithmetic on float32 weights: float32 values, untouched gradients."""
+    watched, plain = (BY_NAME["llama"].build(4, dtype=torch.float32).train() for _ in range(2))
+    scorer = scorer_for(watched, estimator)
+    exact = scorer_for(BY_NAME["llama"].build(4, dtype=torch.float64), estimator).score(BATCH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values, logits = observe(scorer, watched)
+        assert no_gradients(watched)
+        keep = select_top(values.total, values.mask, ratio=0.5)
+        loss = masked_sft_loss(logits, BATCH["labels"], keep)
+        fresh = masked_sft_loss(plain(**inputs()).logits, BATCH["labels"], keep)
+    loss.backward()
+    fresh.backward()
+    assert values.total.dtype == torch.float32
+    error = (values.total - exact.total).norm() / exact.total.norm()
+    assert float(error) < 0.1  # bf16 carries 8 bits
+    assert gradients(watched) == gradients(plain)
+
+
+# --- what the values are of ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["direct", "label", "path"])
+def test_token_weights_scale_each_tokens_error(estimator: str) -> None:
+    """Own weights a token for direct and label; for path, whose columns mix losses, one a row."""
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    plain, _ = observe(scorer, model)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(BATCH["labels"].shape, generator=generator, dtype=torch.float64)
+    if estimator == "path":
+        weights = weights[:, :1].expand_as(weights)
+    weighted, _ = observe(scorer, model, token_weights=weights.clone().requires_grad_())
+    scale = float(plain.total.abs().sum())
+    close(weighted.total, weights * plain.total, scale, 1e-7, name="token weights")
+    assert not weighted.total.requires_grad
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_token_log_probabilities_serve_as_well_as_logits(estimator: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    expected, _ = observe(scorer, model)
+    labels = BATCH["labels"]
+    for short in (False, True):
+        with scorer.observe() as observed:
+            logits = model(**inputs()).logits
+            targets = labels.clamp(min=0)[:, 1:, None]
+            chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets).squeeze(-1)
+            scores = chosen if short else torch.nn.functional.pad(chosen, (1, 0))
+            values = observed.values(scores, labels)
+        scale = float(expected.total.abs().sum())
+        close(values.total, expected.total, scale, 1e-9, name="log-probabilities")
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_passes_without_gradients_in_between_leave_no_trace(estimator: str) -> None:
+    """A reference pass or generation between the forward and values()."""
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    expected, _ = observe(scorer, model)
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        with torch.no_grad():
+            model(**inputs(OTHER))
+        model.generate(OTHER["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
+        values = observed.values(logits, BATCH["labels"])
+    assert torch.equal(values.total, expected.total)
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_the_last_of_several_passes_counts(estimator: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    expected, _ = observe(scorer, model)
+    with scorer.observe() as observed:
+        model(**inputs(OTHER))
+        logits = model(**inputs()).logits
+        values = observed.values(logits, BATCH["labels"])
+    assert torch.equal(values.total, expected.total)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_inputs_given_by_position(estimator: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    expected, _ = observe(scorer, model)
+    with scorer.observe() as observed:
+        logits = model(BATCH["input_ids"], BATCH["attention_mask"]).logits
+        values = observed.values(logits, BATCH["labels"])
+    scale = float(expected.total.abs().sum())
+    close(values.total, expected.total, scale, 1e-9, name="by position")
+
+
+# --- misuse -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", CAPTURED)
+def test_values_without_a_pass_with_gradients(estimator: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    logits = model(**inputs()).logits
+    scorer = scorer_for(model, estimator)
+    with scorer.observe() as observed:
+        with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+            observed.values(logits, BATCH["labels"])
+        with torch.no_grad():
+            blind = model(**inputs()).logits
+        with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+            observed.values(blind, BATCH["labels"])
+        logits = model(**inputs()).logits
+    with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+        observed.values(logits, BATCH["labels"])
+
+
+@pytest.mark.parametrize("estimator", CAPTURED)
+def test_scores_that_do_not_belong_to_the_observed_pass(estimator: str) -> None:
+    """Detached, or from another forward: an error of the library, never zeros."""
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, estimator)
+    foreign = model(**inputs()).logits
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        for wrong in (logits.detach(), foreign):
+            with pytest.raises(AlphaTokenError):
+                observed.values(wrong, BATCH["labels"])
+
+
+def test_labels_that_hold_nothing_or_have_another_shape() -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, "alphatoken")
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        with pytest.raises(InputError, match="no response token"):
+            observed.values(logits, torch.full_like(BATCH["labels"], -100))
+        with pytest.raises(InputError, match="one shape"):
+            observed.values(logits, BATCH["labels"][:, 1:])
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, "alphatoken")
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits.clone()
+        logits[1, 3] = float("nan")
+        with pytest.raises(NumericalError, match="row 1, token 4"):
+            observed.values(logits, BATCH["labels"])

@@ -1,0 +1,420 @@
+"""Bad input to the scorer: one clear error each, and the model untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_fisher, select_top
+from alphatoken.errors import (
+    AlphaTokenError,
+    ConfigError,
+    FisherError,
+    InputError,
+    ModelError,
+    NumericalError,
+)
+from alphatoken.estimators import ESTIMATORS
+from tests.integration.snapshot import Snapshot
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+EACH = pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+
+
+def model_of(name: str = "llama", **options: Any) -> Any:
+    return BY_NAME[name].build(1, **options)
+
+
+def scorer_for(model: nn.Module, estimator: str = "alphatoken", **config: Any) -> Scorer:
+    validation = config.pop("validation", VALIDATION)
+    retention, optimizer = config.pop("retention", None), config.pop("optimizer", None)
+    options = ScorerConfig(**{"estimator": estimator, "layers": 2, **config})
+    return Scorer(model, validation, retention, options, optimizer=optimizer)
+
+
+def refused(
+    kind: type[AlphaTokenError],
+    call: Callable[[], Any],
+    *parts: str,
+    model: nn.Module | None = None,
+) -> str:
+    """The message of exactly one error of this kind; what, got, why and remedy are there."""
+    before = None if model is None else Snapshot(model)
+    with pytest.raises(AlphaTokenError) as caught:
+        call()
+    error = caught.value
+    message = str(error)
+    assert type(error) is kind, message
+    assert error.__cause__ is None, "one error, not a chain of them"
+    assert error.__context__ is None, "one error, not a chain of them"
+    assert error.what
+    assert error.got
+    assert error.why or error.remedy, message
+    for part in parts:
+        assert part in message, message
+    if before is not None:
+        before.check()
+    return message
+
+
+def changed(batch: dict[str, Tensor] = BATCH, **replaced: Any) -> dict[str, Any]:
+    """A copy of the batch; a None takes the key away."""
+    return {k: v for k, v in {**batch, **replaced}.items() if v is not None}
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+NOTHING = torch.full_like(BATCH["labels"], -100)
+FIRST_ONLY = NOTHING.clone()
+FIRST_ONLY[:, 0] = 5
+TOO_LONG = make_batch(("p" + "r" * 32,), vocabulary=VOCABULARY, seed=3)
+BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "all labels -100": (changed(labels=NOTHING), ("no response token", "-100")),
+    "only the first token": (changed(labels=FIRST_ONLY), ("no response token", "index 0")),
+    "no rows": (
+        {k: v[:0] for k, v in BATCH.items()},
+        ("no response token",),
+    ),
+    "no columns": ({k: v[:, :0] for k, v in BATCH.items()}, ("no response token",)),
+    "no labels": (changed(labels=None), ("no tensor 'labels'", "unshifted")),
+    "no ids": (changed(input_ids=None), ("no tensor 'input_ids'",)),
+    "shifted labels": (changed(labels=BATCH["labels"][:, 1:]), ("one shape", "(2, 8)", "(2, 7)")),
+    "one sequence": (
+        {k: v[0] for k, v in BATCH.items()},
+        ("one shape (batch, length)",),
+    ),
+    "float labels": (changed(labels=BATCH["labels"].double()), ("must be integers", "float64")),
+    "too long": (TOO_LONG, ("longer than the model allows", "33 tokens", "limit 32")),
+    "a label beyond the vocabulary": (
+        changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, VOCABULARY)),
+        (f"{VOCABULARY}", "row 0, token 2"),
+    ),
+    "a negative label": (
+        changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, -1)),
+        ("-1", "row 0, token 2"),
+    ),
+    "a label across documents": (
+        changed(
+            attention_mask=None,
+            position_ids=torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]]),
+        ),
+        ("first token of a packed document", "labels[0, 2]"),
+    ),
+}
+
+
+@EACH
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_a_batch_that_cannot_be_valued(case: str, estimator: str) -> None:
+    model = model_of()
+    batch, parts = BAD_BATCHES[case]
+    scorer = scorer_for(model, estimator)
+    refused(InputError, lambda: scorer.score(batch), *parts, model=model)
+    assert bool(torch.isfinite(scorer.score(BATCH).total).all())  # the scorer goes on
+
+
+@EACH
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_validation_that_cannot_be_used(case: str, estimator: str) -> None:
+    """Named as the validation's fault, also where a good batch stands before it."""
+    model = model_of()
+    batch, parts = BAD_BATCHES[case]
+    for validation in (batch, [VALIDATION, batch]):
+
+        def call(validation: Any = validation) -> Any:
+            return scorer_for(model, estimator, validation=validation).score(BATCH)
+
+        message = refused(InputError, call, *parts, model=model)
+        assert "validation" in message
+
+
+@EACH
+@pytest.mark.parametrize("validation", [[], ()])
+def test_no_validation_at_all(estimator: str, validation: Any) -> None:
+    model = model_of()
+    refused(
+        InputError,
+        lambda: scorer_for(model, estimator, validation=validation).score(BATCH),
+        "no validation tokens",
+        "pass at least one batch",
+        model=model,
+    )
+
+
+def test_preference_pairs_that_do_not_pair() -> None:
+    one = {k: v[:1] for k, v in VALIDATION.items()}
+    zero = torch.zeros(2)
+    refused(
+        InputError,
+        lambda: PreferenceBatch(VALIDATION, one, zero, zero),
+        "one row a pair",
+        "[1, 2]",
+    )
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight",
+     "lm_head.weight"],
+)  # fmt: skip
+def test_weights_that_are_not_finite(name: str, number: float, estimator: str) -> None:
+    model = model_of()
+    with torch.no_grad():
+        dict(model.named_parameters())[name][0, 0] = number
+    call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
+    refused(NumericalError, call, "not finite", "row 0, token", "weights", model=model)
+
+
+@EACH
+def test_a_loss_that_is_not_finite_in_the_batch_alone(estimator: str) -> None:
+    """The validation never reads the broken row of the embedding."""
+    model = model_of()
+    batch = changed(input_ids=BATCH["input_ids"].clone())
+    unused = next(i for i in range(VOCABULARY) if not bool((VALIDATION["input_ids"] == i).any()))
+    batch["input_ids"][:] = int(VALIDATION["input_ids"][0, 0])
+    batch["input_ids"][1, 4] = unused
+    with torch.no_grad():
+        model.get_input_embeddings().weight[unused] = float("nan")
+    scorer = scorer_for(model, estimator)
+    refused(
+        NumericalError, lambda: scorer.score(batch), "not finite", "row 1, token 5", model=model
+    )
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.5, 1.5, float("nan"), float("inf"), "half", True])
+def test_a_ratio_outside_its_range(ratio: Any) -> None:
+    values = scorer_for(model_of(), "path").score(BATCH)
+    if ratio is True:  # an int that means 1.0
+        assert torch.equal(select_top(values.total, values.mask, ratio=ratio), values.mask)
+        return
+    refused(
+        InputError,
+        lambda: (
+            select_top.__wrapped__(values.total, values.mask, ratio)
+            if hasattr(select_top, "__wrapped__")
+            else select_top(values.total, values.mask, ratio)
+        ),
+        "(0, 1]",
+        repr(ratio),
+    )
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [4, 0, -1, [3], [-4], [], "last", 100])
+def test_layers_that_the_model_does_not_have(layers: Any) -> None:
+    model = model_of()
+    message = refused(ConfigError, lambda: scorer_for(model, layers=layers), "layer", model=model)
+    if isinstance(layers, int):
+        assert f"layers={layers}" in message
+        assert "depth 3" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"estimator": "best"}, ("estimator must be one of", "'best'")),
+        ({"window": -1}, ("window", "-1")),
+        ({"stability_weight": float("nan")}, ("stability_weight", "nan")),
+        ({"head_reduction": "max"}, ("head_reduction", "per_head")),
+        ({"causal_position": "next"}, ("causal_position", "context")),
+        ({"preconditioner": "adam"}, ("preconditioner", "frozen")),
+        ({"uncovered": "ignore"}, ("uncovered", "skip")),
+        ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),
+        ({"contraction": "gram", "estimator": "label"}, ("gram", "'label'")),
+    ],
+)
+def test_options_without_meaning(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ScorerConfig(**options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_preconditioner_without_its_optimizer_or_of_another_shape() -> None:
+    model = model_of()
+    with pytest.raises(ConfigError, match="needs the optimizer"):
+        scorer_for(model, preconditioner="frozen")
+    for wrong in ({"nothing": torch.ones(2)}, {"model.layers.2.mlp.up_proj.weight": torch.ones(2)}):
+        refused(
+            ConfigError,
+            lambda wrong=wrong: scorer_for(model, preconditioner=wrong),
+            "fits no parameter",
+            next(iter(wrong)),
+            model=model,
+        )
+
+
+# --- Fisher -------------------------------------------------------------------------------------
+
+
+def fitted(model: nn.Module, **options: Any) -> FisherDrift:
+    prompts = [torch.tensor([3, 4, 5])]
+    options = {"samples": 1, "layers": 2, "max_new_tokens": 2, "progress": False, **options}
+    return fit_fisher(model, prompts, **options)
+
+
+@EACH
+def test_a_fisher_of_another_architecture(estimator: str) -> None:
+    model = model_of()
+    fisher = fitted(BY_NAME["mistral"].build(1))
+    refused(
+        FisherError,
+        lambda: scorer_for(model, estimator, retention=fisher),
+        "another architecture",
+        "MistralForCausalLM",
+        "LlamaForCausalLM",
+        model=model,
+    )
+
+
+@EACH
+def test_a_fisher_of_other_weights(estimator: str) -> None:
+    model = model_of()
+    fisher = fitted(BY_NAME["llama"].build(2))
+    call = lambda: scorer_for(model, estimator, retention=fisher)  # noqa: E731
+    refused(FisherError, call, "too far", "max_relative_drift=None", model=model)
+    scorer_for(model, estimator, retention=fisher, max_relative_drift=None)  # the way out works
+
+
+@EACH
+def test_a_fisher_of_too_few_layers(estimator: str) -> None:
+    model = model_of()
+    fisher = fitted(model, layers=1)
+    call = lambda: scorer_for(model, estimator, retention=fisher)  # noqa: E731
+    refused(FisherError, call, "does not cover", "model.layers.1.", "7 missing", model=model)
+    scorer_for(model, estimator, retention=fisher, layers=1)
+
+
+@EACH
+def test_a_fisher_of_other_shapes(estimator: str) -> None:
+    model = model_of()
+    weights = {
+        n.removesuffix(".weight"): p.detach()
+        for n, p in model.named_parameters()
+        if "proj" in n and "layers.0" not in n
+    }
+    weights["model.layers.2.mlp.up_proj"] = torch.ones(3, 3, dtype=torch.float64)
+    fisher = FisherDrift({n: w.abs() for n, w in weights.items()}, weights)
+    refused(
+        FisherError,
+        lambda: scorer_for(model, estimator, retention=fisher),
+        "model.layers.2.mlp.up_proj.weight",
+        "(3, 3)",
+        "(20, 16)",
+        model=model,
+    )
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_either_mode_gives_the_same_values(estimator: str) -> None:
+    """Not an error: own passes run in evaluation mode, whatever the model's is."""
+    model = model_of("gpt2", resid_pdrop=0.3)
+    values = scorer_for(model.eval(), estimator).score(BATCH).total
+    assert torch.equal(scorer_for(model.train(), estimator).score(BATCH).total, values)
+    assert model.training
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_values_are_the_same_where_gradients_are_off(estimator: str) -> None:
+    model = model_of()
+    expected = scorer_for(model, estimator).score(BATCH).total
+    with torch.no_grad():
+        before = Snapshot(model)
+        found = scorer_for(model, estimator).score(BATCH).total
+        before.check()
+    assert torch.equal(found, expected)
+
+
+@EACH
+def test_inference_mode_is_refused(estimator: str) -> None:
+    """No graph can be built there, whatever one asks for."""
+    model = model_of()
+    with torch.inference_mode():
+        call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
+        refused(ModelError, call, "inference", model=model)
+    with torch.inference_mode():
+        frozen_for_ever = model_of()
+    call = lambda: scorer_for(frozen_for_ever, estimator).score(BATCH)  # noqa: E731
+    refused(ModelError, call, "inference")
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "label"])
+def test_an_attention_implementation_that_is_not_known(estimator: str) -> None:
+    model = model_of()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    refused(
+        ModelError,
+        lambda: scorer_for(model, estimator).score(BATCH),
+        "attn_implementation='flash_attention_2'",
+        "set_attn_implementation('sdpa')",
+        model=model,
+    )
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_a_model_without_an_adapter() -> None:
+    model = Foreign()
+    with pytest.raises(ModelError) as caught:
+        scorer_for(model)
+    for part in ("no adapter", "Foreign", "DecoderAdapter", "register_adapter"):
+        assert part in str(caught.value)
+
+
+@EACH
+def test_a_model_without_a_head(estimator: str) -> None:
+    model = model_of().model
+    call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
+    refused(ModelError, call, "no logits", "causal language model", model=model)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("frozen", ["everything", "scored layers"])
+def test_nothing_to_train(frozen: str, estimator: str) -> None:
+    model = model_of()
+    part = model if frozen == "everything" else model.model.layers[1:]
+    part.requires_grad_(False)
+    call = lambda: scorer_for(model, estimator)  # noqa: E731
+    refused(ConfigError, call, "no trainable linear", "[1, 2]", "unfreeze", model=model)
+
+
+@EACH
+def test_layers_whose_every_matrix_is_skipped(estimator: str) -> None:
+    """Only experts and routers are trainable, and the user asked to leave them out."""
+    model = model_of("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mlp." in name)
+    call = lambda: scorer_for(model, estimator, uncovered="skip").score(BATCH)  # noqa: E731
+    refused(ConfigError, call, "no trainable", model=model)
+
+
+@EACH
+def test_a_model_that_was_unwrapped_is_found(estimator: str) -> None:
+    """Several validation batches as an iterator are read once and kept."""
+    model = model_of()
+    expected = scorer_for(model, estimator, validation=[VALIDATION, BATCH]).score(BATCH).total
+    found = scorer_for(model, estimator, validation=iter([VALIDATION, BATCH])).score(BATCH).total
+    assert torch.equal(found, expected)

@@ -1,0 +1,133 @@
+"""Labels to positions, padding and packing, preference pairs, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alphatoken import InputError, NumericalError, PreferenceBatch, batch
+from alphatoken.oracle import gradients, influence
+from tests.property.properties_algebra import LossCase, loss_cases
+from tests.property.strategies import MODES, make_batch, rows
+
+IDS = torch.arange(1, 11).view(2, 5)
+
+
+@given(loss_cases())
+def test_the_mask_is_the_oracles_list_of_response_tokens(case: LossCase) -> None:
+    labels = case.labels()
+    labels[:, 0] = 1  # a first token is never predicted, labelled or not
+    before = labels.clone()
+    mask = batch.label_mask(labels)
+    assert mask.nonzero().tolist() == [list(t) for t in gradients.response_tokens(labels)]
+    assert torch.equal(labels, before)
+
+
+@given(loss_cases())
+def test_the_two_shifts(case: LossCase) -> None:
+    by_position = case.numbers(case.rows, case.length)
+    by_token = batch.to_token_index(by_position)
+    assert torch.equal(by_token, influence.to_token_index(by_position))
+    assert not bool(by_token[:, 0].any())
+    back = batch.to_label_position(by_token)
+    assert torch.equal(back[:, :-1], by_position[:, :-1])
+    assert not bool(back[:, -1].any())
+
+
+@given(st.sampled_from(MODES).flatmap(rows))
+def test_reading_counts_tokens_and_positions_and_finds_documents(lines: tuple[str, ...]) -> None:
+    data = make_batch(lines, vocabulary=7, seed=0)
+    found = batch.read_batch(data)
+    plain = [line.replace("|", "") for line in lines]
+    assert found.response_tokens == sum(line[1:].count("r") for line in plain)
+    assert found.positions == sum(c != "." for line in plain for c in line)
+    assert "labels" not in found.inputs
+    assert found.inputs["input_ids"] is data["input_ids"]
+    starts = found.document_starts
+    if any("|" in line for line in lines):
+        assert starts is not None
+        for b, line in enumerate(lines):
+            pieces = line.split("|")
+            expected = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
+            assert starts[b].nonzero().flatten().tolist() == expected
+    else:
+        assert starts is None
+
+
+def test_one_row_of_position_ids_serves_all_rows() -> None:
+    data = {"input_ids": IDS, "labels": IDS.clone(), "position_ids": torch.arange(5)[None]}
+    assert batch.read_batch(data).document_starts is None
+    data["position_ids"] = torch.tensor([[0, 1, 0, 1, 2]])
+    data["labels"][:, 2] = -100
+    starts = batch.read_batch(data).document_starts
+    assert starts is not None
+    assert starts.tolist() == [[True, False, True, False, False]] * 2
+
+
+def test_left_padding_is_no_document() -> None:
+    data = make_batch(("..pprr", "pprrrr"), vocabulary=7, seed=0, explicit_positions=True)
+    assert batch.read_batch(data).document_starts is None
+
+
+def bad_batches() -> list[tuple[dict[str, object], str]]:
+    labels = IDS.clone()
+    nothing = torch.full_like(IDS, -100)
+    first = nothing.clone()
+    first[:, 0] = 1
+    packed = torch.tensor([[0, 1, 0, 1, 2]] * 2)
+    return [
+        ({"labels": labels}, "no tensor 'input_ids'"),
+        ({"input_ids": IDS}, "no tensor 'labels'"),
+        ({"input_ids": IDS, "labels": labels.tolist()}, "no tensor 'labels'"),
+        ({"input_ids": IDS, "labels": labels[:, 1:]}, r"one shape \(batch, length\)"),
+        ({"input_ids": IDS[0], "labels": labels[0]}, r"one shape \(batch, length\)"),
+        ({"input_ids": IDS, "labels": labels.float()}, "must be integers"),
+        ({"input_ids": IDS, "labels": labels > 0}, "must be integers"),
+        ({"input_ids": IDS, "labels": nothing}, "no response token"),
+        ({"input_ids": IDS, "labels": first}, "no response token"),
+        ({"input_ids": IDS, "labels": labels, "position_ids": packed}, r"labels\[0, 2\]"),
+    ]
+
+
+@pytest.mark.parametrize(("data", "message"), bad_batches())
+def test_what_is_not_a_batch_is_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        batch.read_batch(data)
+
+
+def test_too_long_a_sequence_is_refused_with_the_limit() -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    with pytest.raises(InputError, match=r"5 tokens, limit 4"):
+        batch.read_batch(data, max_length=4, role="validation batch")
+    assert batch.read_batch(data, max_length=5).response_tokens == 8
+
+
+def test_losses_that_are_not_finite_are_named_on_the_response_only() -> None:
+    losses = torch.zeros(2, 5)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    losses[1, 3] = float("nan")
+    with pytest.raises(NumericalError, match="row 1, token 3"):
+        batch.require_finite(losses, mask, "batch")
+    mask[1, 3] = False
+    batch.require_finite(losses, mask, "batch")
+
+
+def test_preference_pairs_are_checked_once() -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    two, three = torch.zeros(2), torch.zeros(3)
+    pairs = PreferenceBatch(data, data, two, two)
+    assert [(b is data, sign) for b, _, sign in pairs.branches()] == [(True, 1), (True, -1)]
+    with pytest.raises(InputError, match=r"one row a pair.*\[2, 3\]"):
+        PreferenceBatch(data, data, two, three)
+    with pytest.raises(InputError, match="'tokens' or 'pairs'"):
+        PreferenceBatch(data, data, two, two, normalization="mean")
+
+
+def test_one_or_several_batches() -> None:
+    data = {"input_ids": IDS, "labels": IDS}
+    pairs = PreferenceBatch(data, data, torch.zeros(2), torch.zeros(2))
+    assert list(batch.as_batches(data)) == [data]
+    assert list(batch.as_batches(pairs)) == [pairs]
+    assert list(batch.as_batches(iter([data, pairs]))) == [data, pairs]

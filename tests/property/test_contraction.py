@@ -1,0 +1,81 @@
+"""Projected and gram contractions, and the plan that chooses between them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from alphatoken import contraction
+from tests.property import properties_algebra as algebra
+from tests.property import properties_scorer as scorer
+from tests.property.profiles import budget
+from tests.property.properties import Setup, setups
+from tests.property.strategies import ContractionCase, contractions, make_case
+
+SIZES = st.integers(1, 5000)
+
+
+@given(contractions(), st.booleans())
+@budget(0.5)
+def test_projected_is_the_explicit_outer_product(case: ContractionCase, bias: bool) -> None:
+    algebra.check_projected_is_the_loop(case, bias)
+
+
+@given(contractions(), st.booleans(), st.integers(1, 13))
+@budget(0.5)
+def test_gram_is_the_explicit_double_loop(case: ContractionCase, bias: bool, chunk: int) -> None:
+    algebra.check_gram_is_the_loop(case, bias, chunk)
+
+
+@given(contractions(), st.booleans())
+@example(ContractionCase(1, 1, 1, 1, 1), True)
+@budget(0.5)
+def test_both_routes_give_one_number(case: ContractionCase, bias: bool) -> None:
+    algebra.check_gram_is_projected(case, bias)
+
+
+@given(contractions())
+@budget(0.5)
+def test_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
+    algebra.check_outer_sum_is_the_weight_gradient(case)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+@example(2, 2, 2, 2)  # a tie goes to the projected route
+@example(1, 1, 2, 2)
+def test_the_plan_is_the_inequality(tokens: int, validation: int, d_out: int, d_in: int) -> None:
+    algebra.check_plan(tokens, validation, d_out, d_in)
+
+
+@given(contractions())
+@budget(0.25)
+def test_narrow_inputs_are_contracted_in_float32(case: ContractionCase) -> None:
+    algebra.check_narrow_inputs_are_widened(case)
+
+
+def test_summing_before_the_outer_product_is_right_for_one_example_only() -> None:
+    one, two = (ContractionCase(b, 1, 3, 4, 1).factors(integers=True) for b in (1, 2))
+    for factors, equal in ((one, True), (two, False)):
+        swapped = torch.einsum("o,i->oi", factors.delta.sum((0, 1)), factors.x.sum((0, 1)))
+        assert torch.equal(contraction.outer_sum(factors.delta, factors.x), swapped) == equal
+
+
+# --- through the scorer --------------------------------------------------------------------------
+
+TIED = make_case(
+    ("pprrr", "..prr"), (("pprr",), ("prrr.", "..prr")), mlp="gated", bias=True, tied_linears=True
+)
+
+
+@given(setups())
+@example(Setup(TIED, "all", True))  # one weight, two modules, a bias each
+@budget(0.08)
+def test_the_route_never_changes_the_value(setup: Setup) -> None:
+    scorer.check_every_route_gives_one_value(setup)
+
+
+@given(setups(repeated_block=True, repeated_linear=True, layers=2, max_rows=2))
+@budget(0.03, least=3)
+def test_every_use_of_a_weight_enters_both_routes(setup: Setup) -> None:
+    scorer.check_every_route_gives_one_value(setup)

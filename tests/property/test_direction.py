@@ -1,0 +1,106 @@
+"""M = P o (G + lambda V): the algebra, and each ingredient through the scorer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
+from tests.property import properties_algebra as algebra
+from tests.property import properties_scorer as claims
+from tests.property.profiles import budget
+from tests.property.properties import Setup, drift_of, setups
+from tests.property.properties_algebra import DirectionCase, direction_cases
+from tests.property.strategies import make_case
+
+SEVERAL = Setup(
+    make_case(("pprrr", "..prr"), (("pprr",), ("prrrr.", "..prrr"), ("pppppr",)), layers=2), "all"
+)
+ROWS = st.sampled_from(["pprr..", "prrrr.", "..pprr", ".prprr", "pprrrr"])
+PAIRS = st.integers(1, 2).flatmap(
+    lambda n: st.sampled_from([2, 4]).flatmap(
+        lambda count: st.tuples(*[st.tuples(*[ROWS] * n)] * count)
+    )
+)
+
+
+@given(direction_cases())
+def test_diagonal_drift(case: DirectionCase) -> None:
+    algebra.check_diagonal_drift(case)
+
+
+@given(direction_cases())
+def test_kronecker_drift(case: DirectionCase) -> None:
+    algebra.check_kronecker_drift(case)
+
+
+@given(direction_cases())
+def test_preconditioned_sum_and_balance(case: DirectionCase) -> None:
+    algebra.check_direction_algebra(case)
+
+
+@given(setups())
+@example(SEVERAL)
+@budget(0.15)
+def test_the_validation_gradient_and_the_drift(setup: Setup) -> None:
+    claims.check_validation_gradient(setup)
+
+
+@given(setups())
+@budget(0.1)
+def test_kronecker_retention(setup: Setup) -> None:
+    claims.check_kronecker_retention(setup)
+
+
+@given(setups())
+@budget(0.1)
+def test_retention_by_data(setup: Setup) -> None:
+    claims.check_retention_by_data(setup)
+
+
+@given(setups(), st.sampled_from([0.0, -2.0, 7.0]))
+@budget(0.1)
+def test_stability_is_reported_before_lambda(setup: Setup, weight: float) -> None:
+    claims.check_lambda(setup, weight)
+
+
+@given(
+    setups(validations=PAIRS), st.sampled_from([0.1, 1.0]), st.sampled_from(["tokens", "pairs"])
+)
+@budget(0.15)
+def test_validation_by_preference_pairs(setup: Setup, beta: float, normalization: str) -> None:
+    claims.check_preference_validation(setup, beta, normalization)
+
+
+@given(setups(), st.sampled_from(claims.EVERY))
+@budget(0.1)
+def test_the_direction_is_never_stale(setup: Setup, estimator: str) -> None:
+    claims.check_direction_is_never_stale(setup, estimator)
+
+
+def test_retention_is_zero_before_any_drift() -> None:
+    case = SEVERAL.case
+    model = case.model()
+    fisher, _ = drift_of(SEVERAL, model)
+    named = dict(model.named_parameters())
+    drift = FisherDrift(fisher, {n: named[n].detach().clone() for n in fisher})
+    for estimator in claims.EVERY:
+        scorer = Scorer(model, case.validation, drift, ScorerConfig(estimator, layers=2))
+        values = scorer.score(case.batch)
+        assert not bool(values.stability.any())
+        assert torch.equal(values.total, values.adaptation)
+        assert set(values.balance.values()) <= {0.0}
+
+
+def test_one_side_that_decides_alone_is_warned_of_once() -> None:
+    case = SEVERAL.case
+    model = case.model()
+    drift = FisherDrift(*drift_of(SEVERAL, model))
+    config = ScorerConfig("direct", layers=2, stability_weight=1e9, max_relative_drift=None)
+    scorer = Scorer(model, case.validation, drift, config)
+    with pytest.warns(AlphaTokenWarning, match="stability side alone"):
+        values = scorer.score(case.batch)
+    assert values.shares()["stability_direct"] > 0.999
+    scorer.score(case.batch)  # warnings are errors here

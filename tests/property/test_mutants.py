@@ -1,0 +1,182 @@
+"""Each mutant is killed, by every property that is said to kill it; and the documents say so."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alphatoken import attention, batch, readout, selection, target
+from tests.property import generate_docs, properties_mutants
+from tests.property.decoder import DecoderConfig
+from tests.property.mutants import (
+    BY_NAME,
+    CLAIMS,
+    LISTED,
+    MUTANTS,
+    VALIDATION_GRADIENT,
+    all_outer_products,
+    captured_objective,
+)
+from tests.property.mutation import Claim, Edit, Mutant, applied, claim, hunt, source_of
+from tests.property.profiles import budget
+from tests.property.strategies import configs
+
+SENTENCES = """
+sum-then-outer over validation examples; aggregated errors used as direct; label shift off by one;
+prompt positions of the validation sequences dropped; padding leaking in; mean for sum; last token
+dropped; bias forgotten (with score_bias); head-mean for per-head; grouped heads repeated in the
+wrong order; alpha paired with the value projection's own error instead of the head output's; window
+off by one; alpha of the wrong direction (rows for columns); soft-cap factor or sink left out;
+missing sign on rejected; coefficient from the masked logit; square of the batch gradient for the
+Fisher; token-mean scale in the Kronecker factors; preconditioner applied to the token side twice;
+tied or twice-called module overwritten instead of accumulated; stale direction; float32 or bf16
+arithmetic inside; ties all kept; ceil in floating point; threshold over padding
+"""
+"""The list of the mathematics, word by word."""
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_a_mutant_is_killed_by_each_of_its_properties(name: str, record_property) -> None:
+    """A dozen examples of each named property are enough; the same example passes unmutated."""
+    mutant = BY_NAME[name]
+    assert mutant.claims
+    for one in mutant.claims:
+        kill = hunt(mutant, one)
+        assert kill is not None, (
+            f"'{name}' survives {one.name}; killed by: {killers(mutant) or 'nothing'}"
+        )
+        assert kill.calls > 0
+        record_property("killed_by", f"{kill.claim}, example {kill.example}: {kill.message}")
+
+
+def killers(mutant: Mutant) -> list[str]:
+    """Who else would notice; asked only when a named property did not."""
+    return [one.name for one in CLAIMS if hunt(mutant, one) is not None]
+
+
+@pytest.mark.parametrize("one", CLAIMS, ids=[one.name for one in CLAIMS])
+def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
+    """What kills a mutant is no property that always fails."""
+    assert hunt(None, one) is None
+
+
+def test_every_mutant_of_the_list_is_there() -> None:
+    """Nothing of §10 is missing, and nothing is said to be of it that is not."""
+    wanted = {" ".join(part.split()) for part in SENTENCES.split(";")}
+    assert {mutant.sentence for mutant in LISTED} == wanted
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+    assert all(name == name.lower() and " " not in name for name in names)
+    sentences = {mutant.sentence for mutant in MUTANTS if not mutant.listed}
+    assert not sentences & wanted
+
+
+def test_the_detour_over_captured_errors_is_right_by_itself() -> None:
+    """Two mutants build G from captured errors; done right, that detour is no mutant."""
+    edit = Edit("objective.objective_gradient", "", "", body=captured_objective(all_outer_products))
+    for one in VALIDATION_GRADIENT:
+        assert hunt(Mutant("no mutant", "", (edit,), (one,), listed=False), one) is None
+
+
+def test_names_mean_the_mutant_inside_and_the_core_again_afterwards() -> None:
+    """Imported names, methods and static methods; also when an exception passes through."""
+    before = (
+        attention._band,
+        batch.to_token_index,
+        vars(target.Target)["_current_stamp"],
+        vars(attention._Gate)["backward"],
+    )
+    edits = (
+        Edit("attention._band", "(k <= t + window)", "(k < t + window)"),
+        Edit("batch.to_token_index", "(1, 0)", "(0, 1)"),
+        Edit("target.Target._current_stamp", "tuple(", "list("),
+        Edit("attention._Gate.backward", "None, dq, dk, dv", "None, dq, dk, dv"),
+    )
+
+    def inside() -> None:
+        with applied(Mutant("four", "", edits, (), listed=False)):
+            assert attention._band is not before[0]
+            assert readout.to_token_index is batch.to_token_index is not before[1]
+            assert vars(target.Target)["_current_stamp"] is not before[2]
+            assert isinstance(vars(attention._Gate)["backward"], staticmethod)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
+    assert attention._band is before[0]
+    assert readout.to_token_index is batch.to_token_index is before[1]
+    assert vars(target.Target)["_current_stamp"] is before[2]
+    assert vars(attention._Gate)["backward"] is before[3]
+
+
+def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
+    """When the core changes, its mutants must follow; none turns into a no-op."""
+    edit = Edit("selection.keep_count", "no such text", "x")
+    with pytest.raises(LookupError, match="must follow"), applied(Mutant("m", "", (edit,), ())):
+        pass
+    for mutant in MUTANTS:
+        for edit in mutant.edits:
+            assert edit.body is not None or edit.old != edit.new
+            assert edit.body is not None or source_of(edit.target).count(edit.old) == 1
+
+
+def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:
+    """An assertion inside the library, a wrong type, an import error: none of them counts."""
+
+    def check(hundredths: int) -> None:
+        assert selection.keep_count(hundredths / 100, 10) == 5
+
+    for new, error in (("assert False", AssertionError), ("import nothing", ImportError)):
+        edit = Edit("selection.keep_count", "return math.ceil(", f"{new}; return math.ceil(")
+        with pytest.raises(error):
+            hunt(Mutant("broken", "", (edit,), ()), claim(check, 50))
+    assert selection.keep_count(0.5, 10) == 5
+
+
+def test_a_mutant_that_is_never_called_is_no_kill() -> None:
+    """A property that fails by itself shows nothing about a mutant elsewhere."""
+
+    def check(number: int) -> None:
+        raise AssertionError(number)
+
+    edit = Edit("selection.keep_count", "math.ceil(", "math.floor(")
+    with pytest.raises(RuntimeError, match="never called"):
+        hunt(Mutant("elsewhere", "", (edit,), ()), claim(check, 1))
+
+
+def test_a_property_that_fails_without_the_mutant_is_no_kill() -> None:
+    """The same example has to pass on the core as it is."""
+
+    def check(count: int) -> None:
+        assert selection.keep_count(0.5, count) == -1
+
+    edit = Edit("selection.keep_count", "math.ceil(", "math.floor(")
+    with pytest.raises(RuntimeError, match="without any mutant"):
+        hunt(Mutant("innocent", "", (edit,), ()), claim(check, 3))
+
+
+@given(config=configs(), seed=st.integers(0, 2**16), samples=st.integers(1, 4))
+@budget(0.2)
+def test_the_token_fisher_is_exact(config: DecoderConfig, seed: int, samples: int) -> None:
+    properties_mutants.check_token_fisher_squares_labels_of_the_model(config, seed, samples)
+
+
+# --- documents -----------------------------------------------------------------------------------
+
+
+def test_the_table_of_claims_is_up_to_date() -> None:
+    """docs/claims.md is what the generator writes now: python -m tests.property.generate_docs."""
+    assert generate_docs.CLAIMS_PAGE.read_text(encoding="utf-8") == generate_docs.claims_text()
+
+
+def test_the_kill_matrix_lists_exactly_the_mutants() -> None:
+    """Same names, same order, each beside the properties that have to kill it."""
+    rows = generate_docs.read_kill_matrix(generate_docs.KILLS_PAGE.read_text(encoding="utf-8"))
+    assert rows == [(mutant.name, tuple(one.name for one in mutant.claims)) for mutant in MUTANTS]
+
+
+def test_every_property_is_run_by_some_test() -> None:
+    """A check_ function that no test calls proves nothing."""
+    idle = [row.name for row in generate_docs.claims() if row.is_check and not row.tests]
+    assert not idle
