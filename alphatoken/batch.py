@@ -41,7 +41,7 @@ def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
     The first token of a row has no position before it, so index 0 is always False.
     """
     mask = labels != IGNORE
-    mask[:, 0] = False
+    mask[:, :1] = False  # also of a batch without columns
     return mask
 
 
@@ -56,7 +56,10 @@ def to_label_position(by_token: Tensor) -> Tensor:
 
 
 def token_losses(
-    scores: Float[Tensor, "b t vocabulary"] | Float[Tensor, "b s"], labels: Int[Tensor, "b t"]
+    scores: Float[Tensor, "b t vocabulary"] | Float[Tensor, "b s"],
+    labels: Int[Tensor, "b t"],
+    *,
+    role: str = "batch",
 ) -> Float[Tensor, "b t"]:
     """Loss of every response token: index i holds ``-log pi(z_i | z_<i)``, 0 elsewhere.
 
@@ -64,12 +67,17 @@ def token_losses(
         scores: logits (b, t, vocabulary), or token log-probabilities: (b, t) with index i for
             token i, or (b, t - 1) with index i - 1 for token i (TRL's layout).
         labels: unshifted labels, -100 ignored.
+        role: how messages call this batch.
 
     Returns:
         (b, t) in float32 or wider, differentiable (reverse and forward mode).
+
+    Raises:
+        InputError: a label that is no token of the vocabulary.
     """
     mask = label_mask(labels)
     if scores.dim() == 3:
+        _require_tokens(labels, mask, scores.shape[-1], role)
         targets = torch.where(mask, labels, 0)[:, 1:]
         log_probs = F.log_softmax(scores[:, :-1].to(wide(scores.dtype)), dim=-1)
         chosen = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -79,6 +87,18 @@ def token_losses(
     else:
         losses = -scores.to(wide(scores.dtype))
     return losses.masked_fill(~mask, 0.0)
+
+
+def _require_tokens(labels: Tensor, mask: Tensor, vocabulary: int, role: str) -> None:
+    bad = mask & ((labels < 0) | (labels >= vocabulary))
+    if bool(bad.any()):
+        row, index = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"a label of the {role} is no token of the vocabulary",
+            got=f"{int(labels[row, index])} at row {row}, token {index}; {vocabulary} tokens",
+            why="there is no such prediction to take the loss of",
+            remedy="labels are token ids, and -100 where nothing is learned",
+        )
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,7 @@ class PreferenceBatch:
             raise InputError(
                 "chosen, rejected and reference log-probabilities must have one row a pair",
                 got=f"row counts {sorted(pairs)}",
+                remedy="row n of each belongs to pair n; drop unpaired rows",
             )
         if self.normalization not in ("tokens", "pairs"):
             raise InputError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
     if isinstance(layers, bool) or not isinstance(layers, (int, Sequence)) or layers == "":
         raise ConfigError("layers must be an int K, 'all' or indices", got=repr(layers))
     if isinstance(layers, str):
-        raise ConfigError("layers as a string can only be 'all'", got=repr(layers))
+        raise ConfigError(
+            "layers as a string can only be 'all'",
+            got=repr(layers),
+            remedy="pass a number K for the last K layers, 'all', or indices",
+        )
     if isinstance(layers, int):
         if not 1 <= layers <= depth:
             raise ConfigError(
@@ -63,6 +68,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
         raise ConfigError(
             "scored layer indices must lie within the model",
             got=f"{list(layers)}, model depth {depth}",
+            remedy=f"pass at least one index from {-depth} to {depth - 1}",
         )
     return tuple(chosen)
 
@@ -178,6 +184,23 @@ class Recorder:
         """Outputs of all linear uses, the tensors whose errors are asked for."""
         return [use.s for use in self.linears]
 
+    def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: forget the pass before, keep the arguments of this one."""
+        if torch.is_grad_enabled():
+            self.clear()
+            self.call = (args, kwargs)
+
+    def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a decoder block runs."""
+        self.execution += 1
+
+    def on_call(
+        self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        """After a scored linear ran."""
+        if isinstance(output, Tensor) and args:
+            self.on_linear(linear, args[0], output)
+
     def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
         """Keep one use; forwards without a graph (generation, references) leave no trace."""
         if s.requires_grad:
@@ -228,21 +251,13 @@ def record(adapter: DecoderAdapter, scope: Scope, *, attention: bool = True) -> 
     recorder = Recorder(scope)
     blocks = adapter.layers()
     with ExitStack() as stack:
-
-        def new_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled():
-                recorder.clear()
-                recorder.call = (args, kwargs)
-
-        def new_execution(module: nn.Module, args: tuple[Any, ...]) -> None:
-            recorder.execution += 1
-
-        handle = adapter.model.register_forward_pre_hook(new_forward, with_kwargs=True)
+        handle = adapter.model.register_forward_pre_hook(recorder.on_forward, with_kwargs=True)
         stack.callback(handle.remove)
         for block in {id(b): b for b in blocks[scope.first :]}.values():
-            stack.callback(block.register_forward_pre_hook(new_execution).remove)
+            stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
         for linear in scope.linears:
-            stack.callback(_hook_linear(recorder, linear).remove)
+            hook = partial(recorder.on_call, linear)
+            stack.callback(linear.module.register_forward_hook(hook).remove)
         stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
         if attention:
             modules = [
@@ -255,14 +270,6 @@ def record(adapter: DecoderAdapter, scope: Scope, *, attention: bool = True) -> 
             yield recorder
         finally:
             recorder.clear()
-
-
-def _hook_linear(recorder: Recorder, linear: ScoredLinear) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and args:
-            recorder.on_linear(linear, args[0], output)
-
-    return linear.module.register_forward_hook(hook)
 
 
 @contextmanager
@@ -278,6 +285,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_grad_enabled():  # a block used at two depths: only the first call cuts
+        return None
+    torch.set_grad_enabled(True)
+    if args:
+        return (args[0].detach().requires_grad_(), *args[1:]), kwargs
+    hidden = kwargs["hidden_states"].detach().requires_grad_()
+    return args, {**kwargs, "hidden_states": hidden}
+
+
 @contextmanager
 def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     """Build the graph from the input of layer ``first`` on; the trunk below leaves none.
@@ -286,17 +303,7 @@ def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     to require gradients, so errors exist even when everything below and around is frozen.
     """
     block = adapter.layers()[first]
-
-    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled():  # a block used at two depths: only the first call cuts
-            return None
-        torch.set_grad_enabled(True)
-        if args:
-            return (args[0].detach().requires_grad_(), *args[1:]), kwargs
-        hidden = kwargs["hidden_states"].detach().requires_grad_()
-        return args, {**kwargs, "hidden_states": hidden}
-
-    handle = block.register_forward_pre_hook(cut, with_kwargs=True)
+    handle = block.register_forward_pre_hook(_cut, with_kwargs=True)
     try:
         with torch.no_grad():
             yield

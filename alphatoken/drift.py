@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.adapter import DecoderAdapter, find_adapter
+from alphatoken.direction import diagonal_drift, kronecker_drift
 from alphatoken.errors import FisherError
-from alphatoken.precision import full_precision, wide
 from alphatoken.storage import read_tensors, write_tensors
 
 __all__ = ["FisherDrift", "library_version"]
@@ -163,17 +163,15 @@ class FisherDrift:
         self._require(parameters)
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
-    @full_precision
     def _V(self, name: str, weight: Tensor) -> Tensor:
-        # A float32 Fisher of float32 weights stays there: a float64 one of them widens V.
-        entries = (self.fisher[name],) if self.fisher else self.factors[name]
-        dtype = wide(weight.dtype, *(entry.dtype for entry in entries))
-        step = weight.to(dtype) - self.reference[name].to(weight.device, dtype)
+        reference = self.reference[name].to(weight.device)
         if self.fisher:
-            return entries[0].to(weight.device, dtype) * step
-        left, right = (entry.to(weight.device, dtype) for entry in entries)
-        columns = step.unsqueeze(1) if step.dim() == 1 else step
-        return (left @ columns @ right).view_as(step)
+            return diagonal_drift(self.fisher[name].to(weight.device), weight, reference)
+        left, right = (factor.to(weight.device) for factor in self.factors[name])
+        if weight.dim() == 1:  # a bias is a matrix of one column
+            columns = kronecker_drift(left, right, weight.unsqueeze(1), reference.unsqueeze(1))
+            return columns.squeeze(1)
+        return kronecker_drift(left, right, weight, reference)
 
     def _require(self, parameters: Mapping[str, Tensor]) -> None:
         missing = [name for name in parameters if name not in self.reference]

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.attention import forward_mode_attention
-from alphatoken.batch import LabelledBatch, token_losses
+from alphatoken.batch import LabelledBatch, require_finite, token_losses
 from alphatoken.capture import evaluation_mode
 from alphatoken.precision import wide
 
@@ -93,6 +93,7 @@ def label_values(
             adapter.model, _places(adapter.model, duals), (), arguments, tie_weights=False
         )
         losses = token_losses(adapter.logits_of(output), batch.labels)
+        require_finite(forward_ad.unpack_dual(losses).primal, batch.mask, "batch")
         tangent = forward_ad.unpack_dual(losses).tangent
         if tangent is None:  # the direction reaches no loss, as with an unrouted expert
             return torch.zeros_like(losses)

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from alphatoken.adapter import DecoderAdapter, ScoredLinear
 from alphatoken.capture import LinearUse, Recorder, Scope, record
-from alphatoken.errors import CoverageError, NumericalError
-from alphatoken.precision import wide
+from alphatoken.errors import NumericalError
+from alphatoken.precision import full_precision, wide
+from alphatoken.proofs import compare_gradients
 
 __all__ = ["DiagonalMoments", "KroneckerMoments"]
-
-_COVERAGE = {torch.float64: 1e-10, torch.float32: 1e-4}
-_COVERAGE_HALF = 5e-2  # bfloat16 and float16 round every product
 
 
 def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
@@ -116,6 +114,7 @@ class KroneckerMoments:
             finally:
                 self._recorder = None
 
+    @full_precision
     def add(self, log_likelihood: Tensor) -> None:
         """Add this sequence's inputs and errors; no ``.grad`` is touched.
 
@@ -146,26 +145,23 @@ class KroneckerMoments:
         gradients: Sequence[Tensor | None],
     ) -> None:
         """The captured uses must add up to autograd's gradient of every weight."""
-        captured = {key: torch.zeros((), dtype=torch.float64) for key in self._key.values()}
-        scale = dict.fromkeys(captured, 0.0)  # sum of absolute terms, so cancellation is harmless
+        captured: dict[str, tuple[Tensor, float]] = {}
         for use, (x, delta) in zip(uses, rows, strict=True):
             key = self._key[use.linear.weight_name]
             product = x.T @ delta if use.linear.transposed else delta.T @ x
-            captured[key] = captured[key].to(product) + product
-            scale[key] += float((x.norm(dim=1) * delta.norm(dim=1)).sum())
-        for linear, gradient in zip(self._scope.linears, gradients, strict=True):
-            if gradient is None:
-                continue
-            key = self._key[linear.weight_name]
-            error = float((captured[key].to(gradient.device) - gradient).norm())
-            if not error <= _COVERAGE.get(gradient.dtype, _COVERAGE_HALF) * scale[key]:
-                raise CoverageError(
-                    "a weight in scope is used in a way that was not captured",
-                    got=f"'{linear.weight_name}': its gradient differs by {error:.1e} from what "
-                    f"its module's inputs and errors explain (of {scale[key]:.1e})",
-                    why="the Kronecker factors would lack that use",
-                    remedy="structure='diagonal', which follows the weight through every use",
-                )
+            before, size = captured.get(key, (torch.zeros_like(product), 0.0))
+            size += float((x.norm(dim=1) * delta.norm(dim=1)).sum())
+            captured[key] = (before + product, size)
+        expected = {
+            self._key[linear.weight_name]: gradient
+            for linear, gradient in zip(self._scope.linears, gradients, strict=True)
+        }
+        compare_gradients(
+            captured,
+            expected,
+            narrow=any(use.s.dtype in (torch.bfloat16, torch.float16) for use in uses),
+            remedy="structure='diagonal', which follows the weight through every use",
+        )
         self._proved = True
 
     def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:

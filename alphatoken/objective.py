@@ -47,7 +47,7 @@ def scoring_forward(adapter: DecoderAdapter, first: int | None) -> Iterator[None
 
 def forward_losses(adapter: DecoderAdapter, batch: LabelledBatch, role: str) -> Tensor:
     """Token losses (b, t) of one forward in the surrounding context; finite or an error."""
-    losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+    losses = token_losses(adapter.forward(batch.inputs), batch.labels, role=role)
     require_finite(losses, batch.mask, role)
     return losses
 

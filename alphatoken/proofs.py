@@ -61,17 +61,23 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
         )
 
 
-def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator: str) -> None:
+def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator: str) -> bool:
     """Prove that the self-only backward leaks no error to other positions.
 
     Of each row, the last token's loss is sent back alone; every captured error away from its
     position must be exactly zero.
+
+    Returns:
+        False if nothing was proved: each of those tokens is predicted from the first position, and
+        there is no other one to leak to.
 
     Raises:
         UnsupportedError: a module mixes positions outside the attention that was switched.
     """
     rows = mask.any(-1).nonzero().squeeze(-1)
     last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows]
+    if not bool((last > 1).any()):
+        return False
     with torch.enable_grad():
         loss = losses[rows, last].sum()
     errors = accumulate_errors(recorder, loss, recorder.outputs, "self")
@@ -87,6 +93,7 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
                 why="a direct value would contain part of the causal one, silently",
                 remedy="estimator='label' or 'path', which are exact for every module type",
             )
+    return True
 
 
 _COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -98,6 +105,7 @@ def compare_gradients(
     expected: Mapping[str, Tensor | None],
     *,
     narrow: bool = False,
+    remedy: str = "estimator='label', which follows the weight through every use",
 ) -> float:
     """Compare what the captured uses explain with autograd's gradient of the same loss.
 
@@ -106,6 +114,7 @@ def compare_gradients(
             the norms of its terms). The error is relative to the latter, so that a gradient that
             cancels is no false alarm.
         expected: parameter name -> autograd's gradient (None: no path); all parameters in scope.
+        remedy: what the error tells the user to do.
         narrow: autograd multiplied in 16 bits whatever the gradient's dtype says (autocast).
 
     Returns:
@@ -130,7 +139,7 @@ def compare_gradients(
                 got=f"{name}: captured uses explain its gradient to a relative error of "
                 f"{relative:.1e}",
                 why="the part that passes through the other use would be missing from the values",
-                remedy="estimator='label', which follows the weight through every use",
+                remedy=remedy,
             )
         worst = max(worst, relative)
     return worst

@@ -144,6 +144,7 @@ class Scorer:
     # --- proofs --------------------------------------------------------------------------------
 
     def _prepare(self, tokens: int | None) -> None:
+        self.target.require_gradients()
         if not self._proved:
             self._prove()
         self.target.prepare(tokens)
@@ -159,13 +160,16 @@ class Scorer:
                 with scoring_forward(self.adapter, self.target.first):
                     losses = forward_losses(self.adapter, batch, role)
                 self._require_rule(recorder)
-                if self._self_only:
-                    prove_isolation(recorder, losses, batch.mask, self.config.estimator)
+                self._prove_isolation(recorder, losses, batch.mask)
                 error = prove_coverage(recorder, losses, self.parameters)
-            self.coverage = replace(
-                self.coverage, relative_error=error, isolated=True if self._self_only else None
-            )
+            self.coverage = replace(self.coverage, relative_error=error)
         self._proved = True
+
+    def _prove_isolation(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
+        """Prove it once, on the first batch long enough to show a leak."""
+        if self._self_only and not self.coverage.isolated:
+            proved = prove_isolation(recorder, losses, mask, self.config.estimator)
+            self.coverage = replace(self.coverage, isolated=proved)
 
     @property
     def _self_only(self) -> bool:
@@ -228,6 +232,7 @@ class Scorer:
         self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Tensor | None
     ) -> TokenValues:
         errors = self._errors(recorder, losses, weights)
+        self._prove_isolation(recorder, losses, mask)
         target = self.target
         adaptation = contract_columns(
             recorder, errors, target.adaptation, target.names, target.factors

@@ -21,7 +21,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.contraction import plan_contraction
 from alphatoken.direction import Direction, precondition
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import ConfigError, CoverageError, InputError
+from alphatoken.errors import ConfigError, CoverageError, InputError, ModelError
 from alphatoken.estimators import CAPTURED
 from alphatoken.objective import objective_gradient, scoring_forward, weighted_losses
 from alphatoken.precision import wide
@@ -107,6 +107,14 @@ class Target:
         once: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in chosen.items():
             once.setdefault(id(parameter), (name, parameter))
+        if not once:
+            skipped = list(self.scope.uncovered)
+            raise ConfigError(
+                "no trainable matrix of the scored layers is left in scope",
+                got=f"{len(skipped)} skipped, such as {skipped[0]}",
+                why="values are inner products with gradients of trainable weights",
+                remedy="estimator='label' with uncovered='error', which covers them",
+            )
         return dict(once.values())
 
     def _check_options(self) -> None:
@@ -145,6 +153,19 @@ class Target:
         # Any parameter moves G, frozen ones too if somebody writes to them.
         return tuple((id(p), p._version) for p in self.adapter.model.parameters())
 
+    def require_gradients(self) -> None:
+        """Raise where no graph can be built."""
+        outside = next(
+            (n for n, p in self.adapter.model.named_parameters() if p.is_inference()), None
+        )
+        if outside is not None or torch.is_inference_mode_enabled():
+            raise ModelError(
+                "values need gradients, which inference mode rules out for good",
+                got="torch.inference_mode() is on" if outside is None else f"{outside}, made in it",
+                remedy="load the model and call outside torch.inference_mode(); torch.no_grad() "
+                "is fine",
+            )
+
     def prepare(self, tokens: int | None) -> None:
         """Make G (or its factors) and V current.
 
@@ -177,7 +198,7 @@ class Target:
         if tokens is None or self.config.preconditioner is not None:
             return False
         positions = sum(
-            int(branch["input_ids"].numel())
+            int(torch.as_tensor(branch.get("input_ids", ())).numel())  # checked when it is read
             for item in self.validation
             for branch in (
                 (item.chosen, item.rejected) if isinstance(item, PreferenceBatch) else (item,)
@@ -220,7 +241,7 @@ class Target:
         return found
 
     def _build_factors(self) -> tuple[Factors, dict[str, Tensor]]:
-        """Validation errors and inputs per weight, and G of the biases; both over the normaliser."""
+        """Validation errors and inputs per weight, and G of the biases, each over the count."""
         factors: Factors = {}
         biases: dict[str, Tensor] = {}
         count = 0.0

@@ -50,7 +50,7 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
 
     Args:
         out: folder; an earlier demo in it is replaced.
-        scale: factor on steps and rows; 1 takes a minute or two on two cores.
+        scale: factor on steps and rows; 1 takes about a minute on one core.
         seed: of all draws.
 
     Raises:

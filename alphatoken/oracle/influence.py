@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,35 +70,35 @@ def recorded_uses(modules: Mapping[str, nn.Module]) -> Iterator[list[Use]]:
     """
     uses: list[Use] = []
     handles = []
-
-    def hook(name: str) -> Any:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
-            x = args[0] if args else next(iter(kwargs.values()))
-            if x.ndim != 3 or output.ndim != 3:
-                raise InputError(
-                    "a scored linear is not called on (batch, position, feature)",
-                    got=f"{name}: input {tuple(x.shape)}, output {tuple(output.shape)}",
-                    why="its uses cannot be assigned to positions",
-                    remedy="leave it out of the modules",
-                )
-            if not output.requires_grad:
-                output.requires_grad_()  # frozen trunk below the first scored linear
-            uses.append(Use(name, x.detach(), output))
-            passed_on: Tensor = output.clone()  # what follows may work in place, not on the record
-            return passed_on
-
-        return record
-
     seen: set[int] = set()
     try:
         for name, module in modules.items():
             if id(module) not in seen:
                 seen.add(id(module))
-                handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
+                hook = partial(_record_use, uses, name)
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield uses
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _record_use(
+    uses: list[Use], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> Tensor:
+    x = args[0] if args else next(iter(kwargs.values()))
+    if x.ndim != 3 or output.ndim != 3:
+        raise InputError(
+            "a scored linear is not called on (batch, position, feature)",
+            got=f"{name}: input {tuple(x.shape)}, output {tuple(output.shape)}",
+            why="its uses cannot be assigned to positions",
+            remedy="leave it out of the modules",
+        )
+    if not output.requires_grad:
+        output.requires_grad_()  # frozen trunk below the first scored linear
+    uses.append(Use(name, x.detach(), output))
+    passed_on: Tensor = output.clone()  # what follows may work in place, not on the record
+    return passed_on
 
 
 def _direction_of(

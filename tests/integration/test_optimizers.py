@@ -65,7 +65,7 @@ def test_P_is_the_sensitivity_of_a_step_whose_denominator_is_held(kind: Any, ste
         step = float(state["step"])
         weight.grad = gradient
         # Hold the bias-corrected denominator: v / (1 - beta2^s) of before the step.
-        beta1, beta2 = own.param_groups[0]["betas"]
+        _, beta2 = own.param_groups[0]["betas"]
         held = second * (1 - beta2 ** (step + 1)) / (1 - beta2**step)
         state["exp_avg_sq"] = (held - (1 - beta2) * gradient.square()) / beta2
         own.step()
@@ -142,7 +142,7 @@ def test_optimizers_without_a_second_moment_of_that_shape_are_refused(
 def test_a_parameter_that_the_optimizer_does_not_hold() -> None:
     model = BY_NAME["llama"].build(1)
     optimizer = torch.optim.Adam(model.model.layers[0].parameters())
-    config = ScorerConfig("path", layers=1, preconditioner="frozen")
+    config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=1)
     scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
     before = Snapshot(model)
     with pytest.raises(ConfigError, match="not held by the optimizer"):
@@ -156,7 +156,7 @@ def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
     model, optimizer = trained(torch.optim.AdamW, 4, lr=1e-3)
     options: dict[str, Any] = {"layers": 2, "contraction": "projected"}
     plain = Scorer(model, VALIDATION, config=ScorerConfig(estimator, **options))
-    frozen = ScorerConfig(estimator, preconditioner="frozen", **options)
+    frozen = ScorerConfig(estimator, preconditioner="frozen", precondition_after=4, **options)
     scorer = Scorer(model, VALIDATION, config=frozen, optimizer=optimizer)
     P = frozen_preconditioners(optimizer, scorer.parameters)
     assert P is not None
@@ -170,10 +170,14 @@ def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
 
 
 def test_P_follows_the_optimizer() -> None:
-    """A step changes the weights and the state; the next values use both."""
+    """A step changes the weights and the state; from the third on, P is used."""
     model, optimizer = trained(torch.optim.AdamW, 2, lr=1e-3)
-    config = ScorerConfig("path", layers=1, preconditioner="frozen")
+    config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=3)
     scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
+    plain = Scorer(
+        model, VALIDATION, config=ScorerConfig("path", layers=1, contraction="projected")
+    )
+    assert torch.equal(scorer.score(BATCH).total, plain.score(BATCH).total)  # two steps: not yet
     first = scorer.score(BATCH).total
     model(**inputs()).logits.logsumexp(-1).sum().backward()
     optimizer.step()
@@ -182,6 +186,7 @@ def test_P_follows_the_optimizer() -> None:
     fresh = Scorer(model, VALIDATION, config=config, optimizer=optimizer).score(BATCH).total
     assert torch.equal(second, fresh)
     assert not torch.allclose(first, second)
+    assert not torch.allclose(second, plain.score(BATCH).total)
 
 
 def test_before_the_first_step_values_are_plain() -> None:

@@ -198,12 +198,13 @@ def kills_text() -> str:
             "A mutant is the core with a few words replaced. It is *killed* when a property fails "
             "by its own assertion, the replaced code ran, the same example passes on the core as "
             "it is, and the library's own run-time proofs were switched off meanwhile. Beside "
-            "each property stands the number of the example at which it failed (of a dozen, "
-            "drawn with the structure that the mutant needs). The last column says whether the "
+            "each property stands the number of the example at which it failed (of six through a "
+            "whole model, else of twenty, drawn with the structure that the mutant needs). The "
+            "last column says whether the "
             "library's proofs refuse the mutant by themselves, before any value is returned.\n",
-            "## The mutants that the mathematics lists\n",
+            "## Errors that must be noticed\n",
             _kill_table([mutant for mutant in MUTANTS if mutant.listed]),
-            "## Mutants of further steps\n",
+            "## Errors in further steps of the core\n",
             _kill_table([mutant for mutant in MUTANTS if not mutant.listed]),
         ]
     )

@@ -1,8 +1,8 @@
-"""Every mutant of mathematics.md §10, and one for each step of the core that §10 does not name.
+"""Every mutant that was demanded, and one for each step of the core that the demand leaves out.
 
 Each is a few words of the core replaced; ``mutation`` says what counts as a kill. The claims beside
 a mutant are drawn with the structure that it needs (two query heads a group, a soft-cap, a bias),
-so that a dozen examples are enough.
+so that a few examples are enough.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ GRADIENT_OF_BATCHES = claim(
 ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
 BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
 SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
-DEEP = small(layers=2).map(lambda setup: replace(setup, layers="all"))
+# One hop is counted per block object, so a block at two depths is no case of it.
+SINGLE = small(repeated_block=False)
+DEEP = small(layers=2, repeated_block=False).map(lambda setup: replace(setup, layers="all"))
 BRANCHES = (("pprr", "prrr"), ("ppr", "prr"))
 """Chosen and rejected."""
 TIED = small(tied_linears=True, mlp="gated")
@@ -103,7 +105,7 @@ def propagation(window: int | None, **pins: Any) -> Claim:
     return claim(attending.check_value_propagation, calls(**pins), window, "per_head")
 
 
-HOP = claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, small())
+HOP = claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, SINGLE)
 GROUPS = alphatoken(small(heads=4, kv_heads=2))
 PROPAGATION = propagation(None)
 BAND = propagation(2)
@@ -209,7 +211,7 @@ def _objective(outer: Outer, old: str, new: str) -> Edit:
     return Edit("objective.objective_gradient", old, new, body=captured_objective(outer))
 
 
-# --- the mutants of mathematics.md §10 -----------------------------------------------------------
+# --- the mutants that were demanded --------------------------------------------------------------
 
 LISTED = (
     Mutant(
@@ -259,7 +261,7 @@ LISTED = (
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
         (Edit("batch.token_losses", "scores[:, :-1].to(", "scores[:, 1:].to("),),
-        (LOSSES,),
+        (LOSSES, LABEL),
     ),
     Mutant(
         "label-shift-off-by-one-in-the-values",
@@ -302,7 +304,7 @@ LISTED = (
         "padding-leaks-into-the-losses",
         "padding leaking in",
         (Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),),
-        (LOSSES,),
+        (LOSSES, PATH),
     ),
     Mutant(
         "mean-for-sum-of-the-losses",
@@ -326,7 +328,7 @@ LISTED = (
         "last-token-dropped",
         "last token dropped",
         (Edit("batch.token_losses", "F.pad(-chosen, (1, 0))", "F.pad(-chosen[:, :-1], (1, 1))"),),
-        (LOSSES,),
+        (LOSSES, DIRECT),
     ),
     Mutant(
         "bias-forgotten-in-the-contraction",
@@ -642,7 +644,7 @@ LISTED = (
 )
 
 
-# --- and of the steps that §10 does not name -----------------------------------------------------
+# --- and of the steps that the demand leaves out -------------------------------------------------
 
 
 def _own(name: str, sentence: str, edits: tuple[Edit, ...], claims: tuple[Claim, ...]) -> Mutant:
@@ -796,9 +798,9 @@ OWN = (
         "W_ref - W instead of W - W_ref",
         (
             Edit(
-                "drift.FisherDrift._V",
-                "weight.to(dtype) - self.reference[name].to(weight.device, dtype)",
-                "self.reference[name].to(weight.device, dtype) - weight.to(dtype)",
+                "direction.diagonal_drift",
+                "weight.to(dtype) - reference.to(dtype)",
+                "reference.to(dtype) - weight.to(dtype)",
             ),
         ),
         (PATH,),
@@ -808,9 +810,9 @@ OWN = (
         "V = W - W_ref",
         (
             Edit(
-                "drift.FisherDrift._V",
-                "entries[0].to(weight.device, dtype) * step",
-                "step",
+                "direction.diagonal_drift",
+                "fisher.to(dtype) * (weight",
+                "(weight",
             ),
         ),
         (PATH,),

@@ -50,7 +50,8 @@ __all__ = [
     "without_proofs",
 ]
 
-EXAMPLES = 12
+WHOLE_MODEL, ONE_CALL = 6, 20
+"""Examples of a property that runs the scorer, and of one that calls a single function."""
 TESTS = Path(__file__).parent
 
 
@@ -77,7 +78,7 @@ class Claim:
 
     check: Callable[..., None]
     arguments: st.SearchStrategy[tuple[Any, ...]]
-    examples: int = EXAMPLES
+    examples: int
 
     @property
     def name(self) -> str:
@@ -86,9 +87,12 @@ class Claim:
 
 
 def claim(
-    check: Callable[..., None], *arguments: Any, examples: int = EXAMPLES, **named: Any
+    check: Callable[..., None], *arguments: Any, examples: int | None = None, **named: Any
 ) -> Claim:
     """A claim; arguments are strategies or plain values. Hypothesis tests may be named too."""
+    if examples is None:
+        whole = check.__module__.endswith(("properties_estimators", "properties_scorer"))
+        examples = WHOLE_MODEL if whole else ONE_CALL
     inner = getattr(check, "hypothesis", None)
     body = check if inner is None else inner.inner_test
     if named:
@@ -111,10 +115,10 @@ class Mutant:
 
     Attributes:
         name: unique, in kebab case.
-        sentence: the words of mathematics.md §10 that it stands for, or what it breaks besides.
+        sentence: the error as it was demanded (``SENTENCES`` in test_mutants), or what it breaks.
         edits: the changes.
         claims: properties that should notice, in the order in which they are tried.
-        listed: it is one of §10's.
+        listed: it was demanded.
     """
 
     name: str
@@ -133,6 +137,7 @@ def _core() -> tuple[ModuleType, ...]:
     for found in pkgutil.iter_modules(alphatoken.__path__, "alphatoken."):
         if not found.ispkg:
             importlib.import_module(found.name)
+    importlib.import_module("alphatoken.adapters.optimizers")  # the scorer loads it on demand
     return tuple(
         module
         for name, module in list(sys.modules.items())

@@ -520,7 +520,7 @@ def check_unmasked_dpo_gradient(case: PairCase) -> None:
 
 
 def check_masked_dpo_gradient(case: PairCase) -> None:
-    """omega from the unmasked logit, + on kept chosen, - on kept rejected tokens, mean over pairs."""
+    """omega from the unmasked logit, + on kept chosen, - on kept rejected, mean over pairs."""
     logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
     errors = preference.dpo_token_errors(*logits, pairs, case.beta)
     found = torch.autograd.grad(surrogate(case, logits, keep, masked=False), logits)
@@ -536,9 +536,7 @@ def check_masked_logit_is_the_ablation(case: PairCase) -> None:
     """masked_logit: the same sum with omega of the kept tokens only."""
     logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
     labels = (pairs.chosen["labels"], pairs.rejected["labels"])
-    kept = [
-        (loop_losses(x, y) * m).sum(1) for x, y, m in zip(logits, labels, keep, strict=True)
-    ]
+    kept = [(loop_losses(x, y) * m).sum(1) for x, y, m in zip(logits, labels, keep, strict=True)]
     margin = case.beta * (
         (-kept[0] - pairs.reference_chosen) - (-kept[1] - pairs.reference_rejected)
     )

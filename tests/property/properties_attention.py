@@ -188,9 +188,7 @@ def gradient_scales(call: AttentionCall, error: Tensor) -> Gradients:
     repeats = call.query.shape[1] // call.key.shape[1]
     alpha = weights_of(call)
     q, e = call.query.detach().abs(), error.abs()
-    k, v = (
-        x.detach().abs().repeat_interleave(repeats, dim=1) for x in (call.key, call.value)
-    )
+    k, v = (x.detach().abs().repeat_interleave(repeats, dim=1) for x in (call.key, call.value))
     pull = torch.einsum("bhkv,bhtv->bhkt", e, v)
     slope = alpha * (pull + (alpha * pull).sum(-1, keepdim=True)) * call.scale
     dk = torch.einsum("bhkt,bhkd->bhtd", slope, q)
@@ -392,9 +390,7 @@ def dual_attention(
     case: AttentionCase, call: AttentionCall, tangents: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad(), forward_ad.dual_level(), blocks_of(case.chunk):
-        duals = {
-            n: forward_ad.make_dual(getattr(call, n).detach(), t) for n, t in tangents.items()
-        }
+        duals = {n: forward_ad.make_dual(getattr(call, n).detach(), t) for n, t in tangents.items()}
         output = attention.forward_mode_attention(replace(call, **duals))
         plain, tangent = forward_ad.unpack_dual(output)
         return plain.clone(), tangent.clone()

@@ -113,7 +113,7 @@ def check_alphatoken_is_direct_plus_propagation(
 
 
 def check_paper_literal(setup: Setup, window: int | None, position: str) -> None:
-    """Column sums plus head-mean Value-Propagation of the aggregated errors, whatever the option."""
+    """Column sums plus head-mean Value-Propagation of the aggregated errors."""
     scorer = make_scorer(setup, "paper_literal", window=window, causal_position=position)
     compare_values(
         quiet_score(scorer, setup.case.batch),
@@ -195,9 +195,7 @@ def check_same_layer_hop_of_the_last_layer_is_path(setup: Setup) -> None:
     The library gets the hop as the kernel's backward minus its k = t terms, so rounding is relative
     to the whole column, diagonal included.
     """
-    rest = zip(
-        readout(setup, influence.causal), readout(setup, influence.column_sums), strict=True
-    )
+    rest = zip(readout(setup, influence.causal), readout(setup, influence.column_sums), strict=True)
     first, second = (Columns(part.value, column.scale) for part, column in rest)
     compare_values(
         quiet_score(make_scorer(setup, "same_layer_hop"), setup.case.batch),
@@ -264,9 +262,7 @@ def check_label_over_all_parameters(setup: Setup) -> None:
     scorer = make_scorer(setup, "label", model=model, retention=False, parameters="all")
     assert set(scorer.parameters) == set(everything)
     values = quiet_score(scorer, setup.case.batch)
-    m = gradients.validation_gradient(
-        model, forward_of(model), setup.case.validation, everything
-    )
+    m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, everything)
     expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
     scale = torch.zeros_like(expected)
     tokens = gradients.response_tokens(setup.case.batch["labels"])
@@ -301,9 +297,7 @@ def check_label_is_the_row_sums_along(setup: Setup) -> None:
     scorer = make_scorer(setup, "label", model=model, retention=False)
     values = quiet_score(scorer, setup.case.batch)
     parameters = dict(scorer.parameters)
-    m = gradients.validation_gradient(
-        model, forward_of(model), setup.case.validation, parameters
-    )
+    m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, parameters)
     expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
     scale = sum(g.abs().sum() for g in m.values()) + 1.0
     close(values.total, expected, torch.as_tensor(scale), MODEL, name="label, own parameters")

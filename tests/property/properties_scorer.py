@@ -56,7 +56,7 @@ def check_validation_gradient(setup: Setup) -> None:
 def absolute_gradient(
     model: nn.Module, batches: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Mean over tokens of |gradient|, and its largest entry (backward sums round within a token)."""
+    """Mean over tokens of |gradient| plus its largest entry (sums round within a token too)."""
     total = {n: torch.zeros_like(p) for n, p in parameters.items()}
     count = 0
     for batch in batches:
@@ -156,9 +156,7 @@ def check_given_preconditioner(setup: Setup) -> None:
     """A mapping P (some parameters left at 1) scales M, for label and captured estimators alike."""
     model = setup.case.model()
     parameters = parameters_of(setup, ReferenceAdapter(model))
-    given = {
-        n: x.square() for n, x in list(setup.case.directions(parameters, salt=5).items())[::2]
-    }
+    given = {n: x.square() for n, x in list(setup.case.directions(parameters, salt=5).items())[::2]}
     t = truth(setup)
     adaptation, stability = ({n: given.get(n, 1.0) * m for n, m in d.items()} for d in t.directions)
     scorer = make_scorer(setup, "path", model=model, preconditioner=given)
@@ -254,9 +252,7 @@ def preference_batches(setup: Setup, beta: float, normalization: str) -> list[Pr
         generator = torch.Generator().manual_seed(setup.case.seed + n)
         rows = len(batches[n]["labels"])
         reference = torch.randn(2, rows, generator=generator, dtype=torch.float64)
-        found.append(
-            PreferenceBatch(batches[n], batches[n + 1], *reference, beta, normalization)
-        )
+        found.append(PreferenceBatch(batches[n], batches[n + 1], *reference, beta, normalization))
     return found
 
 
@@ -321,7 +317,9 @@ def documents(batch: Mapping[str, Tensor]) -> list[tuple[list[tuple[int, int]], 
         for t in range(ids.shape[1]):
             if not real[b, t]:
                 continue
-            restart = positions is not None and places and positions[b, t] != positions[b, t - 1] + 1
+            restart = (
+                positions is not None and places and positions[b, t] != positions[b, t - 1] + 1
+            )
             if restart:
                 found.append(places)
                 places = []
@@ -452,7 +450,7 @@ def disturb(model: nn.Module, seed: int) -> None:
     embedding.requires_grad_(False)
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Raised on purpose inside a forward or a context."""
 
 
@@ -475,8 +473,8 @@ def check_model_is_left_alone(setup: Setup, estimator: str) -> None:
     try:
         with scorer.observe():
             model(**inputs)
-            raise Stop
-    except Stop:
+            raise StopError
+    except StopError:
         pass
     assert snapshot(model) == before, "after an exception in observe"
     _check_after_a_failing_forward(setup, scorer, model)
@@ -484,7 +482,7 @@ def check_model_is_left_alone(setup: Setup, estimator: str) -> None:
 
 def _check_after_a_failing_forward(setup: Setup, scorer: Scorer, model: ReferenceDecoder) -> None:
     def stop(*_: Any) -> None:
-        raise Stop
+        raise StopError
 
     last = model.layers[-1]
     assert isinstance(last.mlp, nn.Module)
@@ -494,7 +492,7 @@ def _check_after_a_failing_forward(setup: Setup, scorer: Scorer, model: Referenc
         before = snapshot(model)
         try:
             target.score(setup.case.batch)
-        except Stop:
+        except StopError:
             pass
         else:
             raise AssertionError("the forward did not stop")

@@ -70,7 +70,7 @@ TIED = make_case(
 
 @given(setups())
 @example(Setup(TIED, "all", True))  # one weight, two modules, a bias each
-@budget(0.08)
+@budget(0.08, least=4)
 def test_the_route_never_changes_the_value(setup: Setup) -> None:
     scorer.check_every_route_gives_one_value(setup)
 

@@ -66,9 +66,7 @@ def test_stability_is_reported_before_lambda(setup: Setup, weight: float) -> Non
     claims.check_lambda(setup, weight)
 
 
-@given(
-    setups(validations=PAIRS), st.sampled_from([0.1, 1.0]), st.sampled_from(["tokens", "pairs"])
-)
+@given(setups(validations=PAIRS), st.sampled_from([0.1, 1.0]), st.sampled_from(["tokens", "pairs"]))
 @budget(0.15)
 def test_validation_by_preference_pairs(setup: Setup, beta: float, normalization: str) -> None:
     claims.check_preference_validation(setup, beta, normalization)

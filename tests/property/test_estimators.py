@@ -75,7 +75,7 @@ def test_totals_are_the_gradient_along_m(setup: Setup) -> None:
 
 
 @given(setups(max_length=2, max_rows=2))
-@budget(0.05)
+@budget(0.05, least=3)
 def test_with_one_label_position_all_estimators_coincide(setup: Setup) -> None:
     claims.check_one_label_position_makes_all_coincide(setup)
 
@@ -134,9 +134,7 @@ def test_padding_and_company_do_not_matter(setup: Setup, estimator: str, extra: 
     st.integers(0, 1),
 )
 @budget(0.12, least=8)
-def test_packed_documents_are_valued_as_if_alone(
-    setup: Setup, estimator: str, extra: int
-) -> None:
+def test_packed_documents_are_valued_as_if_alone(setup: Setup, estimator: str, extra: int) -> None:
     whole.check_layout_does_not_matter(setup, estimator, extra)
 
 
@@ -247,9 +245,7 @@ def test_a_use_in_the_embedding_is_caught(estimator: str) -> None:
     config = ScorerConfig("label", layers=1)
     scorer = Scorer(model, case.validation, config=config)
     values = scorer.score(case.batch).total
-    m = gradients.validation_gradient(
-        model, forward_of(model), case.validation, scorer.parameters
-    )
+    m = gradients.validation_gradient(model, forward_of(model), case.validation, scorer.parameters)
     expected = gradients.label_values(model, forward_of(model), case.batch, m)
     close(values, expected, 1.0 + expected.abs().max(), MODEL, name="label, shared with embedding")
 
@@ -331,9 +327,7 @@ def test_layers_outside_the_model_are_refused() -> None:
 
 def test_negative_layer_indices_count_from_the_end() -> None:
     for one, two in (((-1,), 1), ((0, -1), "all"), ((1, 0), (0, 1))):
-        assert torch.equal(
-            score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two)
-        )
+        assert torch.equal(score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two))
 
 
 @pytest.mark.parametrize("estimator", whole.EVERY)

@@ -57,7 +57,7 @@ def test_a_zero_direction_gives_zero_values() -> None:
     with torch.no_grad():
         for p in model.head.parameters():
             p.zero_()  # the loss no longer depends on anything below
-    values = Scorer(
-        model, case.validation, config=ScorerConfig(estimator="label", layers=1)
-    ).score(case.batch)
+    values = Scorer(model, case.validation, config=ScorerConfig(estimator="label", layers=1)).score(
+        case.batch
+    )
     assert not bool(values.total.any())

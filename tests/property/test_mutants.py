@@ -33,12 +33,12 @@ Fisher; token-mean scale in the Kronecker factors; preconditioner applied to the
 tied or twice-called module overwritten instead of accumulated; stale direction; float32 or bf16
 arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 """
-"""The list of the mathematics, word by word."""
+"""The errors that the properties must notice, as demanded."""
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_a_mutant_is_killed_by_each_of_its_properties(name: str, record_property) -> None:
-    """A dozen examples of each named property are enough; the same example passes unmutated."""
+    """A few examples of each named property are enough; the same example passes unmutated."""
     mutant = BY_NAME[name]
     assert mutant.claims
     for one in mutant.claims:
@@ -62,7 +62,7 @@ def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
 
 
 def test_every_mutant_of_the_list_is_there() -> None:
-    """Nothing of §10 is missing, and nothing is said to be of it that is not."""
+    """Nothing that was demanded is missing, and nothing is said to be that was not."""
     wanted = {" ".join(part.split()) for part in SENTENCES.split(";")}
     assert {mutant.sentence for mutant in LISTED} == wanted
     names = [mutant.name for mutant in MUTANTS]

@@ -28,7 +28,9 @@ def test_the_count_is_an_exact_ceiling(hundredths: int, count: int) -> None:
 @given(st.decimals("0.0001", "1", places=4), st.integers(0, 10**6))
 def test_any_decimal_ratio_is_read_as_printed(ratio: object, count: int) -> None:
     exact = Fraction(str(ratio)) * count
-    assert selection.keep_count(float(str(ratio)), count) == -(-exact.numerator // exact.denominator)
+    assert selection.keep_count(float(str(ratio)), count) == -(
+        -exact.numerator // exact.denominator
+    )
 
 
 @given(selection_cases(), PERCENT, SCOPES)
