@@ -41,7 +41,8 @@ __all__ = [
     "switchable_attention",
 ]
 
-_CHUNK = 256  # queries per block: bounds every workspace to b * h * _CHUNK * t
+_CHUNK = 256  # queries per block, at most
+_WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
 
 
 class BackwardSwitch:
@@ -116,8 +117,10 @@ class AttentionStatistics:
 
     def row_blocks(self) -> Iterator[_Block]:
         """Blocks that cover every query once, with all the keys that it can attend to."""
-        for start in range(0, self.length, _CHUNK):
-            rows = slice(start, min(start + _CHUNK, self.length))
+        heads = self.query.shape[0] * self.query.shape[1] * self.query.shape[2]
+        size = min(_CHUNK, max(16, _WORKSPACE // max(1, heads * self.length)))
+        for start in range(0, self.length, size):
+            rows = slice(start, min(start + size, self.length))
             # Without a mask attention is causal, and keys after the last query drop out.
             yield self.block(rows, slice(0, rows.stop if self.mask is None else self.length))
 

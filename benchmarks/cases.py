@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ def _flops(run: Any) -> int:
 
 def scoring_overhead() -> Iterator[Row]:
     """One training step with observed scoring against the plain step, validation side apart."""
-    width, depth, rows, length = 384, 8, 1, 256
+    width, depth, rows, length = 384, 12, 1, 256
     model = decoder(width, depth).train()
     batch = random_batch(rows, length)
     mask = torch.ones_like(batch["labels"], dtype=torch.bool)
@@ -148,13 +149,16 @@ def peak_memory() -> Iterator[Row]:
                 "ratio": scored / plain,
                 "floor": 1.0,
                 "note": f"MiB above the bare process; {scored / length * 1024:.0f} KiB a token, "
-                f"one T x T float matrix a head would add {length**2 * 4 * 8 / 2**20:.0f} MiB",
+                f"T x T floats for the 8 heads would add {length**2 * 4 * 8 / 2**20:.0f} MiB",
             }
 
 
 def _peak(what: str, length: int) -> float:
     command = [sys.executable, "-m", "benchmarks.peak", what, str(length)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # A fixed threshold gives large blocks back to the system at once; glibc's moving one keeps some
+    # of them or not, and the peak would differ by half between runs of the same work.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
 
 
