@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> None:
             "--layers cannot be read", got=repr(options.layers), remedy="3, all, or 0,4"
         ) from None
     tokenizer = load_tokenizer(options)
-    rows = read_file(options.data, options, limit=options.limit)
+    prompt_only = options.labels == "sequence"  # the model writes the responses
+    rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
     model = load_model(options)
     encoding = options_of(options, longest_allowed(model, options.max_length))

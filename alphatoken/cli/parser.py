@@ -147,6 +147,12 @@ def _valuation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--estimator", choices=ESTIMATORS, default="alphatoken", help="default: alphatoken")
     add("--layers", default="3", metavar="K", help="last K layers, 'all', or indices such as 0,4")
+    add(
+        "--parameters",
+        choices=("linears", "all"),
+        default="linears",
+        help="'all': embeddings, norms and head too (--estimator label only)",
+    )
     add("--window", default="32", metavar="W", help="causal window in tokens, or 'none'")
     add("--stability-weight", type=float, default=1.5, metavar="LAMBDA", help="default 1.5")
     add("--head-reduction", choices=("per_head", "mean"), default="per_head")

@@ -9,9 +9,13 @@ from alphatoken.data import EncodeOptions, Fields, Row, read_rows
 __all__ = ["options_of", "read_file"]
 
 
-def read_file(path: str, options: argparse.Namespace, *, limit: int | None) -> list[Row]:
+def read_file(
+    path: str, options: argparse.Namespace, *, limit: int | None, prompt_only: bool = False
+) -> list[Row]:
     """Rows of ``path`` with the field names of the command line."""
-    fields = Fields(options.prompt_field, options.response_field, options.messages_field)
+    fields = Fields(
+        options.prompt_field, options.response_field, options.messages_field, prompt_only
+    )
     return read_rows(path, fields=fields, limit=limit)
 
 

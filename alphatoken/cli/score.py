@@ -114,6 +114,8 @@ def run(options: argparse.Namespace) -> None:
             notes=notes,
             balance=balance,
         )
+    if certificate is not None:
+        print(certificate)
     _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
 
 
@@ -146,6 +148,7 @@ def _config(options: argparse.Namespace) -> ScorerConfig:
         stability_weight=options.stability_weight,
         head_reduction=options.head_reduction,
         causal_position=options.causal_position,
+        parameters=options.parameters,
         contraction="projected",  # one direction serves the whole file
     )
 

@@ -81,6 +81,8 @@ class Fields:
     prompt: str | None = None
     response: str | None = None
     messages: str | None = None
+    prompt_only: bool = False
+    """A row may have no response (it is then empty): enough to draw the model's own ones."""
 
 
 def read_rows(
@@ -187,16 +189,21 @@ def _turns(record: Mapping[str, Any], fields: Fields, place: str) -> tuple[Turn,
     if chat is None and not pair_asked:
         chat = next((name for name in _CHATS if record.get(name) is not None), None)
     if chat is not None:
-        return _chat(_field(record, chat, place), chat, place)
+        return _chat(_field(record, chat, place), chat, place, fields.prompt_only)
     plain = fields.prompt is None and fields.response is not None
     if plain and not any(name in record for name in _PROMPTS):
         return (Turn("assistant", _text(record, str(fields.response), place)),)
     prompt_name = fields.prompt or _known(record, _PROMPTS, "prompt", place)
-    response_name = fields.response or _known(record, _RESPONSES, "response", place)
+    absent = fields.response is None and not any(name in record for name in _RESPONSES)
+    if fields.prompt_only and absent:
+        response = ""
+    else:
+        response_name = fields.response or _known(record, _RESPONSES, "response", place)
+        response = _text(record, response_name, place)
     prompt = _text(record, prompt_name, place)
     if prompt_name == "instruction" and record.get("input"):
         prompt = f"{prompt}\n{_text(record, 'input', place)}"
-    return (Turn("user", prompt), Turn("assistant", _text(record, response_name, place)))
+    return (Turn("user", prompt), Turn("assistant", response))
 
 
 def _known(record: Mapping[str, Any], names: Sequence[str], kind: str, place: str) -> str:
@@ -233,7 +240,7 @@ def _text(record: Mapping[str, Any], name: str, place: str) -> str:
     return value
 
 
-def _chat(messages: Any, name: str, place: str) -> tuple[Turn, ...]:
+def _chat(messages: Any, name: str, place: str, prompt_only: bool) -> tuple[Turn, ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
             f"field {name!r} is not a list of messages",
@@ -242,6 +249,8 @@ def _chat(messages: Any, name: str, place: str) -> tuple[Turn, ...]:
         )
     turns = tuple(_message(message, place) for message in messages)
     if all(turn.role != "assistant" for turn in turns):
+        if prompt_only:
+            return (*turns, Turn("assistant", ""))
         raise DataError(
             "the chat has no assistant turn",
             got=f"{place}: roles {', '.join(turn.role for turn in turns)}",

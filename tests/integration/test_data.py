@@ -456,3 +456,13 @@ def test_no_leak_between_real_training_and_test_rows(data_dir: Path) -> None:
     assert counts["train"] == 200
     seeded: Callable[[Row], Row] = lambda row: pair(row.index, row.prompt.upper(), "other")  # noqa: E731
     assert split_pools(train, validation=[seeded(train[5])]).counts["train"] == 199
+
+
+def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    chat = '{"messages": [{"role": "user", "content": "hi"}]}\n'
+    path.write_text('{"prompt": "p"}\n' + chat + '{"prompt": "q", "response": "r"}\n')
+    rows = read_rows(path, fields=Fields(prompt_only=True))
+    assert [(row.prompt, row.response) for row in rows] == [("p", ""), ("hi", ""), ("q", "r")]
+    with pytest.raises(DataError, match="no response field"):
+        read_rows(path)
