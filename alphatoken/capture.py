@@ -8,7 +8,7 @@ also when an exception passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ __all__ = [
     "graph_from_layer",
     "record",
     "resolve_layers",
+    "used_outside",
 ]
 
 
@@ -131,6 +132,17 @@ def _first_use(
         if any(id(p) in owned for p in block.parameters())
     )
     return next(below, chosen[0])
+
+
+def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tensor]) -> bool:
+    """Whether a parameter also sits in a module outside the blocks from ``first`` on (tied).
+
+    The graph must then start at the embeddings, or that part of its gradient is lost.
+    """
+    inside = {m for block in adapter.layers()[first:] for m in block.modules()}
+    others = (m for m in adapter.model.modules() if m not in inside)
+    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
+    return any(id(parameter) in elsewhere for parameter in parameters)
 
 
 @dataclass(frozen=True)

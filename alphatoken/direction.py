@@ -37,7 +37,7 @@ def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: T
         weight: W (d_out, d_in).
         reference: W_ref, the same shape.
     """
-    dtype = wide(weight.dtype, errors.dtype)
+    dtype = wide(weight.dtype, errors.dtype, inputs.dtype)
     drift = weight.to(dtype) - reference.to(dtype)
     return errors.to(dtype) @ drift @ inputs.to(dtype)
 

@@ -24,12 +24,22 @@ from torch import Tensor
 from alphatoken.attention import propagate_values
 from alphatoken.capture import AttentionUse, Recorder, accumulate_errors
 
-__all__ = ["CAPTURED", "ESTIMATORS", "SELF_ONLY", "SPLIT", "TokenErrors", "token_errors"]
+__all__ = [
+    "CAPTURED",
+    "ESTIMATORS",
+    "SELF_ONLY",
+    "SPLIT",
+    "SWITCHED",
+    "TokenErrors",
+    "token_errors",
+]
 
 CAPTURED = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal")
 ESTIMATORS = (*CAPTURED, "label")
 SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
 """Estimators that need the self-only backward."""
+SWITCHED = (*SELF_ONLY, "paper_literal")
+"""Estimators that need the attention calls, recorded through the switchable backward."""
 SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
 """Estimators with a direct and a causal part; path and label have one undivided value."""
 

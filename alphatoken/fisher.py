@@ -29,6 +29,7 @@ from alphatoken.capture import (
     find_scope,
     graph_from_layer,
     resolve_layers,
+    used_outside,
 )
 from alphatoken.drift import FisherDrift, library_version
 from alphatoken.errors import ConfigError, FisherError, InputError, NumericalError
@@ -44,13 +45,12 @@ from alphatoken.sampling import (
     sample_responses,
     uniform_numbers,
 )
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.storage import read_tensors, weights_digest, write_tensors
 
 __all__ = ["FisherDrift", "fit_fisher"]
 
 _KIND = "alphatoken Fisher checkpoint"
 _FORMAT = "1"
-_CHUNK = 1 << 22  # entries of a weight that are widened at a time for its fingerprint
 
 
 def fit_fisher(
@@ -200,7 +200,7 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.prompts_given = len(self.given)
-        self.whole_graph = _used_below(self.adapter, self.scope, self.trained)
+        self.whole_graph = used_outside(self.adapter, self.scope.first, self.trained.values())
         if self.settings.structure == "diagonal":
             self.moments = DiagonalMoments(self.trained)
         else:
@@ -336,14 +336,6 @@ def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict
     return found
 
 
-def _used_below(adapter: DecoderAdapter, scope: Scope, trained: dict[str, Tensor]) -> bool:
-    """Whether a trained parameter is also used outside the blocks that have a graph (tied)."""
-    above = {m for block in adapter.layers()[scope.first :] for m in block.modules()}
-    others = [m for m in adapter.model.modules() if m not in above]
-    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
-    return any(id(parameter) in elsewhere for parameter in trained.values())
-
-
 def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list[int]:
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
     budgets = []
@@ -388,7 +380,7 @@ class _Checkpoint:
             "settings": json.dumps(asdict(fit.settings)),
             "layers": json.dumps(fit.scope.layers),
             "model": json.dumps(fit.adapter.identity(), sort_keys=True),
-            "weights": _weights_fingerprint(fit.adapter.model),
+            "weights": weights_digest(fit.adapter.model),
             "trained": json.dumps(list(fit.trained)),
             "prompts": _prompts_fingerprint(fit.given),
         }
@@ -441,25 +433,4 @@ def _prompts_fingerprint(given: list[Given]) -> str:
         digest.update(len(one.ids).to_bytes(8, "little"))
         digest.update(one.ids.numpy().tobytes())
         digest.update(one.predicted.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _weights_fingerprint(model: nn.Module) -> str:
-    """Digest of all weights and buffers: two position-weighted sums of their bits modulo 2^64.
-
-    Integer sums do not depend on the order of summation, so the digest is the same on any number
-    of threads and any device.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        first = second = 0
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        flat = tensor.detach().contiguous().flatten().view(bits[tensor.element_size()])
-        for start in range(0, flat.numel(), _CHUNK):
-            part = flat[start : start + _CHUNK].to(torch.int64)
-            place = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-            first += int((part * place).sum())
-            second += int((part * (place * place % 1_000_003)).sum())
-        digest.update(f"{first % 2**64}:{second % 2**64}".encode())
     return digest.hexdigest()

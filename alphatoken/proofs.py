@@ -114,8 +114,8 @@ def compare_gradients(
             the norms of its terms). The error is relative to the latter, so that a gradient that
             cancels is no false alarm.
         expected: parameter name -> autograd's gradient (None: no path); all parameters in scope.
-        remedy: what the error tells the user to do.
         narrow: autograd multiplied in 16 bits whatever the gradient's dtype says (autocast).
+        remedy: what the error tells the user to do.
 
     Returns:
         The largest relative error (Frobenius norm).

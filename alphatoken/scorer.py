@@ -26,7 +26,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.direction import Direction
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import InputError
-from alphatoken.estimators import SELF_ONLY, SPLIT, TokenErrors, token_errors
+from alphatoken.estimators import SELF_ONLY, SPLIT, SWITCHED, TokenErrors, token_errors
 from alphatoken.forward_mode import label_values
 from alphatoken.objective import forward_losses, scoring_forward
 from alphatoken.proofs import (
@@ -59,8 +59,9 @@ class CoverageReport:
         skipped: matrices of the scored layers left out of scope, and why.
         relative_error: largest relative difference between the gradients that the captured uses
             explain and autograd's, on the first validation batch; None for ``label``.
-        isolated: True once the self-only backward was proved to leak nothing to other positions;
-            None where the estimator does not need it.
+        isolated: True once the self-only backward was proved to leak nothing to other positions,
+            False while no batch was long enough to show it; None where nothing was tried yet or
+            the estimator does not need it.
     """
 
     linears: tuple[str, ...]
@@ -175,9 +176,13 @@ class Scorer:
     def _self_only(self) -> bool:
         return self.config.estimator in SELF_ONLY
 
+    @property
+    def _switched(self) -> bool:
+        return self.config.estimator in SWITCHED
+
     def _require_rule(self, recorder: Recorder) -> None:
         recorder.require_graph()
-        if self._self_only or self.config.estimator == "paper_literal":
+        if self._switched:
             require_self_rule(recorder, self.config.estimator)
 
     def _prove_documents(self, batch: LabelledBatch) -> None:
@@ -224,8 +229,7 @@ class Scorer:
 
     @contextmanager
     def _recording(self) -> Iterator[Recorder]:
-        attention = self.target.captured and self.config.estimator != "path"
-        with record(self.adapter, self.scope, attention=attention) as recorder:
+        with record(self.adapter, self.scope, attention=self._switched) as recorder:
             yield recorder
 
     def _captured_values(

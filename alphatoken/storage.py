@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, DataError
 
-__all__ = ["read_tensors", "replacing", "write_tensors"]
+__all__ = ["read_tensors", "replacing", "weights_digest", "write_tensors"]
 
 _BLOCK = 1 << 20
 _HEADER_LIMIT = 100_000_000  # safetensors' own limit on its header, in bytes
@@ -118,6 +119,19 @@ def read_tensors(
         ) from problem
     metadata.pop("sha256", None)
     return tensors, metadata
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers.
+
+    The same on any device and any number of threads.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

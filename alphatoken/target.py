@@ -16,7 +16,14 @@ from torch import Tensor
 
 from alphatoken.adapter import DecoderAdapter, ScoredLinear
 from alphatoken.batch import PreferenceBatch, as_batches
-from alphatoken.capture import LinearUse, Scope, accumulate_errors, find_scope, record
+from alphatoken.capture import (
+    LinearUse,
+    Scope,
+    accumulate_errors,
+    find_scope,
+    record,
+    used_outside,
+)
 from alphatoken.config import ScorerConfig
 from alphatoken.contraction import plan_contraction
 from alphatoken.direction import Direction, precondition
@@ -74,10 +81,7 @@ class Target:
 
     @cached_property
     def _used_outside(self) -> bool:
-        """Whether a weight in scope is shared with a module outside the layers (an embedding)."""
-        inside = {m for block in self.adapter.layers() for m in block.modules()}
-        others = (m for m in self.adapter.model.modules() if m not in inside)
-        return any(id(p) in self.names for m in others for p in m.parameters(recurse=False))
+        return used_outside(self.adapter, self.scope.first, self.parameters.values())
 
     def _choose_scope(self) -> Scope:
         scope = find_scope(self.adapter, self.config.layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 from alphatoken.adapter import find_adapter
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 
-__all__ = ["load_model", "load_tokenizer", "longest_allowed", "model_digest", "no_progress_bar"]
+__all__ = ["load_model", "load_tokenizer", "longest_allowed", "no_progress_bar"]
 
 
 def load_tokenizer(options: argparse.Namespace) -> Any:
@@ -120,13 +119,3 @@ def longest_allowed(model: nn.Module, asked: int | None) -> int | None:
             remedy=f"at most --max-length {limit}",
         )
     return limit if asked is None else asked
-
-
-def model_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
-from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed, model_digest
+from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
 from alphatoken.cli.notes import balance_by_layer, write_notes
 from alphatoken.cli.parser import parse_layers, parse_window
 from alphatoken.cli.reading import options_of, read_file
@@ -46,7 +46,7 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.selection import keep_count
-from alphatoken.storage import replacing
+from alphatoken.storage import replacing, weights_digest
 
 __all__ = ["run"]
 
@@ -213,7 +213,7 @@ def _settings(
         "format": kind,
         "seed": options.seed,
         "row_format": job.encoded["train"].format,
-        "model_sha256": model_digest(job.model),
+        "model_sha256": weights_digest(job.model),
         "fisher_sha256": "none" if options.fisher is None else _file_digest(options.fisher),
         "train_sha256": _examples_digest(job.train),
         "validation_sha256": _examples_digest(job.validation),

@@ -119,12 +119,12 @@ def certify(
     values = scorer.score(batch)
     direction = scorer.direction.total()
     chosen = _sample(checked, tokens, seed)
+    label = label_values(adapter, checked, direction, first=scorer.target.first or 0)
+    causal: float | None = None
     if scorer.config.estimator == "label":
-        part, error, causal = "label value", _label_error(scorer, checked, chosen, direction), None
+        part, error = "label value", _label_error(scorer, checked, chosen, direction, label)
     else:
         part, error, causal = _captured_error(scorer, checked, chosen, direction)
-    first = scorer.target.first or 0
-    label = label_values(adapter, checked, direction, first=first)
     label_all = _label_over_everything(scorer, checked)
     dtype = next(iter(scorer.parameters.values())).dtype
     return Certificate(
@@ -169,11 +169,13 @@ def _only(batch: LabelledBatch, chosen: Tensor) -> dict[str, Any]:
 
 
 def _label_error(
-    scorer: Scorer, batch: LabelledBatch, chosen: Tensor, direction: dict[str, Tensor]
+    scorer: Scorer,
+    batch: LabelledBatch,
+    chosen: Tensor,
+    direction: dict[str, Tensor],
+    found: Tensor,
 ) -> float:
     adapter = scorer.adapter
-    first = scorer.target.first or 0
-    found = label_values(adapter, batch, direction, first=first)
     one = _only(batch, chosen)
     forward = _plain_forward(adapter)
     exact = gradient_oracle.label_values(adapter.model, forward, one, direction)
