@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
@@ -45,6 +44,11 @@ class ScoredLinear:
     def weight_name(self) -> str:
         """Key of the weight in ``model.named_parameters(remove_duplicate=False)``."""
         return f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Key that the bias has there, if the module has one."""
+        return f"{self.name}.bias"
 
     @property
     def weight(self) -> Tensor:
@@ -185,16 +189,30 @@ def _packages(model: nn.Module) -> Iterator[str]:
             yield module
 
 
+_WRAPPERS = ("torch.nn.parallel", "deepspeed")
+"""Packages whose modules run another one, their ``module``, and hold no weights of their own."""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or a DeepSpeed engine."""
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module) and any(p in _WRAPPERS for p in _packages(model)):
+        model, inner = inner, getattr(inner, "module", None)
+    return model
+
+
 def find_adapter(model: nn.Module) -> DecoderAdapter:
     """The adapter for ``model``, imported on first use.
+
+    Sees through DistributedDataParallel and DeepSpeed's engine; PEFT's wrapper is the adapter's
+    matter, and FSDP2 keeps the model's own class among the bases.
 
     Raises:
         ModelError: no adapter is registered for any package in the model's class hierarchy.
     """
     if isinstance(model, DecoderAdapter):
         return model
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return find_adapter(model.module)
+    model = _unwrapped(model)
     for package in _packages(model):
         target = _REGISTRY.get(package)
         if target is not None:

@@ -9,7 +9,7 @@ also when an exception passes through.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention, ScoredLinear
 from alphatoken.attention import AttentionStatistics, BackwardSwitch, switchable_attention
 from alphatoken.errors import ConfigError, ModelError
+from alphatoken.sharding import Sharding
 
 __all__ = [
     "AttentionUse",
     "LinearUse",
+    "ObservedForward",
     "Recorder",
     "Scope",
+    "can_start_at",
     "evaluation_mode",
     "find_scope",
     "graph_from_layer",
     "record",
     "resolve_layers",
+    "start_at",
     "used_outside",
 ]
 
@@ -172,8 +176,31 @@ class AttentionUse:
 
 
 @dataclass
+class ObservedForward:
+    """Arguments of one call of the model, and where its scored part began.
+
+    ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
+    below pass on a bare tensor, so that ``start_at`` can stand in for them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor | None = None
+    plain: bool = False
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arguments by name; the first one by position is ``input_ids``."""
+        return {**self.kwargs, **({"input_ids": self.args[0]} if self.args else {})}
+
+
+@dataclass
 class Recorder:
-    """What one forward pass left: uses of scored linears and attention calls, in order."""
+    """What one forward pass left: uses of scored linears and attention calls, in order.
+
+    Only a pass with a graph is kept. Its graph may begin at the model or, with the trunk cut off,
+    at the first scored layer; the pass before it is forgotten when its own first part is seen.
+    """
 
     scope: Scope
     switch: BackwardSwitch = field(default_factory=BackwardSwitch)
@@ -181,7 +208,13 @@ class Recorder:
     attentions: list[AttentionUse] = field(default_factory=list)
     execution: int = 0
     attention_seen: bool = False  # a call was dispatched, recorded or (outside the graph) not
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    forward: ObservedForward | None = None  # the pass that is kept
+    begun: ObservedForward | None = None  # the pass that began last, with a graph or without
+    sharding: Sharding | None = None
+
+    def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Around each backward (in one module, or all through): there can be another."""
+        return nullcontext() if self.sharding is None else self.sharding.repeatable(within)
 
     def clear(self) -> None:
         """Forget the last forward (and let go of its graph)."""
@@ -189,7 +222,14 @@ class Recorder:
         self.attentions.clear()
         self.execution = 0
         self.attention_seen = False
-        self.call = None
+        self.forward = self.begun = None
+
+    def _keep(self) -> None:
+        """A part of the graph was seen: if it is another pass's, forget the one before."""
+        if self.begun is not self.forward:
+            self.linears.clear()
+            self.attentions.clear()
+            self.forward = self.begun
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -197,10 +237,23 @@ class Recorder:
         return [use.s for use in self.linears]
 
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model runs: forget the pass before, keep the arguments of this one."""
+        """Before the model runs: keep the arguments; forget the pass before if this has a graph."""
+        self.begun, self.execution = ObservedForward(args, kwargs), 0
         if torch.is_grad_enabled():
-            self.clear()
-            self.call = (args, kwargs)
+            self._keep()
+
+    def on_first_block(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Before the first scored layer runs: keep its input, once a pass."""
+        if self.begun is not None and self.begun.hidden is None:
+            hidden = _hidden_of(args, kwargs)
+            self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
+
+    def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After the lowest block ran."""
+        if self.begun is not None:
+            self.begun.plain = isinstance(output, Tensor)
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a decoder block runs."""
@@ -216,6 +269,7 @@ class Recorder:
     def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
         """Keep one use; forwards without a graph (generation, references) leave no trace."""
         if s.requires_grad:
+            self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
 
     def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
@@ -226,6 +280,7 @@ class Recorder:
         )
         if not graph or call.query.shape[2] != call.key.shape[2]:
             return native(call.query, call.key, call.value)
+        self._keep()
         output, statistics = switchable_attention(call, native, self.switch)
         self.attentions.append(
             AttentionUse(call.module, call.value, output, statistics, call.dropout, self.execution)
@@ -246,12 +301,18 @@ def accumulate_errors(
     recorder: Recorder, loss: Tensor, targets: Sequence[Tensor], mode: str
 ) -> list[Tensor | None]:
     """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
-    with recorder.switch.to(mode):
+    with recorder.switch.to(mode), recorder.repeatable():
         return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
 
 
 @contextmanager
-def record(adapter: DecoderAdapter, scope: Scope, *, attention: bool = True) -> Iterator[Recorder]:
+def record(
+    adapter: DecoderAdapter,
+    scope: Scope,
+    *,
+    attention: bool = True,
+    sharding: Sharding | None = None,
+) -> Iterator[Recorder]:
     """Hook the model so that forwards inside the context are recorded; only the last one is kept.
 
     Args:
@@ -259,12 +320,18 @@ def record(adapter: DecoderAdapter, scope: Scope, *, attention: bool = True) -> 
         scope: what to capture.
         attention: route softmax attention of all layers from the first scored one on through the
             switchable backward (needed for self-only errors).
+        sharding: of the weights.
     """
-    recorder = Recorder(scope)
+    recorder = Recorder(scope, sharding=sharding)
     blocks = adapter.layers()
     with ExitStack() as stack:
         handle = adapter.model.register_forward_pre_hook(recorder.on_forward, with_kwargs=True)
         stack.callback(handle.remove)
+        first = blocks[scope.first].register_forward_pre_hook(
+            recorder.on_first_block, with_kwargs=True
+        )
+        stack.callback(first.remove)
+        stack.callback(blocks[0].register_forward_hook(recorder.on_trunk).remove)
         for block in {id(b): b for b in blocks[scope.first :]}.values():
             stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
         for linear in scope.linears:
@@ -301,9 +368,9 @@ def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if torch.is_grad_enabled():  # a block used at two depths: only the first call cuts
         return None
     torch.set_grad_enabled(True)
+    hidden = _hidden_of(args, kwargs).detach().requires_grad_()
     if args:
-        return (args[0].detach().requires_grad_(), *args[1:]), kwargs
-    hidden = kwargs["hidden_states"].detach().requires_grad_()
+        return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}
 
 
@@ -321,3 +388,49 @@ def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
             yield
     finally:
         handle.remove()
+
+
+def can_start_at(adapter: DecoderAdapter, first: int) -> bool:
+    """Whether ``start_at`` can stand in for the blocks below: some, and none used again above."""
+    blocks = adapter.layers()
+    above = {id(block) for block in blocks[first:]}
+    return first > 0 and all(id(block) not in above for block in blocks[:first])
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+@contextmanager
+def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[None]:
+    """Forwards inside begin at the input ``hidden`` of layer ``first``; the trunk is not run.
+
+    Embeddings, masks and position tables are computed as ever. A model that hands more than the
+    hidden states from block to block (shared keys and values, say) will not give the same losses;
+    whoever uses this compares them.
+    """
+    blocks = adapter.layers()
+
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
+        return _hidden_of(args, kwargs)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle.remove()  # a block used at two depths: only the first call starts here
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
+
+    missing = object()
+    before = {block: block.__dict__.get("forward", missing) for block in blocks[:first]}
+    handle = blocks[first].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        for block in before:
+            block.__dict__["forward"] = pass_on
+        yield
+    finally:
+        handle.remove()
+        for block, own in before.items():
+            if own is missing:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = own

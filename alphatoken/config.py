@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimators import ESTIMATORS, SPLIT
 
 __all__ = ["ScorerConfig"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": ESTIMATORS,
+    "objective": ("both", "adaptation", "stability"),
+    "path": ("both", "direct", "causal"),
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
     "parameters": ("linears", "all"),
@@ -29,16 +31,23 @@ class ScorerConfig:
     Attributes:
         estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
             "label" or "paper_literal"; see ``alphatoken.estimators``.
+        objective: the sides of M that are built and summed: "both" (adaptation, and stability if
+            there is a retention term), "adaptation", or "stability" (no validation set needed).
+        path: the parts that are computed and summed: "both", "direct" or "causal". Other than
+            "both" needs an estimator with a split: all but label and path ("direct" has no
+            causal part).
         layers: scored decoder layers: K for the last K, "all", or indices.
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda; without natural unit (see ``Direction.balance``).
         head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
         causal_position: the causal column of token i is taken where the token is predicted
             ("label", position i - 1) or where it is read ("context", position i).
-        preconditioner: None; "frozen", from the optimizer handed to the scorer; or a mapping from
-            parameter name to P.
-        precondition_after: "frozen" stays at P = 1 until the optimizer has taken this many steps;
-            the frozen form is wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
+        preconditioner: None; "frozen" or "full", from the optimizer handed to the scorer; or a
+            mapping from parameter name to P. "frozen" holds the step's denominator fixed; "full"
+            is the exact derivative of the step, and is built anew for each batch, because it
+            contains the gradient that the step will see (``step_weights``).
+        precondition_after: P = 1 until the optimizer has taken this many steps; the frozen form is
+            wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         score_bias: biases of the scored linears take part.
         parameters: "linears", or "all" trainable parameters (``label`` only).
         contraction: "auto" picks the cheaper route; "projected" or "gram" forces one.
@@ -54,6 +63,8 @@ class ScorerConfig:
     """
 
     estimator: str = "alphatoken"
+    objective: str = "both"
+    path: str = "both"
     layers: int | str | Sequence[int] = 3
     window: int | None = 32
     stability_weight: float = 1.5
@@ -78,9 +89,10 @@ class ScorerConfig:
             raise ConfigError("window must be None or at least 0", got=repr(self.window))
         if not abs(self.stability_weight) < float("inf"):
             raise ConfigError("stability_weight must be finite", got=repr(self.stability_weight))
-        if isinstance(self.preconditioner, str) and self.preconditioner != "frozen":
+        if isinstance(self.preconditioner, str) and self.preconditioner not in ("frozen", "full"):
             raise ConfigError(
-                "preconditioner must be None, 'frozen' or a mapping of parameter name to tensor",
+                "preconditioner must be None, 'frozen', 'full' or a mapping of parameter name to "
+                "tensor",
                 got=repr(self.preconditioner),
             )
         if self.precondition_after < 1:
@@ -88,6 +100,23 @@ class ScorerConfig:
                 "precondition_after must be at least 1",
                 got=repr(self.precondition_after),
                 why="before the first step the optimizer has no second moment",
+            )
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.path != "both" and self.estimator not in SPLIT:
+            raise ConfigError(
+                "only one of the two parts can be had from an estimator that splits them",
+                got=f"path={self.path!r}, estimator={self.estimator!r}",
+                why="its value is one number, with the direct and the causal part inside",
+                remedy=f"estimator one of {', '.join(SPLIT)}, or path='both'",
+            )
+        if self.path == "causal" and self.estimator == "direct":
+            raise ConfigError(
+                "estimator='direct' has no causal part",
+                got="path='causal'",
+                why="every value would be zero",
+                remedy="estimator='alphatoken' or 'same_layer_hop'",
             )
         if self.parameters == "all" and self.estimator != "label":
             raise ConfigError(

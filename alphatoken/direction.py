@@ -15,7 +15,14 @@ from torch import Tensor
 
 from alphatoken.precision import full_precision, wide
 
-__all__ = ["Direction", "diagonal_drift", "kronecker_drift", "precondition"]
+__all__ = [
+    "Direction",
+    "balance",
+    "diagonal_drift",
+    "kronecker_drift",
+    "norms",
+    "precondition",
+]
 
 
 def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
@@ -54,12 +61,37 @@ def precondition(
     }
 
 
+def balance(
+    gain: Mapping[str, float], keep: Mapping[str, float], stability_weight: float
+) -> dict[str, float]:
+    """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
+
+    Args:
+        gain: norms of G.
+        keep: norms of V; a missing one is 0.
+        stability_weight: lambda.
+
+    Returns:
+        0 without a retention term or before any drift, inf where G vanishes and V does not.
+    """
+    ratios: dict[str, float] = {}
+    for name, g in gain.items():
+        v = abs(stability_weight) * keep.get(name, 0.0)
+        ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
+    return ratios
+
+
+def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
+    """Frobenius norm of each parameter's matrix."""
+    return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
+
+
 @dataclass(frozen=True)
 class Direction:
     """Both sides of M, preconditioned, kept apart so that each component can be reported.
 
     Attributes:
-        adaptation: ``P o G`` by parameter name.
+        adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.
         stability: ``P o V`` (before lambda), or None without a retention term.
         stability_weight: lambda.
     """
@@ -70,25 +102,12 @@ class Direction:
 
     def total(self) -> dict[str, Tensor]:
         """``M = P o (G + lambda V)``."""
-        if self.stability is None:
-            return dict(self.adaptation)
-        return {
-            name: g + self.stability_weight * self.stability[name]
-            for name, g in self.adaptation.items()
-        }
+        whole = dict(self.adaptation)
+        for name, v in (self.stability or {}).items():
+            keep = self.stability_weight * v
+            whole[name] = whole[name] + keep if name in whole else keep
+        return whole
 
     def balance(self) -> dict[str, float]:
-        """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
-
-        0 without a retention term or before any drift, inf where G vanishes and V does not.
-        """
-        ratios: dict[str, float] = {}
-        for name, g in self.adaptation.items():
-            v = 0.0
-            if self.stability is not None:
-                v = abs(self.stability_weight) * float(
-                    torch.linalg.vector_norm(self.stability[name])
-                )
-            norm = float(torch.linalg.vector_norm(g))
-            ratios[name] = v / norm if norm > 0 else (float("inf") if v > 0 else 0.0)
-        return ratios
+        """``||lambda V|| / ||G||`` per parameter, both preconditioned; see ``balance``."""
+        return balance(norms(self.adaptation), norms(self.stability or {}), self.stability_weight)

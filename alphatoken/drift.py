@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -23,7 +23,7 @@ from alphatoken.direction import diagonal_drift, kronecker_drift
 from alphatoken.errors import FisherError
 from alphatoken.storage import read_tensors, write_tensors
 
-__all__ = ["FisherDrift", "library_version"]
+__all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
@@ -173,8 +173,13 @@ class FisherDrift:
             return columns.squeeze(1)
         return kronecker_drift(left, right, weight, reference)
 
-    def _require(self, parameters: Mapping[str, Tensor]) -> None:
-        missing = [name for name in parameters if name not in self.reference]
+    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that every named parameter is covered, in this shape.
+
+        Raises:
+            FisherError: one is missing, or has another shape; the message names it.
+        """
+        missing = [name for name in shapes if name not in self.reference]
         if missing:
             raise FisherError(
                 "the Fisher does not cover every scored parameter",
@@ -183,14 +188,17 @@ class FisherDrift:
                 why="their retention would silently count as zero",
                 remedy="fit it for (at least) the scored layers, or score fewer layers",
             )
-        for name, weight in parameters.items():
-            if weight.shape != self.reference[name].shape:
+        for name, shape in shapes.items():
+            if tuple(shape) != tuple(self.reference[name].shape):
                 raise FisherError(
                     f"the Fisher of '{name}' has another shape than the model's parameter",
-                    got=f"{tuple(self.reference[name].shape)} beside {tuple(weight.shape)}",
+                    got=f"{tuple(self.reference[name].shape)} beside {tuple(shape)}",
                     why="it was fitted for another model",
                     remedy="fit the Fisher for this model",
                 )
+
+    def _require(self, parameters: Mapping[str, Tensor]) -> None:
+        self.require({name: weight.shape for name, weight in parameters.items()})
 
     @torch.no_grad()
     def drift(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
@@ -231,27 +239,20 @@ class FisherDrift:
                 from the reference that it must be another model's.
         """
         adapter = model if isinstance(model, DecoderAdapter) else find_adapter(model)
-        self._check_identity(adapter.identity())
+        self.check_identity(adapter.identity())
         weights = dict(adapter.model.named_parameters(remove_duplicate=False))
         unknown = [name for name in names if name not in weights]
         if unknown:
             raise FisherError("a scored name is no parameter of the model", got=f"'{unknown[0]}'")
         relative = self.drift({name: weights[name] for name in names})
-        if max_relative_drift is None or not relative:
-            return
-        middle = median(relative.values())
-        if not middle <= max_relative_drift:
-            worst = max(relative, key=lambda name: relative[name])
-            raise FisherError(
-                "the weights are too far from this Fisher's reference: fitted for another model?",
-                got=f"median relative drift {middle:.3g} above {max_relative_drift:g}, the "
-                f"largest {relative[worst]:.3g} at '{worst}'",
-                why="the quadratic proxy holds near the reference only",
-                remedy="fit the Fisher on the model that training starts from, or pass "
-                "max_relative_drift=None if the distance is meant",
-            )
+        check_distance(relative, max_relative_drift)
 
-    def _check_identity(self, identity: Mapping[str, str]) -> None:
+    def check_identity(self, identity: Mapping[str, str]) -> None:
+        """Check that this Fisher was fitted on a model of the same architecture.
+
+        Raises:
+            FisherError: it was not; the message says in what they differ.
+        """
         fitted = self.metadata.get("model")
         if not isinstance(fitted, dict):
             return
@@ -321,6 +322,28 @@ class FisherDrift:
                 why="retention would be computed from something else than what was fitted",
                 remedy="fit and save it again",
             ) from problem
+
+
+def check_distance(relative: Mapping[str, float], most: float | None) -> None:
+    """Refuse a Fisher whose reference is too far from the weights; see ``FisherDrift.check``.
+
+    Args:
+        relative: ``||W - W_ref|| / ||W_ref||`` by parameter.
+        most: largest median allowed; None checks nothing.
+    """
+    if most is None or not relative:
+        return
+    middle = median(relative.values())
+    if not middle <= most:
+        worst = max(relative, key=lambda name: relative[name])
+        raise FisherError(
+            "the weights are too far from this Fisher's reference: fitted for another model?",
+            got=f"median relative drift {middle:.3g} above {most:g}, the "
+            f"largest {relative[worst]:.3g} at '{worst}'",
+            why="the quadratic proxy holds near the reference only",
+            remedy="fit the Fisher on the model that training starts from, or pass "
+            "max_relative_drift=None if the distance is meant",
+        )
 
 
 def _parameter_name(name: str) -> str:

@@ -48,11 +48,13 @@ SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
 class TokenErrors:
     """Errors (b, t, d_out) at every recorded linear use; None where a part is zero.
 
-    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``.
+    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``. ``reached`` is False if
+    the loss reaches nothing that was recorded: it belongs to another graph.
     """
 
     direct: list[Tensor | None]
     causal: list[Tensor | None]
+    reached: bool = True
 
 
 def token_errors(
@@ -62,6 +64,7 @@ def token_errors(
     *,
     window: int | None,
     head_reduction: str,
+    path: str = "both",
 ) -> TokenErrors:
     """Errors of the weighted loss sum, split as ``estimator`` defines.
 
@@ -71,20 +74,20 @@ def token_errors(
         estimator: one of ``CAPTURED``.
         window: W of Value-Propagation; None for no limit.
         head_reduction: "per_head" or "mean".
+        path: the parts that are wanted; what is not asked for is neither computed nor returned.
+            "direct" needs no attention errors, "causal" none at the linears.
     """
     uses = len(recorder.linears)
-    if estimator == "path":
-        direct = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-        return TokenErrors(direct, [None] * uses)
-    if estimator == "direct":
-        return TokenErrors(self_only_errors(recorder, loss), [None] * uses)
+    if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
+        return _undivided(accumulate_errors(recorder, loss, recorder.outputs, "ordinary"))
+    if estimator == "direct" or path == "direct":
+        return _undivided(self_only_errors(recorder, loss))
     mode = "ordinary" if estimator == "paper_literal" else "self"
     scored = scored_attentions(recorder)
-    errors = accumulate_errors(
-        recorder, loss, [*recorder.outputs, *(a.output for a in scored)], mode
-    )
+    outputs = [] if path == "causal" else recorder.outputs
+    errors = accumulate_errors(recorder, loss, [*outputs, *(a.output for a in scored)], mode)
     causal: list[Tensor | None] = [None] * uses
-    for attention, error in zip(scored, errors[uses:], strict=True):
+    for attention, error in zip(scored, errors[len(outputs) :], strict=True):
         if error is None:
             continue
         if estimator == "same_layer_hop":
@@ -94,7 +97,12 @@ def token_errors(
             part = value_errors(recorder, attention, error, window, reduction)
         for index, found in part.items():
             causal[index] = found
-    return TokenErrors(errors[:uses], causal)
+    direct = errors[:uses] if outputs else [None] * uses
+    return TokenErrors(direct, causal, any(error is not None for error in errors))
+
+
+def _undivided(errors: list[Tensor | None]) -> TokenErrors:
+    return TokenErrors(errors, [None] * len(errors), any(error is not None for error in errors))
 
 
 def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
@@ -116,13 +124,20 @@ def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Te
     }
 
 
-def _pull_back(outputs: Tensor, error: Tensor, targets: dict[int, Tensor]) -> dict[int, Tensor]:
+def _pull_back(
+    recorder: Recorder,
+    attention: AttentionUse,
+    outputs: Tensor,
+    error: Tensor,
+    targets: dict[int, Tensor],
+) -> dict[int, Tensor]:
     """Send ``error`` from ``outputs`` back to the linear outputs above it in the same block."""
     if not targets or not outputs.requires_grad:  # as with adapters on the query projection only
         return {}
-    found = torch.autograd.grad(
-        outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
-    )
+    with recorder.repeatable(attention.module):
+        found = torch.autograd.grad(
+            outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
+        )
     return {i: e for i, e in zip(targets, found, strict=True) if e is not None}
 
 
@@ -142,10 +157,12 @@ def value_errors(
         attention.statistics, error, window=window, head_reduction=head_reduction
     )
     value = attention.value
-    return _pull_back(value, propagated.to(value.dtype), _same_execution(recorder, attention))
+    uses = _same_execution(recorder, attention)
+    return _pull_back(recorder, attention, value, propagated.to(value.dtype), uses)
 
 
 def hop_errors(recorder: Recorder, attention: AttentionUse, error: Tensor) -> dict[int, Tensor]:
     """All same-layer hops of head-output errors, score path included: the cross backward."""
     with recorder.switch.to("cross"):
-        return _pull_back(attention.output, error, _same_execution(recorder, attention))
+        uses = _same_execution(recorder, attention)
+        return _pull_back(recorder, attention, attention.output, error, uses)

@@ -9,6 +9,7 @@ gives it for every token at once, through every module type.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,10 @@ from torch.func import functional_call
 from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.attention import forward_mode_attention
 from alphatoken.batch import LabelledBatch, require_finite, token_losses
-from alphatoken.capture import evaluation_mode
+from alphatoken.capture import can_start_at, evaluation_mode, start_at
 from alphatoken.precision import wide
 
-__all__ = ["label_values"]
+__all__ = ["Start", "label_values"]
 
 
 def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
@@ -42,12 +43,33 @@ def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@dataclass
+class Start:
+    """A forward that has run already: the input of layer ``first``, and the losses it led to.
+
+    ``refused`` is set when starting there did not give these losses again.
+    """
+
+    hidden: Tensor
+    losses: Tensor
+    refused: bool = False
+
+    def gives(self, losses: Tensor, mask: Tensor) -> bool:
+        """Whether two forwards were one function; rounding may differ (a fused head, autocast)."""
+        half = self.hidden.dtype in (torch.bfloat16, torch.float16)
+        narrow = half or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        tolerance = 5e-2 if narrow else 1e-3
+        found, known = losses[mask].double(), self.losses[mask].double()
+        return bool(torch.isclose(found, known, rtol=tolerance, atol=tolerance).all())
+
+
 def label_values(
     adapter: DecoderAdapter,
     batch: LabelledBatch,
     direction: Mapping[str, Tensor],
     *,
     first: int = 0,
+    start: Start | None = None,
 ) -> Tensor:
     """``<grad l_k, M>`` for every response token k: one dual forward, no backward.
 
@@ -57,6 +79,9 @@ def label_values(
         direction: parameter name -> M in the parameter's shape; any parameters of the model,
             embeddings, norms, experts and tied weights included.
         first: first layer that the direction reaches; attention below keeps its kernel.
+        start: of an earlier forward on the same tokens. The layers below ``first`` are then not
+            run again, unless the losses come out as others than ``start.losses`` (dropout below,
+            or a model that hands more than hidden states from layer to layer); then all are.
 
     Returns:
         (b, t), index i for token i, 0 off the response; float32 or wider.
@@ -64,18 +89,39 @@ def label_values(
     Exactness: exact up to rounding in the model's dtype. Source: eq. shapley_closed_form_step.
     Oracle: ``alphatoken.oracle.gradients.label_values``.
     """
-    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     # A unit direction keeps tangents inside the range of narrow dtypes; the map is linear.
     norm = torch.stack([m.double().norm() for m in direction.values()]).norm()
     if float(norm) == 0.0:
         return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
+    found = None
+    if start is not None and can_start_at(adapter, first):
+        with start_at(adapter, first, start.hidden):
+            losses, tangent = _dual_losses(adapter, batch, direction, norm, first)
+        start.refused = not start.gives(losses, batch.mask)
+        found = None if start.refused else tangent
+    if found is None:
+        losses, found = _dual_losses(adapter, batch, direction, norm, first)
+        require_finite(losses, batch.mask, "batch")
+    values: Tensor = found.to(wide(found.dtype)) * norm.to(wide(found.dtype))
+    return values.masked_fill(~batch.mask, 0.0)
+
+
+@torch.no_grad()
+def _dual_losses(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    direction: Mapping[str, Tensor],
+    norm: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Token losses (b, t) and their derivatives along ``direction / norm``, by one forward."""
+    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     modules = [
         module
         for layer in range(first, len(adapter.layers()))
         for module in adapter.attention_modules(layer)
     ]
     with (
-        torch.no_grad(),
         evaluation_mode(adapter.model),
         adapter.override_attention(modules, _attention),
         forward_ad.dual_level(),
@@ -86,16 +132,17 @@ def label_values(
             )
             for name, m in direction.items()
         }
-        arguments = adapter.arguments(batch.inputs)
         # Places are found here, not by tie_weights: with a block used at two depths torch would
         # swap the same place twice, and leave the model with the dual tensors.
         output = functional_call(
-            adapter.model, _places(adapter.model, duals), (), arguments, tie_weights=False
+            adapter.model,
+            _places(adapter.model, duals),
+            (),
+            adapter.arguments(batch.inputs),
+            tie_weights=False,
         )
-        losses = token_losses(adapter.logits_of(output), batch.labels)
-        require_finite(forward_ad.unpack_dual(losses).primal, batch.mask, "batch")
-        tangent = forward_ad.unpack_dual(losses).tangent
-        if tangent is None:  # the direction reaches no loss, as with an unrouted expert
-            return torch.zeros_like(losses)
-        values: Tensor = tangent.to(wide(tangent.dtype)) * norm.to(wide(tangent.dtype))
-        return values.masked_fill(~batch.mask, 0.0)
+        losses, tangent = forward_ad.unpack_dual(
+            token_losses(adapter.logits_of(output), batch.labels)
+        )
+        # No tangent: the direction reaches no loss, as with an unrouted expert.
+        return losses, torch.zeros_like(losses) if tangent is None else tangent

@@ -11,8 +11,8 @@ through them. Batches are streamed: one forward and backward each, sums kept, di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,12 +25,26 @@ from alphatoken.batch import (
     require_finite,
     token_losses,
 )
-from alphatoken.capture import evaluation_mode, graph_from_layer
+from alphatoken.capture import Recorder, accumulate_errors, evaluation_mode, graph_from_layer
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.losses import dpo_coefficient
 from alphatoken.precision import wide
+from alphatoken.readout import captured_gradients
+from alphatoken.sharding import Sharding
 
-__all__ = ["objective_gradient", "scoring_forward", "weighted_losses"]
+__all__ = [
+    "GradientReducer",
+    "Watcher",
+    "captured_parts",
+    "captured_sums",
+    "mean_gradient",
+    "objective_gradient",
+    "objective_sums",
+    "require_finite_gradient",
+    "scoring_forward",
+    "stream_losses",
+    "weighted_losses",
+]
 
 
 @contextmanager
@@ -64,7 +78,10 @@ def preference_weights(pairs: PreferenceBatch, chosen: Tensor, rejected: Tensor)
 
 
 def weighted_losses(
-    adapter: DecoderAdapter, item: Mapping[str, Any] | PreferenceBatch, first: int | None
+    adapter: DecoderAdapter,
+    item: Mapping[str, Any] | PreferenceBatch,
+    first: int | None,
+    role: str = "validation batch",
 ) -> Iterator[tuple[LabelledBatch, Callable[[], Tensor], Tensor, float]]:
     """The pieces of an objective: (batch, loss function, token weights, count for the mean).
 
@@ -73,7 +90,6 @@ def weighted_losses(
     forward and must be called inside ``scoring_forward``.
     """
     limit = adapter.max_positions()
-    role = "validation batch"
     if not isinstance(item, PreferenceBatch):
         batch = read_batch(item, max_length=limit, role=role)
         ones = batch.mask.to(torch.float32)
@@ -88,9 +104,208 @@ def weighted_losses(
         yield batch, lambda b=batch: forward_losses(adapter, b, role), weights, count  # type: ignore[misc]
 
 
-def gradient_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+@runtime_checkable
+class Watcher(Protocol):
+    """Sees the first forward of a build, recorded, before its gradient is taken."""
+
+    def recording(self) -> AbstractContextManager[Recorder]:
+        """What to record the forward in."""
+        ...
+
+    def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
+        """Look at the token losses of that forward; its graph stays."""
+        ...
+
+
+@runtime_checkable
+class GradientReducer(Protocol):
+    """Makes a mean of summed gradients: called once a build, with what this process has."""
+
+    def __call__(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        """Mean gradient by parameter name.
+
+        Args:
+            role: "validation" or "retention"; or "step", the gradient that the optimizer will see
+                (``preconditioner="full"``), with count 1: its mean over processes is what
+                DistributedDataParallel hands to the optimizer.
+            sums: summed gradients. Where weights are sharded, this process's parts of sums that
+                are over all processes already.
+            count: what the mean divides by, this process's share (also where sharded).
+        """
+        ...
+
+
+def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+    """The reducer of one process: ``sums / count``.
+
+    Raises:
+        InputError: nothing was summed.
+    """
+    if count == 0:
+        raise InputError(
+            f"no {role} tokens",
+            got=f"an empty {role} set",
+            why="the values are measured against its gradient",
+            remedy="pass at least one batch with response tokens",
+        )
+    return {name: total / count for name, total in sums.items()}
+
+
+def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
+    """Raise NumericalError naming the first parameter whose gradient has a NaN or Inf."""
+    for name, g in gradient.items():
+        if not bool(torch.isfinite(g).all()):
+            raise NumericalError(
+                f"the {role} gradient is not finite",
+                got=name,
+                remedy="check the weights for NaN or Inf, and the precision",
+            )
+
+
+def stream_losses(
+    adapter: DecoderAdapter,
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    consume: Callable[[Tensor, Recorder | None], None],
+    *,
+    first: int | None,
+    role: str = "validation",
+    recording: Callable[[], AbstractContextManager[Recorder]] | None = None,
+    watcher: Watcher | None = None,
+) -> float:
+    """One forward a piece of the objective: its weighted loss sum, with a graph, to ``consume``.
+
+    Args:
+        adapter: of the model.
+        items: batches or preference pairs; streamed.
+        consume: gets the scalar and the recorder (None if nothing is recorded).
+        first: first scored layer; None if parameters below the layers take part.
+        role: "validation" or "retention", for messages.
+        recording: what each forward is recorded in.
+        watcher: of the first forward.
+
+    Returns:
+        The count that the mean divides by.
+    """
+    count = 0.0
+    for item in items:
+        for batch, losses, weights, tokens in weighted_losses(
+            adapter, item, first, f"{role} batch"
+        ):
+            record = recording if watcher is None else watcher.recording
+            with ExitStack() as stack:
+                recorder = None if record is None else stack.enter_context(record())
+                with scoring_forward(adapter, first):
+                    loss = losses()
+                    with torch.enable_grad():
+                        weighted = (loss * weights.to(loss)).sum()
+                if watcher is not None and recorder is not None:
+                    watcher.see(recorder, loss, batch.mask)
+                    watcher = None
+                consume(weighted, recorder)
+            count += tokens
+    return count
+
+
+def gradient_of(
+    loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool = False
+) -> list[Tensor | None]:
     """d(loss)/d(parameter), by autograd, touching no .grad; None where there is no path."""
-    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
+    return list(
+        torch.autograd.grad(loss, list(parameters), allow_unused=True, retain_graph=retain_graph)
+    )
+
+
+def objective_sums(
+    adapter: DecoderAdapter,
+    parameters: Mapping[str, Tensor],
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+    role: str = "validation",
+    watcher: Watcher | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """Summed gradient of an objective, one tensor a parameter, and the count for the mean.
+
+    By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
+    """
+    names = list(parameters)
+    total = {
+        n: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+        for n, p in parameters.items()
+    }
+
+    def add(weighted: Tensor, _: Recorder | None) -> None:
+        found = gradient_of(weighted, [parameters[n] for n in names])
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                total[name] += gradient.to(total[name].dtype)
+
+    count = stream_losses(adapter, items, add, first=first, role=role, watcher=watcher)
+    return total, count
+
+
+def captured_sums(
+    adapter: DecoderAdapter,
+    names: Mapping[str, str],
+    sharding: Sharding,
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+    recording: Callable[[], AbstractContextManager[Recorder]],
+    role: str = "validation",
+    watcher: Watcher | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """The same where weights are sharded: from captured inputs and errors, one matrix at a time.
+
+    Autograd is never asked for a weight's gradient. Each process forms its own sum of outer
+    products, ``sharding.reduce`` adds them up over the processes and keeps this process's part.
+
+    Args:
+        adapter: of the model.
+        names: place of a scored parameter -> its name; see ``readout.contract_columns``.
+        sharding: of the weights.
+        items: batches or pairs, equally many on every process.
+        first: first scored layer.
+        recording: what each forward is recorded in.
+        role: "validation" or "retention".
+        watcher: of the first forward.
+
+    Returns:
+        Parts of sums over all processes; the count of this one.
+    """
+    total: dict[str, Tensor] = {}
+
+    def add(weighted: Tensor, recorder: Recorder | None) -> None:
+        assert recorder is not None
+        for name, part in captured_parts(recorder, weighted, names, sharding).items():
+            total[name] = total[name] + part if name in total else part
+
+    count = stream_losses(
+        adapter, items, add, first=first, role=role, recording=recording, watcher=watcher
+    )
+    return total, count
+
+
+def captured_parts(
+    recorder: Recorder, loss: Tensor, names: Mapping[str, str], sharding: Sharding
+) -> dict[str, Tensor]:
+    """Gradient of one recorded loss, summed over the processes: this one's part of each matrix.
+
+    Collective; the graph stays.
+    """
+    recorder.require_graph()
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
+    like = next((e for e in errors if e is not None), loss)
+    parts: dict[str, Tensor] = {}
+
+    def reduce(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
+        if gradient is None:  # not used by this process, maybe by others
+            gradient = like.new_zeros(sharding.shape(name), dtype=wide(like.dtype))
+        part = sharding.reduce(name, gradient)
+        parts[name] = parts[name] + part if name in parts else part
+
+    captured_gradients(recorder, errors, names, reduce)
+    return parts
 
 
 def objective_gradient(
@@ -119,36 +334,7 @@ def objective_gradient(
         InputError: no validation batch, or one without response tokens.
         NumericalError: a NaN or Inf loss or gradient, naming token or parameter.
     """
-    names = list(parameters)
-    total = {
-        n: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
-        for n, p in parameters.items()
-    }
-    count = 0.0
-    for item in validation:
-        for _, losses, weights, tokens in weighted_losses(adapter, item, first):
-            with scoring_forward(adapter, first):
-                loss = losses()
-                with torch.enable_grad():
-                    weighted = (loss * weights.to(loss)).sum()
-            gradients = gradient_of(weighted, [parameters[n] for n in names])
-            for name, gradient in zip(names, gradients, strict=True):
-                if gradient is not None:
-                    total[name] += gradient.to(total[name].dtype)
-            count += tokens
-    if count == 0:
-        raise InputError(
-            "no validation tokens",
-            got="an empty validation set",
-            why="the adaptation value is measured against the validation gradient",
-            remedy="pass at least one batch with response tokens",
-        )
-    for name in names:
-        total[name] /= count
-        if not bool(torch.isfinite(total[name]).all()):
-            raise NumericalError(
-                "the validation gradient is not finite",
-                got=name,
-                remedy="check the weights for NaN or Inf, and the precision",
-            )
-    return total
+    sums, count = objective_sums(adapter, parameters, validation, first=first)
+    mean = mean_gradient("validation", sums, count)
+    require_finite_gradient("validation", mean)
+    return mean

@@ -70,13 +70,15 @@ class Console:
     def __call__(self, progress: Progress) -> None:
         """Print, at most ten times a second (every ten seconds when not on a terminal)."""
         stream, now = sys.stderr, time.monotonic()
+        start = "\r\x1b[K" if self._rewrite else ""
         if progress.note and progress.note != self._noted:
             self._noted = progress.note
-            stream.write(f"{progress.label}: {progress.note}\n")
+            stream.write(f"{start}{progress.label}: {progress.note}\n")
+            self._last = -float("inf") if self._rewrite else self._last
         finished = progress.done >= progress.total
         if now - self._last >= (0.1 if self._rewrite else 10.0) or finished:
             self._last = now
-            start, end = ("\r\x1b[K", "\n" if finished else "") if self._rewrite else ("", "\n")
+            end = "\n" if finished or not self._rewrite else ""
             stream.write(f"{start}{progress}{end}")
         stream.flush()
 

@@ -8,19 +8,24 @@ other. Each raises, naming the place and an estimator or input that does work.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from alphatoken.adapter import DecoderAdapter
 from alphatoken.batch import LabelledBatch
-from alphatoken.capture import Recorder, accumulate_errors, evaluation_mode
-from alphatoken.contraction import outer_sum
+from alphatoken.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.objective import gradient_of
+from alphatoken.readout import captured_gradients
+from alphatoken.sharding import Sharding
 
 __all__ = [
-    "captured_gradients",
+    "CoverageReport",
+    "Witness",
     "prove_coverage",
     "prove_documents",
     "prove_isolation",
@@ -149,40 +154,19 @@ def _dtype(gradient: Tensor | None) -> torch.dtype:
     return torch.float32 if gradient is None else gradient.dtype
 
 
-def captured_gradients(
-    recorder: Recorder, loss: Tensor, names: Mapping[int, str]
-) -> dict[str, tuple[Tensor, float]]:
-    """Weight and bias gradients that the captured uses explain: sums of delta (x) x.
-
-    Beside each, the sum of the norms of its terms.
+def prove_coverage(
+    recorder: Recorder,
+    losses: Tensor,
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, str],
+) -> float:
+    """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
 
     Args:
         recorder: one recorded forward.
-        loss: scalar loss of that forward.
-        names: id of a parameter in scope -> its name; tied parameters gather in one entry.
-    """
-    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-    found: dict[str, tuple[Tensor, float]] = {}
-    for use, error in zip(recorder.linears, errors, strict=True):
-        if error is None:
-            continue
-        gradient = outer_sum(error, use.x)
-        sizes = error.to(gradient).norm(dim=-1)
-        size = float((sizes * use.x.to(gradient).norm(dim=-1)).sum())
-        parts = [(use.linear.weight, gradient.mT if use.linear.transposed else gradient, size)]
-        if use.linear.bias is not None:
-            flat = error.flatten(0, -2).to(gradient)
-            parts.append((use.linear.bias, flat.sum(0), float(sizes.sum())))
-        for owner, part, terms in parts:
-            name = names.get(id(owner))
-            if name is not None:
-                before, known = found.get(name, (torch.zeros_like(part), 0.0))
-                found[name] = (before + part, known + terms)
-    return found
-
-
-def prove_coverage(recorder: Recorder, losses: Tensor, parameters: Mapping[str, Tensor]) -> float:
-    """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
+        losses: its token losses; the graph stays.
+        parameters: name -> parameter, everything in scope.
+        names: place of a parameter -> its name; see ``readout.contract_columns``.
 
     Returns:
         The largest relative error (Frobenius norm).
@@ -192,11 +176,18 @@ def prove_coverage(recorder: Recorder, losses: Tensor, parameters: Mapping[str, 
     """
     with torch.enable_grad():
         loss = losses.sum()
-    names = list(parameters)
-    captured = captured_gradients(recorder, loss, {id(p): n for n, p in parameters.items()})
-    expected = gradient_of(loss, [parameters[n] for n in names])
+    captured: dict[str, tuple[Tensor, float]] = {}
+
+    def add(name: str, gradient: Tensor | None, size: Tensor | float) -> None:
+        if gradient is not None:
+            before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
+            captured[name] = (before + gradient, known + float(size))
+
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
+    captured_gradients(recorder, errors, names, add)
+    found = gradient_of(loss, list(parameters.values()), retain_graph=True)
     narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
-    return compare_gradients(captured, dict(zip(names, expected, strict=True)), narrow=narrow)
+    return compare_gradients(captured, dict(zip(parameters, found, strict=True)), narrow=narrow)
 
 
 def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
@@ -222,3 +213,110 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
             remedy="pass packed rows without an attention_mask, one document a row, or the "
             "boundary arguments (cu_seq_lens) that the model's kernels need",
         )
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """What is in scope and how it was proved.
+
+    Attributes:
+        linears: names of the scored linears.
+        parameters: names of all parameters that the values are inner products over.
+        skipped: matrices of the scored layers left out of scope, and why.
+        relative_error: largest relative difference between the gradients that the captured uses
+            explain and autograd's, on the first batch; None for ``label``.
+        isolated: True once the self-only backward was proved to leak nothing to other positions,
+            False while no batch was long enough to show it; None where nothing was tried yet or
+            the estimator does not need it.
+        unproved: proofs that cannot run here, and why.
+    """
+
+    linears: tuple[str, ...]
+    parameters: tuple[str, ...]
+    skipped: dict[str, str]
+    relative_error: float | None = None
+    isolated: bool | None = None
+    unproved: dict[str, str] = field(default_factory=dict)
+
+
+_SHARDED = "no process has whole weights, so autograd's gradient of one cannot be compared"
+_SHARDED_DOCUMENTS = "it needs forwards of its own, which processes with packed rows run alone"
+
+
+class Witness:
+    """Runs each proof once, on the first recorded forward that can show it.
+
+    Args:
+        adapter: of the model.
+        scope: what is captured.
+        parameters: name -> parameter, everything in scope.
+        names: place of a parameter -> its name.
+        estimator: one that works on captured errors, or "label", for which there is only the
+            proof on packed documents.
+        skipped: for the report.
+        sharding: of the weights; where there is one, coverage and documents are not proved.
+
+    Attributes:
+        report: what was proved so far.
+        pending: True until coverage was proved (or ruled out).
+    """
+
+    def __init__(
+        self,
+        adapter: DecoderAdapter,
+        scope: Scope,
+        parameters: Mapping[str, Tensor],
+        names: Mapping[str, str],
+        estimator: str,
+        *,
+        skipped: dict[str, str],
+        sharding: Sharding | None,
+    ) -> None:
+        self._adapter, self._scope, self._estimator = adapter, scope, estimator
+        self._parameters, self._names, self._sharding = parameters, names, sharding
+        self._documents: set[frozenset[str]] = set()
+        self.pending = estimator in CAPTURED
+        self.report = CoverageReport(
+            tuple(linear.name for linear in scope.linears),
+            tuple(parameters),
+            skipped,
+            unproved={}
+            if sharding is None
+            else {"coverage": _SHARDED, "documents": _SHARDED_DOCUMENTS},
+        )
+
+    def recording(self) -> AbstractContextManager[Recorder]:
+        """Record a forward with all that the estimator needs."""
+        switched = self._estimator in SWITCHED
+        return record(self._adapter, self._scope, attention=switched, sharding=self._sharding)
+
+    def require_rule(self, recorder: Recorder) -> None:
+        """Raise unless the recorded forward is one that the estimator is defined on."""
+        recorder.require_graph()
+        if self._estimator in SWITCHED:
+            require_self_rule(recorder, self._estimator)
+
+    def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
+        """Prove what is not proved yet on this forward; its graph stays.
+
+        Raises:
+            ModelError, UnsupportedError, CoverageError: see the proofs.
+        """
+        self.require_rule(recorder)
+        if self._estimator in SELF_ONLY and not self.report.isolated:
+            proved = prove_isolation(recorder, losses, mask, self._estimator)
+            self.report = replace(self.report, isolated=proved)
+        if self.pending and self._sharding is None:
+            error = prove_coverage(recorder, losses, self._parameters, self._names)
+            self.report = replace(self.report, relative_error=error)
+        self.pending = False
+
+    def see_documents(self, batch: LabelledBatch) -> None:
+        """Refuse packed batches on a model that lets one document see another."""
+        # Whether boundaries hold depends on the arguments: a mask of ones takes them away again.
+        arguments = frozenset(batch.inputs)
+        sharded = self._sharding is not None
+        if batch.document_starts is None or arguments in self._documents or sharded:
+            return
+        prove_documents(self._adapter, batch)
+        self._documents.add(arguments)

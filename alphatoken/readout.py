@@ -1,8 +1,12 @@
-"""From errors to values: contraction over all uses, and columns by position to values by token."""
+"""From errors to values: contraction over all uses, and columns by position to values by token.
+
+Parameters are found by the names of their places, never by identity: where weights are sharded, a
+module holds another object inside a forward than outside.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +15,20 @@ from torch import Tensor
 from alphatoken import contraction
 from alphatoken.adapter import ScoredLinear
 from alphatoken.batch import to_token_index
-from alphatoken.capture import Recorder
+from alphatoken.capture import LinearUse, Recorder
 from alphatoken.estimators import TokenErrors
-from alphatoken.precision import full_precision
+from alphatoken.precision import full_precision, wide
 from alphatoken.values import TokenValues
 
-__all__ = ["Columns", "assign_columns", "combine", "contract_columns"]
+__all__ = [
+    "Columns",
+    "Gather",
+    "Side",
+    "assign_columns",
+    "captured_gradients",
+    "combine",
+    "contract_columns",
+]
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def assign_columns(
 
 
 def combine(
-    adaptation: tuple[Tensor, Tensor, Tensor],
+    adaptation: tuple[Tensor, Tensor, Tensor] | None,
     stability: tuple[Tensor, Tensor, Tensor] | None,
     *,
     mask: Tensor,
@@ -54,76 +66,168 @@ def combine(
     stability_weight: float,
     balance: dict[str, float],
 ) -> TokenValues:
-    """TokenValues from (direct, causal, unassigned) of both sides."""
-    zero = torch.zeros_like(adaptation[0])
-    if stability is None:
-        stability = (zero, zero, torch.zeros_like(adaptation[2]))
-    gain, keep = adaptation[0] + adaptation[1], stability[0] + stability[1]
+    """TokenValues from (direct, causal, unassigned) of both sides; a side that is None is zero."""
+    given = adaptation or stability
+    assert given is not None
+    zeros = tuple(torch.zeros_like(part) for part in given)
+    gain_direct, gain_causal, gain_rest = adaptation or zeros
+    keep_direct, keep_causal, keep_rest = stability or zeros
+    gain, keep = gain_direct + gain_causal, keep_direct + keep_causal
     return TokenValues(
         total=gain + stability_weight * keep,
         mask=mask,
         adaptation=gain,
         stability=keep,
-        adaptation_direct=adaptation[0] if split else None,
-        adaptation_causal=adaptation[1] if split else None,
-        stability_direct=stability[0] if split else None,
-        stability_causal=stability[1] if split else None,
-        unassigned=adaptation[2] + stability_weight * stability[2],
+        adaptation_direct=gain_direct if split else None,
+        adaptation_causal=gain_causal if split else None,
+        stability_direct=keep_direct if split else None,
+        stability_causal=keep_causal if split else None,
+        unassigned=gain_rest + stability_weight * keep_rest,
         estimator=estimator,
         stability_weight=stability_weight,
         balance=balance,
     )
 
 
+@dataclass(frozen=True)
+class Side:
+    """One side of M as it is contracted.
+
+    Attributes:
+        matrices: parameter name -> M, or this process's part of it; of the biases only under the
+            gram route.
+        factors: the gram route's validation side of the weights.
+    """
+
+    matrices: Mapping[str, Tensor]
+    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None
+
+
+Gather = Callable[[str, Tensor], Tensor]
+"""(parameter name, this process's part) -> the whole matrix."""
+
+
 @full_precision
 def contract_columns(
     recorder: Recorder,
     errors: TokenErrors,
-    direction: Mapping[str, Tensor],
-    names: Mapping[int, str],
-    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None,
-) -> Columns:
-    """Contract both parts with one direction, summed over all uses of all scored linears.
+    sides: Sequence[Side],
+    names: Mapping[str, str],
+    gather: Gather | None = None,
+) -> list[Columns]:
+    """Contract both parts with each side of M, summed over all uses of all scored linears.
+
+    One parameter after the other, so that each matrix is gathered once, and none is whole for
+    longer than it is used. The order is that of the scope, on every process.
 
     Args:
         recorder: the recorded forward.
         errors: direct and causal errors at its linear uses.
-        direction: parameter name -> M (projected route).
-        names: id of a parameter -> its name.
-        factors: the gram route's validation side of the weights; ``direction`` then has the
-            biases only.
+        sides: the directions.
+        names: place of a parameter (``weight_name``, ``bias_name`` of a linear) -> its name among
+            the parameters in scope; tied places have one name.
+        gather: how a part becomes whole; None where every process has the whole direction.
+
+    Returns:
+        The columns for each side.
     """
-    sums: list[Tensor | None] = [None, None]
-    for slot, part in enumerate((errors.direct, errors.causal)):
-        for use, error in zip(recorder.linears, part, strict=True):
-            if error is not None:
-                found = _contract_use(use.linear, error, use.x, direction, names, factors)
-                before = sums[slot]
-                sums[slot] = found if before is None else before + found
-    x = recorder.linears[0].x
-    zero = torch.zeros(x.shape[:2], dtype=torch.float32, device=x.device)
-    direct, causal = (zero if s is None else s for s in sums)
-    return Columns(direct, causal.to(direct.dtype))
+    parts = (errors.direct, errors.causal)
+    sums: list[list[Tensor | None]] = [[None, None] for _ in sides]
+    for owned, uses in _by_weight(recorder, names):
+        for slots, side in zip(sums, sides, strict=True):
+            whole = side.matrices
+            if gather is not None:
+                whole = {n: gather(n, whole[n]) for n in owned if n in whole}
+            for slot, index in ((s, i) for i in uses for s in (0, 1)):
+                use, error = recorder.linears[index], parts[slot][index]
+                if error is not None:
+                    found = _contract_use(use.linear, error, use.x, whole, names, side.factors)
+                    before = slots[slot]
+                    slots[slot] = found if before is None else before + found
+    return [_columns(slots, recorder.linears[0].x) for slots in sums]
+
+
+def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
+    """A part that was not computed is zero."""
+    dtype = wide(*(part.dtype for part in parts if part is not None))
+    zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
+    direct, causal = (zero if part is None else part.to(dtype) for part in parts)
+    return Columns(direct, causal)
+
+
+def _by_weight(
+    recorder: Recorder, names: Mapping[str, str]
+) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Per weight in scope: its name and those of the biases beside it, and its recorded uses."""
+    owned: dict[str, dict[str, None]] = {}
+    uses: dict[str, list[int]] = {}
+    for linear in recorder.scope.linears:
+        weight = names[linear.weight_name]
+        beside = [names[linear.bias_name]] if linear.bias_name in names else []
+        owned.setdefault(weight, {}).update(dict.fromkeys([weight, *beside]))
+    for index, use in enumerate(recorder.linears):
+        uses.setdefault(names[use.linear.weight_name], []).append(index)
+    return [(tuple(parts), uses.get(weight, [])) for weight, parts in owned.items()]
 
 
 def _contract_use(
     linear: ScoredLinear,
     error: Tensor,
     x: Tensor,
-    direction: Mapping[str, Tensor],
-    names: Mapping[int, str],
+    matrices: Mapping[str, Tensor],
+    names: Mapping[str, str],
     factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None,
 ) -> Tensor:
-    name = names[id(linear.weight)]
-    bias = names.get(id(linear.bias)) if linear.bias is not None else None
+    weight, bias = names[linear.weight_name], names.get(linear.bias_name)
     if factors is None:
-        m = direction[name]
-        m_bias = None if bias is None else direction[bias]
+        m = matrices[weight]
+        m_bias = None if bias is None else matrices[bias]
         return contraction.contract(error, x, m.mT if linear.transposed else m, m_bias)
     total = torch.zeros(error.shape[:2], dtype=torch.float32, device=error.device)
-    for e, v in factors.get(name, []):
+    for e, v in factors.get(weight, []):
         total = total + contraction.contract_gram(error, x, e, v)
-    if bias is not None and bias in direction:
-        m_bias = direction[bias]
+    if bias is not None and bias in matrices:
+        m_bias = matrices[bias]
         total = total + torch.einsum("bto,o->bt", error.to(m_bias.dtype), m_bias)
     return total
+
+
+@full_precision
+def captured_gradients(
+    recorder: Recorder,
+    errors: Sequence[Tensor | None],
+    names: Mapping[str, str],
+    consume: Callable[[str, Tensor | None, Tensor | float], None],
+) -> None:
+    """Weight and bias gradients from captured uses, one parameter at a time: sums of delta (x) x.
+
+    Args:
+        recorder: one recorded forward.
+        errors: ordinary errors at its linear uses.
+        names: as in ``contract_columns``; tied parameters gather in one entry.
+        consume: gets (name, gradient as stored, sum of the norms of its terms) of every scored
+            weight and bias in scope, in one order on every process; None where no use was seen.
+            A bias tied between different weights comes once for each.
+    """
+    for owned, uses in _by_weight(recorder, names):
+        found: dict[str, tuple[Tensor, Tensor | float]] = {}
+        for index in uses:
+            error, use = errors[index], recorder.linears[index]
+            if error is not None:
+                for name, part, size in _terms(use, error, names):
+                    before, known = found.get(name, (torch.zeros_like(part), 0.0))
+                    found[name] = (before + part, known + size)
+        for name in owned:
+            consume(name, *found.get(name, (None, 0.0)))
+
+
+def _terms(
+    use: LinearUse, error: Tensor, names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, gradient, sum of its terms' norms) of the weight and the bias of one use."""
+    linear, gradient = use.linear, contraction.outer_sum(error, use.x)
+    sizes = error.to(gradient).norm(dim=-1)
+    size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
+    yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size
+    if linear.bias_name in names:
+        yield names[linear.bias_name], error.flatten(0, -2).to(gradient).sum(0), sizes.sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,21 @@ from alphatoken.capture import Recorder, Scope, record
 from alphatoken.config import ScorerConfig
 from alphatoken.direction import Direction
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import InputError
-from alphatoken.estimators import SELF_ONLY, SPLIT, SWITCHED, TokenErrors, token_errors
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import forward_losses, scoring_forward
-from alphatoken.proofs import (
-    prove_coverage,
-    prove_documents,
-    prove_isolation,
-    require_self_rule,
+from alphatoken.errors import ConfigError, InputError, ModelError
+from alphatoken.estimators import (
+    SELF_ONLY,
+    SPLIT,
+    SWITCHED,
+    TokenErrors,
+    self_only_errors,
+    token_errors,
 )
-from alphatoken.readout import Columns, assign_columns, combine, contract_columns
+from alphatoken.forward_mode import Start, label_values
+from alphatoken.interaction import token_gram
+from alphatoken.objective import GradientReducer, forward_losses, scoring_forward
+from alphatoken.proofs import CoverageReport, Witness, require_self_rule
+from alphatoken.readout import Columns, Side, assign_columns, combine, contract_columns
+from alphatoken.sharding import Sharding
 from alphatoken.target import Target
 from alphatoken.values import TokenValues
 
@@ -49,51 +53,31 @@ class AlphaTokenWarning(UserWarning):
     """Something is legal but probably not meant; the message says what to look at."""
 
 
-@dataclass(frozen=True)
-class CoverageReport:
-    """What is in scope and how it was proved.
-
-    Attributes:
-        linears: names of the scored linears.
-        parameters: names of all parameters that the values are inner products over.
-        skipped: matrices of the scored layers left out of scope, and why.
-        relative_error: largest relative difference between the gradients that the captured uses
-            explain and autograd's, on the first validation batch; None for ``label``.
-        isolated: True once the self-only backward was proved to leak nothing to other positions,
-            False while no batch was long enough to show it; None where nothing was tried yet or
-            the estimator does not need it.
-    """
-
-    linears: tuple[str, ...]
-    parameters: tuple[str, ...]
-    skipped: dict[str, str]
-    relative_error: float | None = None
-    isolated: bool | None = None
-
-
 class Scorer:
     """Values the response tokens of a batch against a validation objective and a retention term.
 
         value of token k  =  <gradient (as the estimator defines it), M>,   M = P o (G + lambda V)
 
     Args:
-        model: a decoder; a transformers model, plain or under PEFT, is recognised.
+        model: a decoder; a transformers model is recognised, plain, under PEFT, and inside
+            DistributedDataParallel, FSDP2 or a DeepSpeed engine.
         validation: a labelled batch or several (J_tgt is the mean token loss over all their
-            response tokens; they are streamed), or preference pairs (``PreferenceBatch``).
+            response tokens; they are streamed), or preference pairs (``PreferenceBatch``); None
+            only with ``objective="stability"``.
         retention: a ``FisherDrift``; or labelled retention batches, whose mean-loss gradient then
             is V; or None, adaptation only.
         config: what to compute.
-        optimizer: for ``preconditioner="frozen"``.
+        optimizer: for ``preconditioner="frozen"`` or ``"full"``.
         adapter: if the model's own adapter is not to be looked up.
-
-    Attributes:
-        config: the options.
-        coverage: what is in scope, and the proofs; filled at the first use.
+        reduce: makes the mean of a summed gradient, for means over processes or steps; called
+            once a build with "validation" and "retention". None divides.
+        sharding: how to reach weights that are spread over processes (FSDP2, ZeRO-3). G is then
+            built from captured errors, and M is gathered one matrix at a time.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
     state are afterwards as before, also after an exception. G and V are rebuilt when a parameter
     has changed (in-place version counters; writing through ``.data`` does not count, call
-    ``refresh()`` then).
+    ``refresh()`` then, or decide yourself with ``pin``).
 
     Raises:
         ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError,
@@ -103,25 +87,54 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any],
+        validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any] | None,
         retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None = None,
         config: ScorerConfig | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         adapter: DecoderAdapter | None = None,
+        reduce: GradientReducer | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.config = config or ScorerConfig()
+        config = config or ScorerConfig()
         self.adapter = adapter or find_adapter(model)
-        self.validation = as_batches(validation)
-        self.target = Target(self.adapter, self.validation, retention, self.config, optimizer)
-        scope = self.target.scope
-        self.coverage = CoverageReport(
-            tuple(linear.name for linear in scope.linears),
-            tuple(self.target.parameters),
-            scope.uncovered if self.config.uncovered == "skip" else {},
+        self.target = Target(
+            self.adapter,
+            () if validation is None else as_batches(validation),
+            retention,
+            config,
+            optimizer,
+            reduce=reduce,
+            sharding=sharding,
         )
-        self._proved = self._warned = False
-        self._documents_proved: set[frozenset[str]] = set()
+        scope = self.target.scope
+        self._witness = Witness(
+            self.adapter,
+            scope,
+            self.target.parameters,
+            self.target.names,
+            config.estimator,
+            skipped=scope.uncovered if config.uncovered == "skip" else {},
+            sharding=sharding,
+        )
+        self.warn = True
+        self._warned = False
+        self._starts = True  # a label pass may start at the observed forward's hidden states
+
+    @property
+    def config(self) -> ScorerConfig:
+        """The options."""
+        return self.target.config
+
+    @property
+    def validation(self) -> Sequence[Any]:
+        """The validation batches."""
+        return self.target.validation
+
+    @property
+    def coverage(self) -> CoverageReport:
+        """What is in scope, and the proofs; filled at the first use."""
+        return self._witness.report
 
     @property
     def scope(self) -> Scope:
@@ -135,124 +148,136 @@ class Scorer:
 
     @property
     def direction(self) -> Direction:
-        """M's two sides at the current parameters, in projected form."""
+        """M's two sides at the current parameters, in projected form.
+
+        With ``preconditioner="full"`` M depends on the batch as well: this is it with P = 1.
+        """
         return self.target.direction()
+
+    # --- what changes over a run -----------------------------------------------------------------
 
     def refresh(self) -> None:
         """Drop G and V; the next use builds them anew."""
         self.target.invalidate()
 
-    # --- proofs --------------------------------------------------------------------------------
+    def set_validation(
+        self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]
+    ) -> None:
+        """Value against other validation batches from now on; the next use builds G anew."""
+        self.target.set_validation(as_batches(validation))
+
+    def set_retention(
+        self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
+    ) -> None:
+        """Use another retention term from now on; the next use builds V anew."""
+        self.target.set_retention(retention)
+
+    def set_stability_weight(self, stability_weight: float) -> None:
+        """Change lambda; nothing is built anew."""
+        self.target.config = replace(self.config, stability_weight=stability_weight)
+
+    def pin(self, version: object | None) -> None:
+        """Let ``version`` decide when G and V are stale, by equality; None goes back.
+
+        For weights that change without their version counters (through ``.data``, or in shards),
+        and to keep a direction over several steps.
+        """
+        self.target.pin(version)
 
     def _prepare(self, tokens: int | None) -> None:
         self.target.require_gradients()
-        if not self._proved:
-            self._prove()
-        self.target.prepare(tokens)
-
-    def _prove(self) -> None:
-        """Coverage and isolation, on the first validation batch; raises or fills ``coverage``."""
-        if self.target.captured:
-            item = self.validation[0]
-            plain = item.chosen if isinstance(item, PreferenceBatch) else item
-            limit, role = self.adapter.max_positions(), "validation batch"
-            batch = read_batch(plain, max_length=limit, role=role)
-            with self._recording() as recorder:
-                with scoring_forward(self.adapter, self.target.first):
-                    losses = forward_losses(self.adapter, batch, role)
-                self._require_rule(recorder)
-                self._prove_isolation(recorder, losses, batch.mask)
-                error = prove_coverage(recorder, losses, self.parameters)
-            self.coverage = replace(self.coverage, relative_error=error)
-        self._proved = True
-
-    def _prove_isolation(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
-        """Prove it once, on the first batch long enough to show a leak."""
-        if self._self_only and not self.coverage.isolated:
-            proved = prove_isolation(recorder, losses, mask, self.config.estimator)
-            self.coverage = replace(self.coverage, isolated=proved)
-
-    @property
-    def _self_only(self) -> bool:
-        return self.config.estimator in SELF_ONLY
-
-    @property
-    def _switched(self) -> bool:
-        return self.config.estimator in SWITCHED
-
-    def _require_rule(self, recorder: Recorder) -> None:
-        recorder.require_graph()
-        if self._switched:
-            require_self_rule(recorder, self.config.estimator)
-
-    def _prove_documents(self, batch: LabelledBatch) -> None:
-        """Refuse packed batches on a model that lets one document see another."""
-        # Whether boundaries hold depends on the arguments: a mask of ones takes them away again.
-        arguments = frozenset(batch.inputs)
-        if batch.document_starts is not None and arguments not in self._documents_proved:
-            prove_documents(self.adapter, batch)
-            self._documents_proved.add(arguments)
+        self.target.prepare(tokens, self._witness if self._witness.pending else None)
 
     # --- values --------------------------------------------------------------------------------
 
-    def score(self, batch: Mapping[str, Any]) -> TokenValues:
+    def score(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        token_weights: Tensor | None = None,
+        step_weights: Tensor | None = None,
+    ) -> TokenValues:
         """Value every response token of ``batch`` with a forward of its own (dropout off).
 
         Args:
             batch: ``input_ids``, ``labels`` and whatever else the model's forward takes.
+            token_weights: as in ``Observed.values``.
+            step_weights: as in ``Observed.values``.
 
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
         checked = read_batch(batch, max_length=self.adapter.max_positions())
-        self._prove_documents(checked)
+        weights = Weights.read(checked.mask, token_weights, step_weights)
+        self._witness.see_documents(checked)
         self._prepare(checked.labels.numel())
-        if not self.target.captured:
-            return self._label(checked, None)
-        with self._recording() as recorder:
-            with scoring_forward(self.adapter, self.target.first):
+        target = self.target
+        if not target.captured and self.config.preconditioner != "full":
+            return self._label(checked, weights, None)
+        with self._witness.recording() as recorder:
+            with scoring_forward(self.adapter, target.first):
                 losses = forward_losses(self.adapter, checked, "batch")
-            return self._captured_values(recorder, losses, checked.mask, None)
+            if target.captured:
+                return self._captured(recorder, losses, checked.mask, weights)[0]
+            return self._label(checked, weights, losses, recorder)
 
     @contextmanager
-    def observe(self) -> Iterator[Observed]:
+    def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
         """Watch the forward that training runs anyway, so that it serves scoring as well.
 
         Inside the context call the model, then ``observed.values(logits, labels)``; the loss may
         be sent back through the same graph, inside or after the context. Values see the pass as
         it is, its dropout masks included. ``label`` needs a dual forward of its own (dropout
-        off), run from the observed arguments. Only the last forward with gradients is kept.
+        off), run from the observed arguments; where that gives the same losses, the layers below
+        the first scored one are not run again. Only the last forward with a graph is kept.
+
+        Args:
+            interaction: keep what ``Observed.interaction`` needs; of no consequence for
+                estimators with self-only errors, which have it anyway.
         """
         self._prepare(tokens=None)
-        with self._recording() as recorder:
-            yield Observed(self, recorder)
+        switched = interaction or self.config.estimator in SWITCHED
+        with record(
+            self.adapter, self.scope, attention=switched, sharding=self.target.sharding
+        ) as recorder:
+            yield Observed(self, recorder, switched)
 
-    @contextmanager
-    def _recording(self) -> Iterator[Recorder]:
-        with record(self.adapter, self.scope, attention=self._switched) as recorder:
-            yield recorder
-
-    def _captured_values(
-        self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Tensor | None
-    ) -> TokenValues:
-        errors = self._errors(recorder, losses, weights)
-        self._prove_isolation(recorder, losses, mask)
+    def _captured(
+        self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
+    ) -> tuple[TokenValues, TokenErrors]:
+        """Values by captured errors, and the errors."""
+        errors = self._errors(recorder, losses, weights.token)
+        self._witness.see(recorder, losses, mask)
+        sides, balance = self._sides(recorder, losses, mask, weights)
         target = self.target
-        adaptation = contract_columns(
-            recorder, errors, target.adaptation, target.names, target.factors
-        )
-        stability = None
-        if target.stability is not None:
-            stability = contract_columns(recorder, errors, target.stability, target.names)
+        present = [side for side in sides if side is not None]
+        gather = None if target.sharding is None else target.sharding.gather
+        columns = iter(contract_columns(recorder, errors, present, target.names, gather))
         position = self.config.causal_position
-        return self._finish(
-            assign_columns(adaptation, mask, position),
-            None if stability is None else assign_columns(stability, mask, position),
-            mask,
+        gain, keep = (
+            None if side is None else assign_columns(next(columns), mask, position)
+            for side in sides
         )
+        return self._finish(gain, keep, mask, balance), errors
+
+    def _sides(
+        self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
+    ) -> tuple[tuple[Side | None, Side | None], dict[str, float]]:
+        """Both sides of M for this batch, and their balance."""
+        target = self.target
+        if self.config.preconditioner != "full":
+            return target.sides, target.balance
+        with torch.enable_grad():
+            loss = (losses * weights.of_step(mask).to(losses)).sum()
+        if not loss.requires_grad:
+            raise foreign_scores("a detached tensor")
+        direction, balance = target.at_step(target.step_gradient(loss, recorder))
+        gain = Side(direction.adaptation) if target.adapts else None
+        keep = None if direction.stability is None else Side(direction.stability)
+        return (gain, keep), balance
 
     def _errors(self, recorder: Recorder, losses: Tensor, weights: Tensor | None) -> TokenErrors:
-        self._require_rule(recorder)
+        self._witness.require_rule(recorder)
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
         errors = None
@@ -263,48 +288,71 @@ class Scorer:
                 self.config.estimator,
                 window=self.config.window,
                 head_reduction=self.config.head_reduction,
+                path=self.config.path,
             )
-        if errors is None or all(error is None for error in errors.direct):
-            raise InputError(
-                "the scores do not belong to the observed forward",
-                got="a detached tensor" if errors is None else "the graph of another forward",
-                why="no error would reach a scored linear, and every value would be zero",
-                remedy="pass the logits that the model returned inside the context, undetached",
+        if errors is None or not errors.reached:
+            raise foreign_scores(
+                "a detached tensor" if errors is None else "the graph of another forward"
             )
         return errors
 
     def columns(self, batch: LabelledBatch, *, weights: Tensor | None = None) -> Columns:
         """Columns by position of use for the total direction M, with weighted losses.
 
-        For diagnostics; needs a captured estimator (label has rows, no columns).
+        For diagnostics; needs a captured estimator (label has rows, no columns), and whole weights.
         """
-        direction = self.direction.total()
-        with self._recording() as recorder:
+        side = Side(self.direction.total())
+        with self._witness.recording() as recorder:
             with scoring_forward(self.adapter, self.target.first):
                 losses = forward_losses(self.adapter, batch, "batch")
             errors = self._errors(recorder, losses, weights)
-            return contract_columns(recorder, errors, direction, self.target.names)
+            return contract_columns(recorder, errors, [side], self.target.names)[0]
 
-    def _label(self, batch: LabelledBatch, weights: Tensor | None) -> TokenValues:
-        first = self.target.first or 0
-        sides: list[tuple[Tensor, Tensor, Tensor] | None] = []
-        for side in (self.target.adaptation, self.target.stability):
+    def _label(
+        self,
+        batch: LabelledBatch,
+        weights: Weights,
+        losses: Tensor | None,
+        recorder: Recorder | None = None,
+    ) -> TokenValues:
+        """Label values; ``losses`` are those of a forward that has run, ``recorder`` is its."""
+        full = self.config.preconditioner == "full"
+        sides, balance = self.target.sides, self.target.balance
+        if full:
+            assert losses is not None
+            seen = recorder or Recorder(self.scope)
+            sides, balance = self._sides(seen, losses, batch.mask, weights)
+        start = None if losses is None else self._start(recorder, losses)
+        found: list[tuple[Tensor, Tensor, Tensor] | None] = []
+        for side in sides:
             if side is None:
-                sides.append(None)
+                found.append(None)
                 continue
-            values = label_values(self.adapter, batch, side, first=first)
-            if weights is not None:
-                values = values * weights.to(values)
+            values = label_values(
+                self.adapter, batch, side.matrices, first=self.target.first or 0, start=start
+            )
+            if weights.token is not None:
+                values = values * weights.token.to(values)
             none = torch.zeros_like(values)
-            sides.append((values, none, torch.zeros_like(values[:, 0])))
-        assert sides[0] is not None
-        return self._finish(sides[0], sides[1], batch.mask)
+            found.append((values, none, torch.zeros_like(values[:, 0])))
+            if start is not None and start.refused:
+                self._starts, start = False, None
+        return self._finish(found[0], found[1], batch.mask, balance)
+
+    def _start(self, recorder: Recorder | None, losses: Tensor) -> Start | None:
+        """Where a dual forward may start: the recorded input of the first scored layer."""
+        forward = None if recorder is None else recorder.forward or recorder.begun
+        if forward is None or forward.hidden is None or not forward.plain:
+            return None
+        usable = self._starts and self.target.first is not None
+        return Start(forward.hidden, losses.detach()) if usable else None
 
     def _finish(
         self,
-        adaptation: tuple[Tensor, Tensor, Tensor],
+        adaptation: tuple[Tensor, Tensor, Tensor] | None,
         stability: tuple[Tensor, Tensor, Tensor] | None,
         mask: Tensor,
+        balance: dict[str, float],
     ) -> TokenValues:
         values = combine(
             adaptation,
@@ -313,9 +361,9 @@ class Scorer:
             split=self.config.estimator in SPLIT,
             estimator=self.config.estimator,
             stability_weight=self.config.stability_weight,
-            balance=self.target.balance,
+            balance=balance,
         )
-        if stability is not None and not self._warned:
+        if self.warn and adaptation is not None and stability is not None and not self._warned:
             self._warn_if_one_sided(values)
         return values
 
@@ -346,14 +394,63 @@ class Scorer:
         return certificate
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Constant factors (b, t) on token losses: of the values, and of the optimizer's step."""
+
+    token: Tensor | None
+    step: Tensor | None
+
+    @classmethod
+    def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
+        """Detached and checked."""
+        for name, weights in (("token_weights", token), ("step_weights", step)):
+            if weights is not None and weights.shape != mask.shape:
+                raise InputError(
+                    f"{name} must have one entry a token",
+                    got=f"{tuple(weights.shape)} for labels of {tuple(mask.shape)}",
+                    remedy="expand weights of rows, and pad (b, t - 1) at index 0",
+                )
+        return cls(*(None if w is None else w.detach() for w in (token, step)))
+
+    def of_step(self, mask: Tensor) -> Tensor:
+        """d(loss of the step) / d(token loss); the mean over response tokens if not given."""
+        if self.step is not None:
+            return self.step
+        if self.token is not None:
+            raise InputError(
+                "preconditioner='full' needs step_weights where token_weights are given",
+                why="the gradient that the optimizer will see is part of M, and its scale is not "
+                "known from the values' weights",
+                remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
+            )
+        return mask.double() / mask.sum()
+
+
+def foreign_scores(got: str) -> InputError:
+    """The error for scores that errors cannot be taken of."""
+    return InputError(
+        "the scores do not belong to the observed forward",
+        got=got,
+        why="no error would reach a scored linear, and every value would be zero",
+        remedy="pass the logits that the model returned inside the context, undetached",
+    )
+
+
 class Observed:
     """Handle on the forward seen by ``Scorer.observe``."""
 
-    def __init__(self, scorer: Scorer, recorder: Recorder) -> None:
-        self._scorer, self._recorder = scorer, recorder
+    def __init__(self, scorer: Scorer, recorder: Recorder, switched: bool) -> None:
+        self._scorer, self._recorder, self._switched = scorer, recorder, switched
+        self._last: _LastValues | None = None
 
     def values(
-        self, scores: Tensor, labels: Tensor, *, token_weights: Tensor | None = None
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        *,
+        token_weights: Tensor | None = None,
+        step_weights: Tensor | None = None,
     ) -> TokenValues:
         """Values of the observed forward; its graph, and every .grad, stay as they are.
 
@@ -363,25 +460,87 @@ class Observed:
             labels: unshifted labels, -100 ignored.
             token_weights: (b, t) factor on each token's loss at index i, taken as constant;
                 ``+omega`` on chosen and ``-omega`` on rejected rows under DPO.
+            step_weights: (b, t) ``dL / dl_i`` of the loss L that the optimizer will see with all
+                tokens kept, taken as constant; for ``preconditioner="full"``, which contains the
+                gradient of L. Default: L is the mean over the response tokens of this batch.
+                With accumulation, scale them so that this batch stands for the whole step.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
                 ``Scorer.score``.
         """
         scorer, recorder = self._scorer, self._recorder
-        call = recorder.call
-        if call is None:
+        forward = recorder.forward or recorder.begun
+        if recorder.forward is None and scorer.target.captured:
             recorder.require_graph()
-        inputs = {} if call is None else dict(call[1])
-        if call is not None and call[0]:
-            inputs["input_ids"] = call[0][0]
+        inputs = {} if forward is None else forward.inputs
         batch = read_batch(
             {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels}
         )
-        scorer._prove_documents(batch)
-        weights = None if token_weights is None else token_weights.detach()
-        if not scorer.target.captured:
-            return scorer._label(batch, weights)
-        losses = token_losses(scores, labels)
+        if "input_ids" not in inputs:  # a model that was called on embeddings
+            del batch.inputs["input_ids"]
+        scorer._witness.see_documents(batch)
+        weights = Weights.read(batch.mask, token_weights, step_weights)
+        needed = scorer.target.captured or self._switched or scorer.config.preconditioner == "full"
+        with nullcontext() if needed else torch.no_grad():
+            losses = token_losses(scores, labels)
         require_finite(losses, batch.mask, "batch")
-        return scorer._captured_values(recorder, losses, batch.mask, weights)
+        self._last = _LastValues(losses, batch.mask, weights.token, None)
+        if not scorer.target.captured:
+            return scorer._label(batch, weights, losses, recorder)
+        values, errors = scorer._captured(recorder, losses, batch.mask, weights)
+        self._last = replace(self._last, errors=errors)
+        return values
+
+    def interaction(self) -> Tensor:
+        """Gram matrix of the direct token gradients of the last ``values`` call.
+
+        ``G_kl = <g_k, g_l>`` over the scored weights, g_k the part of token k's loss gradient that
+        passes through the position predicting it, ``token_weights`` included.
+
+        Returns:
+            (n, n), the response tokens in (row, position) order; see ``interaction.token_gram``.
+
+        Raises:
+            ConfigError: neither the estimator nor ``observe(interaction=True)`` asked for
+                self-only errors. ModelError: ``values`` was not called.
+            UnsupportedError: the model has layers without a self-only backward.
+        """
+        last, scorer = self._last, self._scorer
+        if last is None:
+            raise ModelError(
+                "interaction() follows values()",
+                why="it is about the tokens and weights of that call",
+                remedy="call observed.values(...) first",
+            )
+        if not self._switched:
+            raise ConfigError(
+                f"'{scorer.config.estimator}' has no self-only errors",
+                why="inner products of token gradients are taken of them",
+                remedy="scorer.observe(interaction=True)",
+            )
+        own = scorer.config.estimator in SELF_ONLY and scorer.config.path != "causal"
+        errors = last.errors.direct if own and last.errors is not None else self._self_only(last)
+        return token_gram(
+            self._recorder.linears, errors, last.mask, score_bias=scorer.config.score_bias
+        )
+
+    def _self_only(self, last: _LastValues) -> list[Tensor | None]:
+        self._recorder.require_graph()
+        require_self_rule(self._recorder, "interaction")
+        with torch.enable_grad():
+            weighted = last.losses if last.weights is None else last.losses * last.weights
+            loss = weighted.sum()
+        if not loss.requires_grad:
+            raise foreign_scores("a detached tensor")
+        return self_only_errors(self._recorder, loss)
+
+
+@dataclass(frozen=True)
+class _LastValues:
+    """What the last ``values`` call was about."""
+
+    losses: Tensor
+    mask: Tensor
+    weights: Tensor | None
+    errors: TokenErrors | None

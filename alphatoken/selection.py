@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError
 
-__all__ = ["keep_count", "select_bottom", "select_random", "select_top"]
+__all__ = ["check_values", "keep_count", "select_bottom", "select_random", "select_top"]
 
 
 def keep_count(ratio: float, count: int) -> int:
@@ -32,7 +32,8 @@ def keep_count(ratio: float, count: int) -> int:
     return math.ceil(Fraction(str(ratio)) * count)
 
 
-def _check(values: Tensor, mask: Tensor) -> None:
+def check_values(values: Tensor, mask: Tensor) -> None:
+    """Raise unless values and boolean mask have one shape and every masked value is finite."""
     if values.shape != mask.shape or mask.dtype != torch.bool:
         raise InputError(
             "values and mask must have one shape, and the mask must be boolean",
@@ -83,7 +84,7 @@ def select_top(
         InputError: ratio outside (0, 1], shapes that differ, unknown scope.
         NumericalError: a NaN or Inf value, naming row and token.
     """
-    _check(values, mask)
+    check_values(values, mask)
     if scope == "batch":
         return _top_of(values, mask, ratio)
     if scope == "sequence":

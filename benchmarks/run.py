@@ -12,8 +12,11 @@ import torch
 
 from benchmarks.cases import ALL
 from benchmarks.measure import machine
+from benchmarks.step import train_peak_memory, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results.json"
+CASES = (*ALL, train_step, train_peak_memory)
 
 INTRODUCTION = """# Benchmarks
 
@@ -42,15 +45,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The old rows with those of a newly measured name replaced."""
+    measured = {row["name"] for row in new}
+    return [row for row in old if row["name"] not in measured] + new
+
+
 def main() -> None:
-    """Run the cases named on the command line, or all."""
+    """Run the cases named on the command line, or all; rows of other cases stay as they are."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", choices=[[], *(c.__name__ for c in ALL)], default=[])
+    parser.add_argument("cases", nargs="*", choices=[[], *(c.__name__ for c in CASES)], default=[])
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    for case in ALL:
+    for case in CASES:
         if arguments.cases and case.__name__ not in arguments.cases:
             continue
         print(f"# {case.__name__}: {(case.__doc__ or '').splitlines()[0]}", file=sys.stderr)
@@ -58,11 +67,12 @@ def main() -> None:
             row["machine"] = machine()
             rows.append(row)
             print(f"{row['name']} ({row['size']}): {row['ratio']:.3g}, floor {row['floor']:.3g}")
-    if not arguments.cases:
-        (ROOT / "benchmarks" / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-        described = ", ".join(f"{k} {v}" for k, v in machine().items())
-        text = INTRODUCTION.format(machine=described) + table(rows)
-        (ROOT / "docs" / "benchmarks.md").write_text(text)
+    old = json.loads(RESULTS.read_text()) if arguments.cases and RESULTS.exists() else []
+    rows = merged(old, rows)
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    machines = {", ".join(f"{k} {v}" for k, v in row["machine"].items()) for row in rows}
+    text = INTRODUCTION.format(machine="; ".join(sorted(machines))) + table(rows)
+    (ROOT / "docs" / "benchmarks.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,7 +23,15 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 # Annotated shapes and types hold at run time, in tests only. Nothing above imports the package.
 assert "alphatoken" not in sys.modules
-jaxtyping.install_import_hook("alphatoken", "beartype.beartype")
+_SPEC = importlib.util.find_spec("alphatoken")
+assert _SPEC is not None
+# Not train/: its configurations inherit TRL's annotations, which TRL does not keep.
+_CHECKED = [
+    f"alphatoken.{found.name}"
+    for found in pkgutil.iter_modules(_SPEC.submodule_search_locations)
+    if found.name != "train"
+]
+jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
 
 torch.set_num_threads(1)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,6 +27,14 @@ from alphatoken.errors import ModelError, UnsupportedError
 __all__ = ["TransformersAdapter"]
 
 _SUPPORTED = ("sdpa", "eager")
+_LOSS_KEYWORDS = frozenset(
+    (
+        "labels", "shift_labels", "num_items_in_batch",  # the loss, which we take ourselves
+        "fused_lm_head",  # TRL: token log-probabilities instead of logits
+        "logits_to_keep", "return_dict",  # logits of all positions, in an object
+    )
+)  # fmt: skip
+"""Keywords of a trainer's call that are not for a scoring pass."""
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -113,7 +122,7 @@ class TransformersAdapter:
                 if module in scored or isinstance(module, (nn.Conv1d, nn.Embedding)):
                     continue
                 for name, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad and parameter.dim() >= 2:
+                    if parameter.requires_grad and _dimensions(parameter) >= 2:
                         full = f"{self._names[module]}.{name}"
                         reasons[full] = _reason(module, parameter, module in dora)
         return reasons
@@ -194,8 +203,8 @@ class TransformersAdapter:
                     module.gradient_checkpointing = flag
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs, without labels, and without a cache."""
-        kept = {k: v for k, v in inputs.items() if k != "labels"}
+        """The inputs that shape the logits, without a cache; what shapes a loss is dropped."""
+        kept = {k: v for k, v in inputs.items() if k not in _LOSS_KEYWORDS}
         return {**kept, "use_cache": False}
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -252,14 +261,24 @@ class TransformersAdapter:
             "num_attention_heads", "num_key_value_heads", "vocab_size",
         )  # fmt: skip
         found = {k: str(getattr(self.config, k, None)) for k in keys}
-        return {"class": type(self.base).__qualname__, **found}
+        return {"class": _own_class(self.base).__qualname__, **found}
+
+
+def _own_class(module: nn.Module) -> type:
+    """The module's class before FSDP2 put one of its own on top."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _dimensions(parameter: Tensor) -> int:
+    """Of the whole parameter; under ZeRO-3 what is left of it is flat."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
-    kind = type(module).__qualname__
+    kind = _own_class(module).__qualname__
     if dora:
         return "DoRA uses this weight outside its linear's call"
-    if parameter.dim() >= 3:
+    if _dimensions(parameter) >= 3:
         return f"3-D expert tensor of {kind}, used without a linear of its own"
     if "router" in kind.lower():
         return f"router weight of {kind}, used without a linear of its own"

@@ -14,7 +14,14 @@ from torch import nn
 from alphatoken.adapter import find_adapter
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 
-__all__ = ["load_model", "load_tokenizer", "longest_allowed", "no_progress_bar"]
+__all__ = [
+    "load_model",
+    "load_tokenizer",
+    "loaded",
+    "longest_allowed",
+    "no_progress_bar",
+    "text_only",
+]
 
 
 def load_tokenizer(options: argparse.Namespace) -> Any:
@@ -25,7 +32,7 @@ def load_tokenizer(options: argparse.Namespace) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _load(
+    return loaded(
         "tokenizer",
         options.model,
         lambda: AutoTokenizer.from_pretrained(
@@ -44,7 +51,7 @@ def load_model(options: argparse.Namespace) -> nn.Module:
 
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     with no_progress_bar():
-        model: nn.Module = _load(
+        model: nn.Module = loaded(
             "model",
             options.model,
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -52,7 +59,7 @@ def load_model(options: argparse.Namespace) -> nn.Module:
             ),
         )
         if options.adapter is not None:
-            model = _load("adapter", options.adapter, lambda: _with_adapter(model, options))
+            model = loaded("adapter", options.adapter, lambda: _with_adapter(model, options))
     return model.to(_device(options.device)).eval()
 
 
@@ -63,7 +70,12 @@ def _with_adapter(model: nn.Module, options: argparse.Namespace) -> nn.Module:
     return adapted
 
 
-def _load(what: str, path: str, load: Callable[[], Any]) -> Any:
+def loaded(what: str, path: str, load: Callable[[], Any]) -> Any:
+    """The result of ``load``, or one error that says what could not be loaded from where.
+
+    Raises:
+        ModelError: whatever the library raised.
+    """
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
         raise ModelError(f"there is no folder with the {what}", got=path, remedy="check the path")
     try:
@@ -119,3 +131,19 @@ def longest_allowed(model: nn.Module, asked: int | None) -> int | None:
             remedy=f"at most --max-length {limit}",
         )
     return limit if asked is None else asked
+
+
+def text_only(model: nn.Module) -> int:
+    """Freeze what text never reaches (a vision tower); how many numbers that are.
+
+    Such parameters would get no gradient, but would be copied, sharded and waited for.
+    """
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if decoder is None or head is None:
+        return 0
+    reached = {id(p) for part in (decoder, head) for p in part.parameters()}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return sum(p.numel() for p in frozen)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["build_parser", "parse_layers", "parse_window"]
+__all__ = ["TRAINING", "build_parser", "parse_layers", "parse_window"]
+
+TRAINING = ("sft", "dpo")
+"""Commands whose options are read elsewhere (``alphatoken.cli.arguments``)."""
 
 ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
 
@@ -44,7 +47,7 @@ samples itself to the prompts of a held-out file, and save it with the reference
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``alphatoken`` with its two commands."""
+    """The parser of ``alphatoken``; of the training commands it knows the names only."""
     parser = argparse.ArgumentParser(
         prog="alphatoken",
         description="Values of response tokens for fine-tuning language models.",
@@ -54,6 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_score(commands)
     _add_fisher(commands)
+    commands.add_parser("sft", help="train on responses, weighted by token value (TRL's options)")
+    commands.add_parser("dpo", help="the same on preference pairs")
+    recipes = commands.add_parser("recipes", help="list the packaged recipes of sft and dpo")
+    recipes.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -1,8 +1,9 @@
 """From files to batches: rows, tokens and labels, held-out pools, padding.
 
-Four small steps, each usable by itself:
+Small steps, each usable by itself:
 
-* :func:`read_rows` reads JSONL or Parquet rows (prompt and response, or chat messages);
+* :func:`read_rows` reads JSONL, JSON or Parquet rows (prompt and response, or chat messages), and
+  :func:`read_pairs` preference pairs;
 * :func:`encode_rows` turns them into token ids and labels, through the tokenizer's chat template
   where it has one, through one stated plain format where it has none;
 * :func:`split_pools` keeps validation rows and Fisher prompts out of the training rows;
@@ -21,8 +22,9 @@ from alphatoken.data.encode import (
     encode_row,
     encode_rows,
 )
+from alphatoken.data.pairs import Pair, PairFields, pair_of, read_pairs
 from alphatoken.data.pieces import TokenText, token_texts
-from alphatoken.data.rows import Fields, Row, Turn, read_rows
+from alphatoken.data.rows import Fields, Row, Turn, read_records, read_rows, row_of
 from alphatoken.data.split import Pools, leak_keys, split_pools
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "EncodeReport",
     "Example",
     "Fields",
+    "Pair",
+    "PairFields",
     "Pools",
     "Row",
     "TokenText",
@@ -41,7 +45,11 @@ __all__ = [
     "encode_row",
     "encode_rows",
     "leak_keys",
+    "pair_of",
+    "read_pairs",
+    "read_records",
     "read_rows",
+    "row_of",
     "split_pools",
     "token_texts",
 ]

@@ -14,11 +14,11 @@ from typing import Any
 
 from alphatoken.errors import DataError
 
-__all__ = ["Fields", "Row", "Turn", "read_rows"]
+__all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of"]
 
-_PROMPTS = ("prompt", "instruction", "question", "query")
+PROMPTS = ("prompt", "instruction", "question", "query")
 _RESPONSES = ("response", "output", "answer", "completion")
-_CHATS = ("messages", "conversations")
+CHATS = ("messages", "conversations")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -88,7 +88,7 @@ class Fields:
 def read_rows(
     path: str | Path, *, fields: Fields | None = None, limit: int | None = None
 ) -> list[Row]:
-    """The rows of a ``.jsonl`` (or ``.json`` with one object a line) or ``.parquet`` file.
+    """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file.
 
     Args:
         path: the file; its suffix decides the format.
@@ -99,26 +99,73 @@ def read_rows(
         DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
             field, a file without rows, an unreadable Parquet file. The message names file and line.
     """
-    path, fields = Path(path), fields or Fields()
-    if not path.is_file():
-        raise DataError("no such data file", got=str(path), remedy="check the path")
-    suffix = path.suffix.lower()
-    if suffix in (".jsonl", ".json", ".ndjson"):
-        records = _jsonl(path)
-    elif suffix in (".parquet", ".pq"):
-        records = _parquet(path)
-    else:
-        raise DataError(
-            "unknown kind of data file", got=str(path), remedy="give a .jsonl or a .parquet file"
-        )
+    fields = fields or Fields()
     rows: list[Row] = []
-    for place, record in records:
+    for place, record in read_records(path):
         if limit is not None and len(rows) >= limit:
             break
-        rows.append(Row(len(rows), place, _turns(record, fields, place)))
+        rows.append(row_of(record, len(rows), place, fields))
     if not rows:
         raise DataError("the data file has no rows", got=str(path), remedy="give a non-empty file")
     return rows
+
+
+def row_of(record: Mapping[str, Any], index: int, place: str, fields: Fields | None = None) -> Row:
+    """One record, of a file or of any other source, as a row.
+
+    Raises:
+        DataError: a missing or wrong field; the message names ``place``.
+    """
+    return Row(index, place, _turns(record, fields or Fields(), place))
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, record) of every row of a ``.jsonl``, ``.json`` or ``.parquet`` file, as they are.
+
+    A ``.json`` file is one list of objects, or one object a line.
+
+    Raises:
+        DataError: as for :func:`read_rows`, but for the fields.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError("no such data file", got=str(path), remedy="check the path")
+    suffix = path.suffix.lower()
+    if suffix == ".json" and _starts_with_list(path):
+        return _json(path)
+    if suffix in (".jsonl", ".json", ".ndjson"):
+        return _jsonl(path)
+    if suffix in (".parquet", ".pq"):
+        return _parquet(path)
+    raise DataError(
+        "unknown kind of data file",
+        got=str(path),
+        remedy="give a .jsonl, a .json or a .parquet file",
+    )
+
+
+def _starts_with_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of one JSON list."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(
+            "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
+        ) from None
+    for number, record in enumerate(records, start=1):
+        place = f"{path.name}, item {number}"
+        if not isinstance(record, dict):
+            raise DataError(
+                "an item of the JSON list is not an object",
+                got=f"{place}: {short(repr(record))}",
+                remedy='write {"prompt": ..., "response": ...} for each item',
+            )
+        yield place, record
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -140,13 +187,13 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             except json.JSONDecodeError as error:
                 raise DataError(
                     "broken JSON line",
-                    got=f"{place}, column {error.colno}: {error.msg}: {_short(line)}",
+                    got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
                     remedy="each line must be one JSON object; mend or drop this line",
                 ) from None
             if not isinstance(record, dict):
                 raise DataError(
                     "a JSON line is not an object",
-                    got=f"{place}: {_short(line)}",
+                    got=f"{place}: {short(line)}",
                     remedy='write {"prompt": ..., "response": ...} on each line',
                 )
             yield place, record
@@ -172,12 +219,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             "the Parquet file cannot be read",
-            got=f"{path}: {_short(str(error))}",
+            got=f"{path}: {short(str(error))}",
             remedy="write the file again; it may be truncated",
         ) from None
 
 
-def _short(text: str, length: int = 80) -> str:
+def short(text: str, length: int = 80) -> str:
+    """One line of at most ``length`` characters, for a message."""
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
@@ -187,13 +235,13 @@ def _turns(record: Mapping[str, Any], fields: Fields, place: str) -> tuple[Turn,
     pair_asked = fields.prompt is not None or fields.response is not None
     chat = fields.messages
     if chat is None and not pair_asked:
-        chat = next((name for name in _CHATS if record.get(name) is not None), None)
+        chat = next((name for name in CHATS if record.get(name) is not None), None)
     if chat is not None:
         return _chat(_field(record, chat, place), chat, place, fields.prompt_only)
     plain = fields.prompt is None and fields.response is not None
-    if plain and not any(name in record for name in _PROMPTS):
+    if plain and not any(name in record for name in PROMPTS):
         return (Turn("assistant", _text(record, str(fields.response), place)),)
-    prompt_name = fields.prompt or _known(record, _PROMPTS, "prompt", place)
+    prompt_name = fields.prompt or _known(record, PROMPTS, "prompt", place)
     absent = fields.response is None and not any(name in record for name in _RESPONSES)
     if fields.prompt_only and absent:
         response = ""
@@ -244,10 +292,10 @@ def _chat(messages: Any, name: str, place: str, prompt_only: bool) -> tuple[Turn
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
             f"field {name!r} is not a list of messages",
-            got=f"{place}: {_short(repr(messages))}",
+            got=f"{place}: {short(repr(messages))}",
             remedy='write [{"role": "user", "content": ...}, {"role": "assistant", ...}]',
         )
-    turns = tuple(_message(message, place) for message in messages)
+    turns = tuple(turn_of(message, place) for message in messages)
     if all(turn.role != "assistant" for turn in turns):
         if prompt_only:
             return (*turns, Turn("assistant", ""))
@@ -260,9 +308,10 @@ def _chat(messages: Any, name: str, place: str, prompt_only: bool) -> tuple[Turn
     return turns
 
 
-def _message(message: Any, place: str) -> Turn:
+def turn_of(message: Any, place: str) -> Turn:
+    """One message, ``{"role", "content"}`` or ``{"from", "value"}``, as a turn."""
     if not isinstance(message, Mapping):
-        raise DataError("a message is not an object", got=f"{place}: {_short(repr(message))}")
+        raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if role not in _ROLES:
@@ -293,6 +342,6 @@ def _content(content: Any, place: str) -> str:
             return "".join(str(text) for text in texts)
     raise DataError(
         "the content of a message is not text",
-        got=f"{place}: {_short(repr(content))}",
+        got=f"{place}: {short(repr(content))}",
         remedy="only text can be valued; drop images and other parts",
     )

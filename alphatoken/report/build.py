@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from alphatoken.errors import ConfigError
-from alphatoken.report.examples import COMPONENTS, ScoredExample, visible
+from alphatoken.report.examples import COMPONENTS, Component, ScoredExample, visible
 from alphatoken.report.statistics import ValueSummary
 from alphatoken.report.svg import histogram
 from alphatoken.storage import replacing
 
-__all__ = ["render_report", "write_report"]
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["environment", "page_variables", "render_report", "write_report"]
 
 MOST_TOKENS = 12_000
 """Tokens shown in all heatmaps together: keeps the page near one megabyte."""
@@ -63,6 +66,16 @@ def render_report(
     balance: Sequence[Mapping[str, object]] = (),
 ) -> str:
     """The page as text; see :func:`write_report`."""
+    variables = page_variables(summary, title, settings or {}, notes, balance)
+    return environment().get_template("template.html.j2").render(variables)
+
+
+def environment(*more: str) -> jinja2.Environment:
+    """Where pages are rendered; packages ``more`` may hold templates that extend this one.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+    """
     try:
         import jinja2
     except ImportError:
@@ -70,39 +83,57 @@ def render_report(
             "the HTML report needs jinja2",
             remedy="pip install jinja2, or leave it out: --no-report",
         ) from None
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("alphatoken.report", "."),
+    packages = ("alphatoken.report", *more)
+    found = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, ".") for name in packages]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["visible"] = visible
-    environment.filters["number"] = number
-    environment.filters["plain"] = lambda text: text.removeprefix("+")
-    found = [component for component in COMPONENTS if component.key in summary.columns]
+    found.filters["visible"] = visible
+    found.filters["number"] = number
+    found.filters["plain"] = lambda text: text.removeprefix("+")
+    return found
+
+
+def page_variables(
+    summary: ValueSummary,
+    title: str,
+    settings: Mapping[str, object],
+    notes: Sequence[str] = (),
+    balance: Sequence[Mapping[str, object]] = (),
+    known: Sequence[Component] = COMPONENTS,
+    **more_data: Any,
+) -> dict[str, Any]:
+    """What the template shows; ``more_data`` goes into the page's downloadable data.
+
+    ``known`` are the components with their names and meanings, in the order of the page.
+    """
+    found = [component for component in known if component.key in summary.columns]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [c for c in found if c.key == "total" or summary.columns[c.key].any()]
     shown, tokens_left_out = shown_examples(summary.sample, [c.key for c in present])
     data = {
         "components": [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present],
         "examples": shown,
+        **more_data,
     }
-    return environment.get_template("template.html.j2").render(
-        title=title,
-        summary=summary,
-        names={component.key: component.name for component in COMPONENTS},
-        components=present,
-        zero=[c.name for c in found if c not in present],
-        statistics={component.key: component for component in summary.components},
-        histograms={c.key: histogram(summary.columns[c.key]) for c in present},
-        shown=len(shown),
-        tokens_left_out=tokens_left_out,
-        settings=dict(settings or {}),
-        notes=list(notes),
-        balance=list(balance),
-        data=script_safe(data),
-    )
+    return {
+        "title": title,
+        "summary": summary,
+        "names": {component.key: component.name for component in known},
+        "components": present,
+        "zero": [c.name for c in found if c not in present],
+        "statistics": {component.key: component for component in summary.components},
+        "histograms": {c.key: histogram(summary.columns[c.key]) for c in present},
+        "shown": len(shown),
+        "tokens_left_out": tokens_left_out,
+        "settings": dict(settings),
+        "notes": list(notes),
+        "balance": list(balance),
+        "data": script_safe(data),
+    }
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -375,7 +375,9 @@ def test_an_attention_implementation_that_is_not_known(
         "estimator='path'",
         model=model,
     )
-    assert torch.equal(scorer_for(model, "path").score(BATCH).total, expected)  # the way out works
+    found = scorer_for(model, "path").score(BATCH).total  # the way out works
+    # transformers makes no mask for a name that it does not know: other kernels, other rounding.
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
 
 
 class Foreign(nn.Module):

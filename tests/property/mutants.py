@@ -21,7 +21,10 @@ from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as attending
 from tests.property import properties_estimators as estimating
 from tests.property import properties_mutants as besides
+from tests.property import properties_optimizers as real
+from tests.property import properties_options as options
 from tests.property import properties_scorer as scoring
+from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
 from tests.property.mutation import Claim, Edit, Mutant, claim
 from tests.property.properties import Setup, setups
@@ -66,6 +69,15 @@ def calls(**pins: Any) -> st.SearchStrategy[attending.AttentionCase]:
 
 
 ADAM = algebra.adam_cases(1).map(lambda case: replace(case, eps=1e-3, zeros=False))
+REAL_STEP = claim(
+    real.check_full_is_the_derivative_of_a_real_step,
+    real.cases(tuple(k for k in real.ADAMS if "betas" in k.name)),  # eps large enough to matter
+)
+COUPLED_DECAY = claim(
+    real.check_full_is_the_derivative_of_a_real_step,
+    real.cases(tuple(k for k in real.ADAMS if "coupled decay" in k.name)),
+)
+AMSGRAD = tuple(k for k in real.DOUBLE if k.name == "Adam, amsgrad")
 
 DIRECT = claim(estimating.check_direct_is_the_diagonal, small())
 PATH = claim(estimating.check_path_is_the_column_sums, small())
@@ -113,6 +125,25 @@ WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(attending.check_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(algebra.check_token_losses, algebra.loss_cases())
+SPLIT_IN_PARTS = {
+    (objective, path): claim(
+        options.check_objective_and_path, small(), "alphatoken", objective, path, examples=6
+    )
+    for objective, path in (("both", "both"), ("adaptation", "both"), ("both", "causal"))
+}
+FULL = claim(
+    options.check_full_scales_the_direction_of_captured_estimators, small(), 2, True, examples=6
+)
+FULL_STEP = claim(
+    options.check_full_values_are_the_steps_derivative,
+    small(), 2, "AdamW", "linears", True, examples=6,
+)  # fmt: skip
+REPLACED = claim(options.check_replaced_sides_equal_a_fresh_scorer, small(), "path", examples=6)
+PINNED = claim(options.check_pinned_direction, small(), "path", examples=6)
+STARTED = claim(
+    options.check_label_starts_at_the_observed_hidden_states,
+    small(layers=2, last=True, repeated_block=False), examples=6,
+)  # fmt: skip
 MASKED_DPO = claim(algebra.check_masked_dpo_gradient, algebra.pair_cases())
 UNMASKED_DPO = claim(algebra.check_unmasked_dpo_gradient, algebra.pair_cases())
 PAIRS = claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "tokens")
@@ -168,16 +199,17 @@ def response_positions_only(error: Tensor, x: Tensor, weights: Tensor) -> Tensor
     return torch.einsum("bto,bti,bt->oi", error, x, places.to(x.dtype))
 
 
-def captured_objective(outer: Outer) -> Callable[..., dict[str, Tensor]]:
-    """``objective_gradient`` as a library would have it that never asks for weight gradients."""
+def captured_objective(outer: Outer) -> Callable[..., tuple[dict[str, Tensor], float]]:
+    """``objective_sums`` as a library would have it that never asks for weight gradients."""
 
-    def objective_gradient(
+    def objective_sums(
         adapter: DecoderAdapter,
         parameters: Mapping[str, Tensor],
         validation: Iterable[Any],
         *,
         first: int | None,
-    ) -> dict[str, Tensor]:
+        **_: Any,
+    ) -> tuple[dict[str, Tensor], float]:
         names = {id(p): name for name, p in parameters.items()}
         every = adapter.scored_linears(range(len(adapter.layers())))
         linears = tuple(linear for linear in every if id(linear.weight) in names)
@@ -202,13 +234,13 @@ def captured_objective(outer: Outer) -> Callable[..., dict[str, Tensor]]:
                         if id(use.linear.bias) in names:
                             total[names[id(use.linear.bias)]] += error.sum((0, 1))
                 count += tokens
-        return {name: g.detach() / count for name, g in total.items()}
+        return {name: g.detach() for name, g in total.items()}, count
 
-    return objective_gradient
+    return objective_sums
 
 
 def _objective(outer: Outer, old: str, new: str) -> Edit:
-    return Edit("objective.objective_gradient", old, new, body=captured_objective(outer))
+    return Edit("objective.objective_sums", old, new, body=captured_objective(outer))
 
 
 # --- the mutants that were demanded --------------------------------------------------------------
@@ -286,7 +318,8 @@ LISTED = (
             Edit(
                 "target.Target._build_factors",
                 "self._add_factors(use, error,",
-                "self._add_factors(use, error * (weights.roll(-1, 1) != 0).unsqueeze(-1),",
+                "live = self.validation[0]['labels'].roll(-1, 1) != -100; "
+                "self._add_factors(use, error * live.unsqueeze(-1),",
             ),
         ),
         (ROUTES_OF_SEVERAL,),
@@ -336,7 +369,7 @@ LISTED = (
         (
             Edit(
                 "readout._contract_use",
-                "names.get(id(linear.bias)) if linear.bias is not None else None",
+                "names.get(linear.bias_name)",
                 "None",
             ),
         ),
@@ -840,11 +873,11 @@ OWN = (
         "J_tgt as the mean of the batches' means, whatever their lengths",
         (
             Edit(
-                "objective.objective_gradient",
+                "objective.stream_losses",
                 "(loss * weights.to(loss)).sum()",
                 "(loss * weights.to(loss)).sum() / tokens",
             ),
-            Edit("objective.objective_gradient", "count += tokens", "count += 1"),
+            Edit("objective.stream_losses", "count += tokens", "count += 1"),
         ),
         (GRADIENT_OF_BATCHES,),
     ),
@@ -877,18 +910,26 @@ OWN = (
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
         (
             Edit(
-                "preconditioner.frozen_preconditioner",
-                "v.clamp(min=floor).sqrt() + moments.eps",
-                "(v.clamp(min=floor) + moments.eps).sqrt()",
+                "preconditioner._inverse",
+                "1 / (root + update.eps)",
+                "1 / (root.square() + update.eps).sqrt()",
             ),
         ),
-        (claim(algebra.check_frozen_preconditioner, ADAM),),
+        (
+            claim(algebra.check_frozen_preconditioner, ADAM),
+            claim(algebra.check_full_preconditioner, ADAM),
+            REAL_STEP,
+        ),
     ),
     _own(
         "no-bias-correction-in-adam",
         "raw moments for v^ and m^",
-        (Edit("preconditioner.frozen_preconditioner", "if moments.bias_correction:", "if False:"),),
-        (claim(algebra.check_frozen_preconditioner, ADAM),),
+        (Edit("preconditioner.adam_update", "if bias_correction:", "if False:"),),
+        (
+            claim(algebra.check_frozen_preconditioner, ADAM),
+            claim(algebra.check_full_preconditioner, ADAM),
+            REAL_STEP,
+        ),
     ),
     _own(
         "full-preconditioner-without-its-second-term",
@@ -896,11 +937,167 @@ OWN = (
         (
             Edit(
                 "preconditioner.full_preconditioner",
-                "torch.where(second > floor, curvature, 0.0)",
-                "0 * curvature",
+                "slope * scale + n * scale_slope",
+                "slope * scale",
             ),
         ),
-        (claim(algebra.check_full_preconditioner, ADAM),),
+        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+    ),
+    _own(
+        "curvature-added-in-the-full-preconditioner",
+        "the second term's sign",
+        (
+            Edit(
+                "preconditioner._inverse",
+                "-root_slope * scale.square()",
+                "root_slope * scale.square()",
+            ),
+        ),
+        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+    ),
+    _own(
+        "gradient-left-out-of-the-second-moment",
+        "v^ of the state before the step in the full form",
+        (
+            Edit(
+                "preconditioner.full_preconditioner",
+                "second = update.rest + update.share * away.square()",
+                "second = update.rest + 0.0 * away.square()",
+            ),
+        ),
+        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+    ),
+    _own(
+        "gradient-left-out-of-the-first-moment",
+        "m^ of the state before the step in the full form",
+        (
+            Edit(
+                "preconditioner._numerator",
+                "n = update.offset + update.slope * g",
+                "n = update.offset + 0.0 * g",
+            ),
+        ),
+        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+    ),
+    _own(
+        "coupled-decay-left-out-of-the-gradient",
+        "Adam's weight decay is not part of g",
+        (
+            Edit(
+                "adapters.optimizers.read_update",
+                "g = g + decay * local.detach().to(g)",
+                "g = g.clone()",
+            ),
+        ),
+        (COUPLED_DECAY,),
+    ),
+    _own(
+        "amsgrads-maximum-forgotten",
+        "the running maximum does not hold the denominator",
+        (
+            Edit(
+                "preconditioner.full_preconditioner",
+                "second = torch.maximum(second, update.largest)",
+                "second = second.clone()",
+            ),
+        ),
+        (claim(real.check_full_is_the_derivative_of_a_real_step, real.cases(AMSGRAD)),),
+    ),
+    _own(
+        "clip-factor-left-out-of-P",
+        "the optimizer sees a scaled token gradient",
+        (
+            Edit(
+                "adapters.optimizers.full_preconditioners",
+                "p = gradient_scale * full_preconditioner(update, g)",
+                "p = full_preconditioner(update, g)",
+            ),
+        ),
+        (claim(real.check_a_constant_clip_factor, real.cases(real.ADAMS), 0.5),),
+    ),
+    _own(
+        "stability-counted-twice",
+        "the total takes lambda V twice",
+        (
+            Edit(
+                "readout.combine",
+                "gain + stability_weight * keep",
+                "gain + 2 * stability_weight * keep",
+            ),
+        ),
+        (SPLIT_IN_PARTS["both", "both"], PATH),
+    ),
+    _own(
+        "stability-in-spite-of-the-objective",
+        'objective="adaptation" builds and sums the retention term as well',
+        (Edit("target.Target.retains", 'self.config.objective != "adaptation" and', ""),),
+        (SPLIT_IN_PARTS["adaptation", "both"],),
+    ),
+    _own(
+        "direct-part-in-spite-of-the-path",
+        'path="causal" sums the direct part as well',
+        (
+            Edit(
+                "estimators.token_errors",
+                '[] if path == "causal" else recorder.outputs',
+                "recorder.outputs",
+            ),
+        ),
+        (SPLIT_IN_PARTS["both", "causal"],),
+    ),
+    _own(
+        "step-weights-ignored",
+        "the full preconditioner's gradient is always that of the mean loss",
+        (Edit("scorer.Weights.of_step", "if self.step is not None:", "if False:"),),
+        (FULL, FULL_STEP),
+    ),
+    _own(
+        "gradient-missing-from-the-full-preconditioner",
+        "the step is taken to see no gradient",
+        (
+            Edit(
+                "target.Target.at_step",
+                "self.optimizer, self.parameters, gradient,",
+                "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
+            ),
+        ),
+        (FULL, FULL_STEP),
+    ),
+    _own(
+        "full-preconditioner-on-one-side",
+        "P scales G but not V",
+        (
+            Edit(
+                "target.Target.at_step",
+                "None if keep is None else precondition(keep, p)",
+                "keep",
+            ),
+        ),
+        (FULL, FULL_STEP),
+    ),
+    _own(
+        "old-validation-set",
+        "set_validation leaves G as it was",
+        (
+            Edit("target.Target.set_validation", "self.invalidate()", "pass"),
+            Edit("target.Target.set_retention", "self.invalidate()", "pass"),
+        ),
+        (REPLACED,),
+    ),
+    _own(
+        "pin-ignored",
+        "a pinned direction follows the weights",
+        (Edit("target.Target._current_stamp", "if self._pinned is not None:", "if False:"),),
+        (PINNED,),
+    ),
+    _own(
+        "wrong-start-believed",
+        "a dual forward starts at hidden states that lead to other losses",
+        (
+            Edit("capture.start_at", "(hidden, *args[1:])", "(1.5 * hidden, *args[1:])"),
+            Edit("forward_mode.Start.gives", "return bool(", "return True or bool("),
+        ),
+        (STARTED,),
     ),
     _own(
         "omega-not-detached",
@@ -979,7 +1176,7 @@ OWN = (
     _own(
         "label-values-not-scaled-back",
         "the dual forward runs along M / ||M||, and the norm is forgotten",
-        (Edit("forward_mode.label_values", " * norm.to(wide(tangent.dtype))", ""),),
+        (Edit("forward_mode.label_values", " * norm.to(wide(found.dtype))", ""),),
         (LABEL,),
     ),
     _own(
@@ -1017,7 +1214,220 @@ OWN = (
     ),
 )
 
-MUTANTS = (*LISTED, *OWN)
+# --- weights, schedules, interaction -------------------------------------------------------------
+
+LONG = weighing.weight_cases(length=9, hundredths=st.integers(30, 90))
+PROPORTIONAL = claim(weighing.check_proportional_weights, LONG, "batch", "top")
+CHANCES = claim(weighing.check_probabilities, LONG)
+ENUMERATION = claim(weighing.check_unbiased_by_enumeration, LONG, examples=5)
+MEAN = claim(weighing.check_unbiased_mean, 0, 0.5, "top", 400, examples=1)
+DRAW = claim(weighing.check_unbiased_draw, LONG, "batch", "top")
+SCHEDULE = claim(weighing.check_schedule, weighing.schedule_cases())
+GRAM_OF_INTEGERS = claim(
+    weighing.check_gram_of_integers,
+    weighing.gram_cases().map(lambda case: replace(case, rows=2, length=6)),
+    2,
+    True,
+)
+GREEDY = claim(
+    weighing.check_greedy_by_the_objective, weighing.diverse_cases(rows=2, length=5), "batch"
+)
+
+
+def gram_of(**pins: Any) -> Claim:
+    """The Gram matrix of a recorded decoder, against autograd."""
+    cases = small(**pins).map(lambda setup: replace(setup, score_bias=setup.case.config.bias))
+    return claim(weighing.check_gram_is_the_product_of_direct_gradients, cases, 3, examples=6)
+
+
+WEIGHTS = (
+    _own(
+        "cap-forgotten",
+        "one token takes any weight",
+        (Edit("weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),),
+        (PROPORTIONAL, CHANCES),
+    ),
+    _own(
+        "rounding-not-shared-out",
+        "the total of the weights is short by what was rounded off",
+        (Edit("weights._fill", "part + (i < left)", "part"),),
+        (PROPORTIONAL, CHANCES),
+    ),
+    _own(
+        "size-of-a-value-for-its-positive-part",
+        "tokens that do harm weigh as much as those that help",
+        (Edit("weights._shared", ".clamp(min=0)", ".abs()"),),
+        (PROPORTIONAL, CHANCES),
+    ),
+    _own(
+        "chances-without-floor",
+        "a token that is never kept, or weighs without bound",
+        (Edit("weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"),),
+        (CHANCES,),
+    ),
+    _own(
+        "chances-not-inverted",
+        "all kept tokens weigh n / m, whatever their chance",
+        (
+            Edit(
+                "weights._unbiased",
+                "_CHANCE / chances.double()",
+                "len(values) / count + 0 * chances.double()",
+            ),
+        ),
+        (DRAW, MEAN),
+    ),
+    _own(
+        "start-not-drawn",
+        "systematic sampling from a fixed start",
+        (
+            Edit(
+                "weights._unbiased",
+                "start = int(torch.randint(_CHANCE, (), generator=generator))",
+                "start = 0",
+            ),
+        ),
+        (MEAN,),
+    ),
+    _own(
+        "order-not-drawn",
+        "neighbours of equal value are never kept together",
+        (
+            Edit(
+                "weights._unbiased",
+                "torch.randperm(len(values), generator=generator)",
+                "torch.arange(len(values))",
+            ),
+        ),
+        (claim(weighing.check_equal_chances_are_a_simple_random_sample, 4, 400, examples=1),),
+    ),
+    _own(
+        "hits-rounded-the-other-way",
+        "a token is hit by a start at its end instead of at its beginning",
+        (Edit("weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),),
+        (ENUMERATION,),
+    ),
+    _own(
+        "random-weights-by-value",
+        "the control of soft weights is the policy itself",
+        (
+            Edit(
+                "weights.token_weights",
+                'if policy == "random":\n            group',
+                "if False:\n            group",
+            ),
+        ),
+        (claim(weighing.check_random_is_unbiased, 3, 400, examples=1),),
+    ),
+    _own(
+        "one-total-for-all-sequences",
+        'scope="sequence" weighs the batch as a whole',
+        (Edit("weights._per_scope", 'if scope == "sequence" else', "if False else"),),
+        (
+            claim(weighing.check_proportional_weights, LONG, "sequence", "top"),
+            claim(weighing.check_scope_is_row_by_row, LONG, "unbiased"),
+        ),
+    ),
+    _own(
+        "schedule-over-the-whole-run",
+        "the share of the run over which a number moves is ignored",
+        (Edit("schedule.scheduled", "(_decimal(share) * total)", "total"),),
+        (SCHEDULE,),
+    ),
+    _own(
+        "schedule-in-floating-point",
+        "a scheduled ratio of 0.6000000000000001 keeps one token too many",
+        (Edit("schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),),
+        (claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),),
+    ),
+    _own(
+        "products-between-uses-forgotten",
+        "a weight used twice counts as two weights",
+        (
+            Edit(
+                "interaction._add_products",
+                "for other_left, other_right in factors:",
+                "for other_left, other_right in [(left, right)]:",
+            ),
+        ),
+        (GRAM_OF_INTEGERS, gram_of(repeated_linear=True)),
+    ),
+    _own(
+        "tied-weights-told-apart",
+        "two modules around one weight have products of their own only",
+        (Edit("interaction._by_identity", "id(parameter)", "id(use.linear.module)"),),
+        (GRAM_OF_INTEGERS, gram_of(tied_linears=True, mlp="gated")),
+    ),
+    _own(
+        "gram-at-the-position-of-the-token",
+        "gradients taken where the token is read, not where it is predicted",
+        (
+            Edit(
+                "interaction._predicting",
+                "by_position.detach()[:, :-1][mask[:, 1:]]",
+                "by_position.detach()[mask]",
+            ),
+        ),
+        (GRAM_OF_INTEGERS, gram_of()),
+    ),
+    _own(
+        "gram-without-mirror",
+        "only the upper triangle of blocks is filled",
+        (
+            Edit(
+                "interaction._add_products",
+                "gram[start + block :, rows] += part[:, block:].T",
+                "pass",
+            ),
+        ),
+        (GRAM_OF_INTEGERS, gram_of()),
+    ),
+    _own(
+        "stored-layout-ignored",
+        "a weight that is tied to its own transpose",
+        (Edit("interaction._weight_factors", "if use.linear.transposed else", "if False else"),),
+        (GRAM_OF_INTEGERS,),
+    ),
+    _own(
+        "bias-forgotten-in-the-gram-matrix",
+        "bias gradients take no part in the products of tokens",
+        (Edit("interaction.token_gram", "if score_bias else []", "if False else []"),),
+        (GRAM_OF_INTEGERS, gram_of(bias=True)),
+    ),
+    _own(
+        "own-square-forgotten",
+        "a token's own part of the penalty left out",
+        (Edit("interaction._greedy", "weight / 2 * gram.diagonal()", "0 * gram.diagonal()"),),
+        (GREEDY,),
+    ),
+    _own(
+        "half-of-the-interaction",
+        "w / 2 instead of w on the products of two tokens",
+        (Edit("interaction._greedy", "gains -= weight *", "gains -= weight / 2 *"),),
+        (
+            GREEDY,
+            claim(
+                weighing.check_gain_is_the_decrease_of_a_quadratic,
+                weighing.diverse_cases(rows=2, length=5),
+            ),
+        ),
+    ),
+    _own(
+        "penalty-of-the-last-token-only",
+        "repetition of all but the last token added is forgotten",
+        (
+            Edit(
+                "interaction._greedy",
+                "gains -= weight * gram[best].double()",
+                "gains = torch.where(keep, -torch.inf, values - weight / 2 * "
+                "gram.diagonal().double() - weight * gram[best].double())",
+            ),
+        ),
+        (GREEDY,),
+    ),
+)
+
+MUTANTS = (*LISTED, *OWN, *WEIGHTS)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 CLAIMS = tuple(dict.fromkeys(one for mutant in MUTANTS for one in mutant.claims))
 """Every claim that a mutant names, once: what a mutant that survives its own is tried on next."""

@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import alphatoken
-from alphatoken import scorer
+from alphatoken import proofs
 from alphatoken.errors import CoverageError, UnsupportedError
 from tests.property.tolerance import unrecorded
 
@@ -159,6 +159,8 @@ def _find(target: str) -> tuple[ModuleType, Any, str]:
     *path, attribute = target.split(".")[1:]
     for part in path:
         owner = getattr(owner, part)
+        if isinstance(owner, ModuleType):  # a module of a package of the core
+            module = owner
     return module, owner, attribute
 
 
@@ -245,12 +247,12 @@ def applied(mutant: Mutant | None) -> Iterator[Counter[str]]:
 @contextmanager
 def without_proofs() -> Iterator[None]:
     """The scorer takes coverage and isolation for granted."""
-    before = scorer.prove_coverage, scorer.prove_isolation
-    scorer.prove_coverage, scorer.prove_isolation = lambda *_: 0.0, lambda *_: None  # type: ignore[assignment]
+    before = proofs.prove_coverage, proofs.prove_isolation
+    proofs.prove_coverage, proofs.prove_isolation = lambda *_: 0.0, lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        scorer.prove_coverage, scorer.prove_isolation = before
+        proofs.prove_coverage, proofs.prove_isolation = before
 
 
 # --- hunting it ----------------------------------------------------------------------------------

@@ -240,8 +240,8 @@ class AdamCase:
             self.step, {"w": self.m}, {"w": self.v}, (self.beta1, self.beta2), self.eps
         )
 
-    def moments(self) -> preconditioner.AdamMoments:
-        return preconditioner.AdamMoments(
+    def moments(self) -> preconditioner.Update:
+        return preconditioner.adam_update(
             self.step, self.m, self.v, self.beta1, self.beta2, self.eps
         )
 

@@ -74,7 +74,7 @@ def test_every_mutant_of_the_list_is_there() -> None:
 
 def test_the_detour_over_captured_errors_is_right_by_itself() -> None:
     """Two mutants build G from captured errors; done right, that detour is no mutant."""
-    edit = Edit("objective.objective_gradient", "", "", body=captured_objective(all_outer_products))
+    edit = Edit("objective.objective_sums", "", "", body=captured_objective(all_outer_products))
     for one in VALIDATION_GRADIENT:
         assert hunt(Mutant("no mutant", "", (edit,), (one,), listed=False), one) is None
 

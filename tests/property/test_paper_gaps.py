@@ -240,7 +240,7 @@ def test_gap_09_adam_does_not_step_along_the_gradient() -> None:
         state, g = state_after(steps)
         one = torch.ones_like(g)
         exact = utility.adam_step_derivative({"w": g}, {"w": one}, state)["w"]
-        moments = preconditioner.AdamMoments(
+        moments = preconditioner.adam_update(
             steps, state.m["w"], state.v["w"], *state.betas, state.eps
         )
         found = {

@@ -1,12 +1,22 @@
-"""What Adam does to a token's gradient, against the exact derivative of its step."""
+"""What an optimizer does to a token's gradient, against the exact derivative of its real step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+import torch
+import torch_optimizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alphatoken.adapters.optimizers import read_update
+from alphatoken.preconditioner import full_preconditioner
+from tests.property import optimizer_steps as steps
 from tests.property import properties_algebra as algebra
+from tests.property import properties_optimizers as real
 from tests.property import properties_scorer as claims
+from tests.property.optimizer_steps import Case, Kind
 from tests.property.profiles import budget
 from tests.property.properties import Setup, setups
 from tests.property.properties_algebra import AdamCase, adam_cases
@@ -40,3 +50,100 @@ def test_frozen_from_a_real_optimizer_scales_the_direction_once(setup: Setup, st
 @budget(0.1)
 def test_a_given_preconditioner_scales_the_direction_once(setup: Setup) -> None:
     claims.check_given_preconditioner(setup)
+
+
+# --- every optimizer, by its own step ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5, 6, 29])
+@pytest.mark.parametrize("kind", [*steps.TORCH, *steps.OTHERS], ids=str)
+def test_full_of_every_optimizer_is_the_derivative_of_its_step(kind: Kind, taken: int) -> None:
+    """Pinned steps: 5 and 6 lie on both sides of the rectification, 2 and 5 on a look-ahead."""
+    real.check_full_is_the_derivative_of_a_real_step(Case(kind, taken, 7))
+
+
+@given(real.cases())
+def test_full_is_the_derivative_of_a_real_step(case: Case) -> None:
+    real.check_full_is_the_derivative_of_a_real_step(case)
+
+
+@given(real.cases(real.ADAMS))
+@budget(0.5)
+def test_full_of_torchs_adam_is_the_oracles_derivative(case: Case) -> None:
+    real.check_adam_of_torch_is_the_oracles(case)
+
+
+@given(real.cases(real.ADAMS), st.sampled_from([1.0, 0.5, 0.03]))
+@budget(0.5)
+def test_a_constant_clip_factor_is_in_P(case: Case, factor: float) -> None:
+    real.check_a_constant_clip_factor(case, factor)
+
+
+@given(real.cases(real.HELD, least=6))
+@budget(0.5)
+def test_frozen_is_full_where_the_denominator_stays(case: Case) -> None:
+    real.check_frozen_is_full_where_the_denominator_stays(case)
+
+
+@pytest.mark.parametrize("name", ["AdaBound", "AdaBound, amsbound, decay", "AdaMod"])
+def test_the_bounds_of_bounded_optimizers_are_reached(name: str) -> None:
+    """Witness: among the pinned cases are entries on a bound, and entries off it."""
+    kind = next(k for k in steps.OTHERS if k.name == name)
+    on = []
+    for taken in (1, 2, 5, 6, 29):
+        case = Case(kind, taken, 7)
+        parameter, optimizer = case.run()
+        read = read_update(optimizer, parameter, case.gradient)
+        assert read is not None
+        update, g = read
+        assert g is not None
+        free = replace(update, lower=None, upper=None)
+        on.append(full_preconditioner(free, g) != full_preconditioner(update, g))
+    assert int(torch.stack(on).sum()) > 0
+    if name == "AdaMod":
+        assert not bool(torch.stack(on).all())
+
+
+# --- where P is approximate: the error is stated --------------------------------------------------
+
+
+LAMB = Kind("Lamb", torch_optimizer.Lamb, {"lr": 0.1, "weight_decay": 0.1})
+ADAMP = Kind("AdamP", torch_optimizer.AdamP, {"lr": 0.1, "delta": 9.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "least", "most"),
+    [
+        # Without the trust ratio's own derivative: one direction of many, so less in more entries.
+        (LAMB, (4, 4), 0.01, 0.5),
+        (LAMB, (32, 32), 1e-4, 0.05),
+        # Without the projection: one direction a row.
+        (ADAMP, (4, 4), 0.05, 0.9),
+        (ADAMP, (32, 32), 0.01, 0.3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_error_of_tensorwide_factors(
+    kind: Kind, shape: tuple[int, int], least: float, most: float, seed: int
+) -> None:
+    case = Case(kind, 20, seed, shape)
+    error = real.relative_error(real.full(case), case.derivative())
+    assert least < error < most
+
+
+@pytest.mark.parametrize("kind", real.HELD, ids=str)
+def test_frozen_nears_the_derivative_with_the_steps(kind: Kind) -> None:
+    errors = {}
+    for taken in (7, 100):
+        case = Case(kind, taken, 3, (16, 16))
+        errors[taken] = real.relative_error(real.frozen(case), case.derivative())
+    assert errors[100] < 0.1 < errors[7]
+
+
+def test_the_full_form_is_a_negative_scaling_where_more_gradient_shortens_the_step() -> None:
+    """Early on, an entry whose momentum opposes ... has du/dg < 0; frozen P is always positive."""
+    case = Case(steps.TORCH[0], 1, 7, (16, 16))
+    one = case.token.abs()
+    assert bool((real.full(case) * case.token.sign() / one < 0).any())
+    assert bool((real.frozen(case) * case.token.sign() / one > 0).all())

@@ -19,16 +19,19 @@ from alphatoken import (
     contraction,
     direction,
     forward_mode,
+    interaction,
     losses,
     preconditioner,
     scorer,
     target,
+    weights,
 )
 from alphatoken import batch as batches
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as heads
 from tests.property import properties_estimators as claims
 from tests.property import properties_scorer as whole
+from tests.property import properties_weights as weighing
 from tests.property.properties import Setup
 from tests.property.properties_attention import AttentionCase
 from tests.property.strategies import ContractionCase, make_case
@@ -41,6 +44,7 @@ CASE = make_case(
 SETUP, LAST = Setup(CASE, "all"), Setup(CASE, 1)
 HEADS = AttentionCase(b=2, g=2, r=2, t=6, mask="left", sinks=True, softcap=1.5, chunk=3)
 NUMBERS = ContractionCase(2, 3, 4, 5, 6)
+WEIGHED = weighing.WeightCase(2, 9, "normal", 0)
 
 
 def changed(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -133,13 +137,13 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         scorer, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
     ),
     "validation gradient": (
-        target, "objective_gradient", lambda: whole.check_validation_gradient(SETUP)
+        target, "objective_sums", lambda: whole.check_validation_gradient(SETUP)
     ),
     "routes": (
         contraction, "contract_gram", lambda: whole.check_every_route_gives_one_value(SETUP)
     ),
     "retention by data": (
-        target, "objective_gradient", lambda: whole.check_retention_by_data(SETUP)
+        target, "objective_sums", lambda: whole.check_retention_by_data(SETUP)
     ),
     "given preconditioner": (
         target, "precondition", lambda: whole.check_given_preconditioner(SETUP)
@@ -151,6 +155,20 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
     "masked loss": (
         losses, "masked_sft_loss",
         lambda: algebra.check_sft_loss(algebra.LossCase(2, 5, 4, 0), "sum"),
+    ),
+    "proportional weights": (
+        weights, "token_weights",
+        lambda: weighing.check_proportional_weights(WEIGHED, "batch", "top"),
+    ),
+    "unbiased weights": (
+        weights, "token_weights", lambda: weighing.check_unbiased_draw(WEIGHED, "batch", "top"),
+    ),
+    "inclusion probabilities": (
+        weights, "inclusion_probabilities", lambda: weighing.check_probabilities(WEIGHED)
+    ),
+    "Gram of tokens": (
+        interaction, "token_gram",
+        lambda: weighing.check_gram_is_the_product_of_direct_gradients(SETUP, 3),
     ),
     "DPO": (
         losses, "masked_dpo_loss",

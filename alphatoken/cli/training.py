@@ -1,0 +1,261 @@
+"""What ``alphatoken sft`` and ``alphatoken dpo`` share: plan or launch or train, and resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["require_libraries", "run_training"]
+
+_NEEDED = ("accelerate", "datasets", "trl")
+
+
+def require_libraries() -> None:
+    """See that the trainers' libraries are installed; switch their telemetry off.
+
+    TRL reports each trainer that is made to the hub. Here it does so only if the user asks for it
+    (``HF_HUB_DISABLE_TELEMETRY=0``).
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "training needs libraries that are not installed",
+            got=", ".join(missing),
+            remedy="pip install 'alphatoken[train]'",
+        )
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def run_training(
+    command: str, words: Sequence[str], configuration: type[Any], trainer: type[Any]
+) -> int:
+    """Do what the command line asks; the exit status.
+
+    Args:
+        command: "sft" or "dpo".
+        words: what follows it.
+        configuration: ``AlphaSFTConfig`` or ``AlphaDPOConfig``.
+        trainer: ``AlphaSFTTrainer`` or ``AlphaDPOTrainer``.
+
+    Raises:
+        AlphaTokenError: wrong arguments or input. KeyboardInterrupt: says how to go on.
+    """
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.launching import launch, layout_of, wants_launch
+
+    arguments = read_arguments(command, words, configuration)
+    if arguments.run.dry_run:
+        from alphatoken.cli.planning import plan_run, show_plan
+
+        show_plan(plan_run(arguments, layout_of(arguments)), as_json=arguments.run.json)
+        return 0
+    check_files(arguments)
+    prepare_output(arguments)
+    if wants_launch(arguments):
+        return launch(arguments)
+    _train(arguments, trainer)
+    return 0
+
+
+def check_files(arguments: Any) -> None:
+    """See that whatever is named by a path is there, before any work.
+
+    Raises:
+        ConfigError: names the option and the path.
+    """
+    if arguments.model.model_name_or_path is None:
+        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
+    data = arguments.data
+    named = {"train_file": data.train_file, "fisher_file": data.fisher_file}
+    for name in ("validation_data", "retention_data", "fisher_data", "eval_data"):
+        source = getattr(data, name)
+        if source is not None and Path(source).suffix in (".jsonl", ".json", ".parquet"):
+            named[name] = source
+    for name, path in named.items():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
+
+
+def prepare_output(arguments: Any) -> None:
+    """Refuse an output folder with something in it, unless it is to be resumed or overwritten.
+
+    Raises:
+        ConfigError: it is not empty.
+    """
+    folder = Path(arguments.training.output_dir)
+    first = os.environ.get("RANK", "0") == "0" and "ALPHATOKEN_LAUNCHED" not in os.environ
+    if not first or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError("output_dir is a file", got=str(folder), remedy="name a folder")
+    if arguments.run.overwrite_output:
+        for path in folder.glob("checkpoint-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+        return
+    going_on = arguments.run.resume or arguments.training.resume_from_checkpoint
+    if any(folder.iterdir()) and not going_on:
+        raise ConfigError(
+            "the output folder is not empty",
+            got=str(folder),
+            why="two runs would be mixed in it",
+            remedy="--resume to continue the run in it, --overwrite_output to start anew, or "
+            "another --output_dir",
+        )
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def _train(arguments: Any, kind: type[Any]) -> None:
+    """Read, build the trainer, train, save."""
+    trainer, notes = build_trainer(arguments, kind)
+    first = trainer.accelerator.is_main_process
+    for note in notes if first else ():
+        _note(note)
+    args = arguments.training
+    going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
+    try:
+        with _warnings_as_notes(first):
+            trainer.train(resume_from_checkpoint=going_on)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{trainer.state.global_step} steps done; the same command with --resume continues "
+            f"after the last checkpoint in {args.output_dir}"
+        ) from None
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
+    if first:
+        print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
+    trainer.end()
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings_as_notes(first: bool) -> Iterator[None]:
+    """The library's own warnings in one line, of the first process; others as they are."""
+    from alphatoken import AlphaTokenWarning
+
+    shown = warnings.showwarning
+
+    def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+        if not issubclass(category, AlphaTokenWarning):
+            shown(message, category, *more, **named)
+        elif first:
+            _note(str(message))
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
+
+
+def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
+    """The trainer with its model and data, and what is to be said about the data.
+
+    Raises:
+        AlphaTokenError: model or data cannot be used.
+    """
+    from trl.trainer.utils import get_peft_config, get_quantization_config
+
+    from alphatoken import FisherDrift
+    from alphatoken.cli.loading import text_only
+    from alphatoken.cli.training_data import load_run_data
+
+    args, model = arguments.training, arguments.model
+    tokenizer = _tokenizer(arguments)
+    data = load_run_data(arguments, tokenizer)
+    if data.several_turns:
+        args.assistant_only_loss = True
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    file = arguments.data.fisher_file
+    trainer = _with_prompts(kind, data.fisher)(
+        model=model.model_name_or_path,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        validation_dataset=data.validation,
+        retention_dataset=data.retention,
+        fisher=None if file is None else FisherDrift.load(file),
+    )
+    text_only(trainer.model)
+    return trainer, data.notes
+
+
+def _tokenizer(arguments: Any) -> Any:
+    """The model's tokenizer, with the chat template that the options name.
+
+    Raises:
+        ModelError: model or tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    from alphatoken.cli.loading import loaded
+
+    args, model = arguments.training, arguments.model
+    tokenizer = loaded(
+        "tokenizer",
+        model.model_name_or_path,
+        lambda: AutoTokenizer.from_pretrained(
+            model.model_name_or_path,
+            revision=model.model_revision,
+            trust_remote_code=args.trust_remote_code,
+        ),
+    )
+    template = getattr(args, "chat_template_path", None)
+    if template is not None and Path(template).suffix in (".jinja", ".j2"):
+        if not Path(template).is_file():
+            raise ConfigError("chat_template_path is not there", got=template)
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _with_prompts(kind: type[Any], prompts: Any) -> type[Any]:
+    """The trainer, fitting its Fisher on these held-out prompts instead of training prompts."""
+    if prompts is None:
+        return kind
+
+    class Trainer(kind):  # type: ignore[misc]
+        def fisher_prompts(self, samples: int) -> list[list[int]]:
+            """Prompts of the held-out rows, as the trainer makes them of its training rows."""
+            own: Any = self
+            # SFT's preparation also takes packing and a formatting function.
+            more = (False, None) if hasattr(own.args, "packing") else ()
+            trained = own.train_dataset
+            own.train_dataset = own._prepare_dataset(
+                prompts, own.processing_class, own.args, *more, "Fisher"
+            )
+            try:
+                found: list[list[int]] = super().fisher_prompts(samples)
+                return found
+            finally:
+                own.train_dataset = trained
+
+    Trainer.__name__ = Trainer.__qualname__ = kind.__name__  # checkpoints know it by its name
+    return Trainer

@@ -1,0 +1,203 @@
+"""From the data arguments to the data sets of a run: read, held apart, checked, counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from alphatoken.cli.arguments import Arguments, DataArguments
+from alphatoken.cli.training_rows import Item, RowReader
+from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
+
+__all__ = ["HeldOut", "RunData", "count_rows", "held_out", "load_run_data"]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data sets of one run, in TRL's forms; None where a run has none.
+
+    Attributes:
+        train, validation, retention, fisher, evaluation: ``datasets.Dataset``s.
+        several_turns: some rows train on several assistant turns of one chat.
+        notes: what was held out, removed and dropped, in sentences.
+    """
+
+    train: Any
+    validation: Any = None
+    retention: Any = None
+    fisher: Any = None
+    evaluation: Any = None
+    several_turns: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
+    """Read all rows that the run needs.
+
+    Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
+    be trained on are dropped; both are counted in the notes (or refused, if so asked).
+
+    Raises:
+        ConfigError: no training rows named, or two sources of them.
+        DataError, InputError: rows that cannot be read or used; the message names them.
+    """
+    reader = RowReader(arguments, tokenizer)
+    notes: list[str] = []
+    held, data = held_out(arguments), arguments.data
+    train = reader.usable(reader.training_rows(), "training", notes)
+    sources = {
+        "validation": data.validation_data if held.validation is not None else None,
+        "fisher": data.fisher_data if held.fisher is not None else None,
+        "retention": data.retention_data,
+    }
+    apart = {
+        name: reader.usable(reader.source_rows(source), name, notes)
+        for name, source in sources.items()
+        if source is not None
+    }
+    kept, told = _apart(arguments, held, train, apart)
+    found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
+    evaluation = None
+    if str(getattr(arguments.training.eval_strategy, "value", "no")) != "no":
+        evaluation = reader.dataset(reader.usable(reader.evaluation_rows(), "evaluation", notes))
+    return RunData(
+        **found,
+        evaluation=evaluation,
+        several_turns="messages" in found["train"].column_names,
+        notes=notes + told,
+    )
+
+
+# --- how many rows are held out -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows to draw from the training rows; None where no such rows are needed at all."""
+
+    validation: int | None
+    fisher: int | None
+
+    @property
+    def drawn(self) -> int:
+        """Both together."""
+        return (self.validation or 0) + (self.fisher or 0)
+
+
+def held_out(arguments: Arguments) -> HeldOut:
+    """What the options ask to be drawn from the training rows.
+
+    The policy has no say: the controls (random, all) train on the same rows.
+    """
+    data, args = arguments.data, arguments.training
+    validation: int | None = None
+    if args.objective != "stability":
+        validation = 0 if data.validation_data else data.validation_rows
+        if validation is None:
+            share = args.held_out_share if args.held_out_steps else 0.0
+            validation = math.ceil(args.validation_batch_size / (1 - share))
+            validation *= 8 if args.validation_mode == "pool" else 1
+    fisher: int | None = None
+    fitted = args.retention in ("diagonal", "kronecker") and data.fisher_file is None
+    if args.objective != "adaptation" and fitted:
+        fisher = 0 if data.fisher_data else data.fisher_prompts
+        fisher = args.fisher_samples if fisher is None else fisher
+    return HeldOut(validation, fisher)
+
+
+def count_rows(arguments: Arguments) -> int | None:
+    """Training rows before anything is held out, without reading them; None where unknown."""
+    data, recipe = arguments.data, arguments.recipe
+    count: int | None = None
+    if data.train_file is not None:
+        path = Path(data.train_file)
+        count = _rows_in(path) if path.is_file() else None
+    elif recipe is not None and recipe.options.get("dataset_name") == data.dataset_name:
+        count = recipe.expected_rows
+    if count is not None and data.train_limit is not None:
+        count = min(count, data.train_limit)
+    return count
+
+
+def _rows_in(path: Path) -> int | None:
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".pq"):
+        import pyarrow.parquet as pq
+
+        return int(pq.ParquetFile(path).metadata.num_rows)
+    if suffix in (".jsonl", ".ndjson"):
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    return sum(1 for _ in read_records(path))
+
+
+# --- keeping rows apart -------------------------------------------------------------------------
+
+
+def _apart(
+    arguments: Arguments,
+    held: HeldOut,
+    train: Sequence[Item],
+    apart: Mapping[str, Sequence[Item]],
+) -> tuple[dict[str, list[Item]], list[str]]:
+    """Pools that share nothing, by name, and what was done to make them so."""
+    retention = list(apart.get("retention", ()))
+    keys = {key for item in retention for key in leak_keys(_row(item))}
+    pools = split_pools(
+        [_row(item, i) for i, item in enumerate(train)],
+        validation=_rows(apart.get("validation")),
+        validation_rows=held.validation or 0,
+        fisher=_rows(apart.get("fisher")),
+        fisher_rows=held.fisher or 0,
+        fisher_keys=keys | _fitted_keys(arguments.data),
+        on_leak=arguments.data.on_leak,
+        seed=arguments.data.split_seed,
+    )
+    found = {
+        "train": [train[row.index] for row in pools.train],
+        "validation": _back(pools.validation, apart.get("validation"), train),
+        "fisher": _back(pools.fisher, apart.get("fisher"), train),
+        "retention": retention,
+    }
+    return found, _told(pools.counts)
+
+
+def _fitted_keys(data: DataArguments) -> set[str]:
+    """Digests of the rows that a Fisher file was fitted on."""
+    if data.fisher_file is None:
+        return set()
+    from alphatoken import FisherDrift
+
+    return set(FisherDrift.load(data.fisher_file).metadata.get("row_keys", []))
+
+
+def _row(item: Item, index: int | None = None) -> Row:
+    row = item.row if isinstance(item, Pair) else item
+    return row if index is None else replace(row, index=index)
+
+
+def _rows(items: Sequence[Item] | None) -> list[Row] | None:
+    return None if items is None else [_row(item, i) for i, item in enumerate(items)]
+
+
+def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]) -> list[Item]:
+    """The items that these rows stand for."""
+    source = train if own is None else own
+    return [source[row.index] for row in rows]
+
+
+def _told(counts: Mapping[str, int]) -> list[str]:
+    told = {
+        "drawn_validation": "rows drawn for validation and not trained on.",
+        "drawn_fisher": "prompts drawn for the Fisher and not trained on.",
+        "removed_same_as_validation": "training rows removed: they repeat a validation row or "
+        "its prompt.",
+        "removed_same_as_fisher": "training rows removed: they repeat a Fisher prompt or a "
+        "retention row.",
+        "fisher_removed_same_as_validation": "Fisher prompts removed: they repeat a validation "
+        "row or its prompt.",
+    }
+    return [f"{counts[name]} {text}" for name, text in told.items() if counts.get(name)]

@@ -1,0 +1,376 @@
+"""What a run costs, told from the shape of the model alone: FLOPs of a step, bytes of a process.
+
+FLOPs are multiply-adds times two of the matrix products. What costs time without them (norms,
+optimizer, communication, padding) is left out on both sides of every ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from alphatoken.adapter import DecoderAdapter
+from alphatoken.capture import Scope
+from alphatoken.estimators import SWITCHED
+
+__all__ = [
+    "Layout",
+    "Memory",
+    "Overhead",
+    "Work",
+    "memory_of",
+    "overhead_of",
+    "work_of",
+]
+
+_OPTIMIZER_BYTES = {
+    "adamw_torch": 8, "adamw_torch_fused": 8, "adamw_torch_xla": 8, "adamw_hf": 8,
+    "adamw_anyprecision": 8, "adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2,
+    "paged_adamw_32bit": 8, "lion_32bit": 4, "lion_8bit": 1, "rmsprop": 4, "adagrad": 4,
+    "sgd": 0, "adafactor": 0,
+}  # fmt: skip
+"""State per trained number, in bytes; an optimizer that is not here counts as AdamW."""
+
+_WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "8bit": 1, "4bit": 0.5}
+
+_LOGIT_BLOCK = 32768
+"""Numbers of one block of logits in TRL's fused head."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """On how many processes the run is spread, and what is split between them.
+
+    Attributes:
+        kind: "single", "ddp", "fsdp1", "fsdp2", "zero0" to "zero3", or another backend's name;
+            ``alphatoken.train.layouts`` says which of them work.
+        processes: how many.
+        mixed: under DeepSpeed, bf16 weights with float32 masters.
+        checkpoints: FSDP's own activation checkpointing is on.
+    """
+
+    kind: str = "single"
+    processes: int = 1
+    mixed: bool = True
+    checkpoints: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Layout:
+        """From the mapping in an accelerate configuration file."""
+        backend = str(config.get("distributed_type", "NO")).upper()
+        processes = int(config.get("num_processes", 1))
+        mixed = config.get("mixed_precision") == "bf16"
+        if backend == "DEEPSPEED":
+            stage = int(config.get("deepspeed_config", {}).get("zero_stage", 2))
+            return cls(f"zero{stage}", processes, mixed)
+        if backend == "FSDP":
+            options = config.get("fsdp_config", {})
+            kind = f"fsdp{int(options.get('fsdp_version', 1))}"
+            checkpoints = bool(options.get("fsdp_activation_checkpointing", False))
+            return cls(kind, processes, mixed, checkpoints)
+        several = "ddp" if backend in ("NO", "MULTI_GPU", "MULTI_CPU") else backend.lower()
+        return cls("single" if processes == 1 else several, processes, mixed)
+
+    def accelerator(self) -> Any:
+        """What ``alphatoken.train.layouts`` looks at, as an accelerator of this layout has it."""
+        backend = "NO" if self.kind == "single" else "MULTI_GPU"
+        if self.kind.startswith("fsdp"):
+            backend = "FSDP"
+        elif self.kind.startswith("zero"):
+            backend = "DEEPSPEED"
+        elif self.kind not in ("single", "ddp"):
+            backend = self.kind.upper()
+        return SimpleNamespace(
+            distributed_type=backend,
+            is_fsdp2=self.kind == "fsdp2",
+            parallelism_config=None,
+            ddp_handler=None,
+            state=SimpleNamespace(
+                deepspeed_plugin=SimpleNamespace(zero_stage=self.kind.removeprefix("zero")),
+                fsdp_plugin=SimpleNamespace(activation_checkpointing=self.checkpoints),
+                dynamo_plugin=None,
+            ),
+        )
+
+    @property
+    def own_forward(self) -> bool:
+        """Whether scoring needs a forward of its own (DeepSpeed)."""
+        return self.kind.startswith("zero")
+
+    def share(self, what: str) -> float:
+        """Part of "weights", "gradients", "optimizer" or "scored" that one process holds."""
+        split = {
+            "weights": ("fsdp2", "zero3"),
+            "scored": ("fsdp2", "zero3"),
+            "gradients": ("fsdp2", "zero2", "zero3"),
+            "optimizer": ("fsdp2", "zero1", "zero2", "zero3"),
+        }
+        return 1 / self.processes if self.kind in split[what] else 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one forward, per token, of a model and of its parts.
+
+    Attributes:
+        linear: all matrices of each layer.
+        attention: softmax attention of each layer; 0 for other mixers, which are left out.
+        widths: query width (heads times head dimension) of each layer with softmax attention.
+        head: the output projection.
+        weights: the trainable matrices of the layers and the head: one more of these is what
+            their gradients cost.
+        head_trained: the output projection is among them.
+    """
+
+    linear: tuple[float, ...]
+    attention: tuple[float, ...]
+    widths: tuple[float, ...]
+    head: float
+    weights: float
+    head_trained: bool
+
+    @property
+    def forward(self) -> float:
+        """The whole model."""
+        return sum(self.linear) + sum(self.attention) + self.head
+
+    def errors(self, layers: tuple[int, ...]) -> float:
+        """A backward through these layers without any gradient of a weight."""
+        return sum(self.linear[i] + 2 * self.attention[i] for i in layers)
+
+
+def work_of(adapter: DecoderAdapter, length: int) -> Work:
+    """Count the matrices of the adapter's model for sequences of ``length`` tokens."""
+    base: Any = adapter.model
+    text = base.config.get_text_config()
+    head = base.get_output_embeddings()
+    blocks = adapter.layers()
+    names = {module: name for name, module in base.named_modules()}
+    other = adapter.other_mixers(range(len(blocks)))
+    active = _active_experts(text)
+    linear, attention, widths = [], [], []
+    for index, block in enumerate(blocks):
+        linear.append(2 * sum(active.get(p.dim(), 0) * p.numel() for p in block.parameters()))
+        width = 0.0 if names[block] in other else _attention_width(text)
+        reach = min(length, _window(text, index) or length)
+        keys = length / 2 if reach == length else reach  # causal: half of the past on average
+        attention.append(4 * width * keys)
+        widths.append(width)
+    trained = {
+        p: active.get(p.dim(), 0) * p.numel()
+        for part in (*blocks, head)
+        for p in part.parameters()
+        if p.requires_grad
+    }
+    return Work(
+        tuple(linear),
+        tuple(attention),
+        tuple(widths),
+        2.0 * head.weight.numel(),
+        2.0 * sum(trained.values()),
+        bool(head.weight.requires_grad),
+    )
+
+
+def _active_experts(text: Any) -> dict[int, float]:
+    """Share of a parameter that works on one token, by its number of axes; 3 are experts."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    return {2: 1.0, 3: (getattr(text, "num_experts_per_tok", None) or experts) / experts}
+
+
+def _attention_width(text: Any) -> float:
+    heads = int(text.num_attention_heads)
+    return float(heads * int(getattr(text, "head_dim", None) or text.hidden_size // heads))
+
+
+def _window(text: Any, layer: int) -> int | None:
+    kinds = getattr(text, "layer_types", None) or []
+    if layer < len(kinds) and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(text, "sliding_window", None)
+
+
+# --- time --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Work of one step over that of the same step without valuation, both counted in FLOPs.
+
+    Attributes:
+        floor: 1 + what the estimator cannot do without: errors through the scored layers, their
+            contraction, and the validation side.
+        expected: 1 + all parts.
+        parts: name -> share of the unmasked step.
+    """
+
+    floor: float
+    expected: float
+    parts: dict[str, float]
+
+
+_FLOOR = ("errors of the training rows", "contraction", "validation forward", "validation errors")
+
+
+def overhead_of(
+    work: Work,
+    scope: Scope,
+    args: Any,
+    *,
+    validation_share: float,
+    own_forward: bool,
+    reference_forward: bool = False,
+) -> Overhead:
+    """What valuation adds to a step, part by part.
+
+    Args:
+        work: of the model, adapters included.
+        scope: what is scored.
+        args: the trainer's configuration.
+        validation_share: validation rows of a step over its training rows.
+        own_forward: scoring runs a forward of its own.
+        reference_forward: the step has the forward of a reference model in it (DPO).
+    """
+    if not args.needs_values:
+        return Overhead(1.0, 1.0, {})
+    every = tuple(range(len(work.linear)))
+    from_first = tuple(range(scope.first, len(every)))
+    scored = 2.0 * sum(linear.weight.numel() for linear in scope.linears)
+    layers = sum(work.linear[i] + work.attention[i] for i in every)
+    again = layers if args.gradient_checkpointing else 0.0
+    # TRL's head computes its logits once more in each backward, instead of keeping them,
+    step = work.forward + work.errors(every) + 2 * work.head + work.weights + again
+    if reference_forward:
+        step += work.forward
+    # and the gradient of its weight too, asked for or not.
+    head_weight = work.head if work.head_trained and args.value_parameters == "linears" else 0.0
+    errors = work.errors(from_first) + work.head
+    if args.estimator == "label":  # a forward of values and tangents in place of the errors
+        errors = 2 * sum(work.linear[i] + work.attention[i] for i in from_first) + work.head
+    rows = 0.0 if args.objective == "stability" else validation_share / args.direction_steps
+    parts = {
+        "errors of the training rows": errors,
+        "contraction": scored,
+        "validation forward": rows * work.forward,
+        "validation errors": rows * (work.errors(from_first) + work.head + scored),
+        "logits once more": work.head,
+        "unused gradient of the head": head_weight,
+    }
+    if args.estimator in SWITCHED:
+        parts["attention weights, Value-Propagation"] = _band(work, args, from_first)
+    if own_forward:
+        parts["forward of its own"] = work.forward
+    elif again:
+        saved = sum(work.linear[i] + work.attention[i] for i in from_first)
+        parts["scored layers not recomputed"] = -saved
+    shares = {name: flops / step for name, flops in parts.items() if flops}
+    floor = 1 + sum(shares.get(name, 0.0) for name in _FLOOR)
+    return Overhead(floor, 1 + sum(shares.values()), shares)
+
+
+def _band(work: Work, args: Any, layers: tuple[int, ...]) -> float:
+    """Attention logits recomputed for their band, and the banded products."""
+    length = args.max_length or 1024
+    window = min(args.window if args.window is not None else length, length)
+    return sum(2 * work.widths[i] * length + 4 * work.widths[i] * window for i in layers)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one process, by what they hold; ``activations`` is a rough guess."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    fisher: float
+    directions: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def valuation(self) -> float:
+        """What only valuation needs."""
+        return self.fisher + self.directions
+
+
+def memory_of(
+    adapter: DecoderAdapter, scope: Scope, args: Any, layout: Layout, *, command: str, dtype: str
+) -> Memory:
+    """Estimate the memory of one process.
+
+    Weights and gradients in ``dtype`` (a torch dtype's name, "8bit" or "4bit"); under DeepSpeed's
+    mixed precision in bf16, with float32 masters beside the optimizer's state.
+    """
+    parameters = list(adapter.model.parameters())
+    every = float(sum(p.numel() for p in parameters))
+    trained = float(sum(p.numel() for p in parameters if p.requires_grad))
+    lora = hasattr(adapter.model, "peft_config")
+    narrow = layout.own_forward and layout.mixed
+    width = 2 if narrow else _WIDTHS.get(dtype, 4)
+    state = _OPTIMIZER_BYTES.get(str(getattr(args.optim, "value", args.optim)), 8)
+    second = command == "dpo" and not lora and not args.precompute_ref_log_probs
+    return Memory(
+        weights=width * every * layout.share("weights"),
+        gradients=max(width, 2) * trained * layout.share("gradients"),
+        optimizer=(state + (4 if narrow else 0)) * trained * layout.share("optimizer"),
+        reference=width * every * layout.share("weights") if second else 0.0,
+        fisher=_fisher_bytes(scope, args) * layout.share("scored"),
+        directions=_direction_bytes(scope, args, layout),
+        activations=_activation_bytes(adapter, scope, args, command),
+    )
+
+
+def _fisher_bytes(scope: Scope, args: Any) -> float:
+    """Fisher and reference weights of the scored linears, in float32."""
+    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
+        return 0.0
+    if not args.needs_values:
+        return 0.0
+    sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
+    reference = sum(a * b for a, b in sizes)
+    if args.retention == "diagonal":
+        return 4.0 * 2 * reference
+    return 4.0 * (reference + sum(a * a + b * b for a, b in sizes))
+
+
+def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
+    """G, V and M of the scored linears in float32, and the running mean of G."""
+    if not args.needs_values:
+        return 0.0
+    sizes = [int(linear.weight.numel()) for linear in scope.linears]
+    held = 0  # as large as the scored weights together
+    if args.objective != "stability":
+        held += 1 + (args.running_mean > 0)
+    if args.retention != "none" and args.objective != "adaptation":
+        held += 1
+    if layout.share("scored") < 1:  # one whole matrix at a time is gathered
+        return 4.0 * (held * sum(sizes) * layout.share("scored") + 2 * max(sizes))
+    return 4.0 * (held + 1) * sum(sizes)
+
+
+def _activation_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, command: str) -> float:
+    """Inputs and outputs of all linears of the layers that are kept whole, in bf16 or float32."""
+    text: Any = adapter.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    blocks = adapter.layers()
+    rows = args.per_device_train_batch_size * (2 if command == "dpo" else 1)
+    tokens = rows * (args.max_length or 1024)
+    width = 2 if args.bf16 or args.fp16 else 4
+    kept = [
+        sum(sum(p.shape) for p in block.parameters() if p.dim() == 2 and min(p.shape) > 64)
+        for block in blocks
+    ]
+    if not args.gradient_checkpointing:
+        return float(tokens * width * sum(kept)) + 4.0 * _LOGIT_BLOCK
+    scored = sum(kept[scope.first :]) if args.needs_values else 0
+    boundaries = len(blocks) * int(text.hidden_size)
+    return float(tokens * width * (boundaries + max(kept) + scored)) + 4.0 * _LOGIT_BLOCK

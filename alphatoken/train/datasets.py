@@ -1,0 +1,348 @@
+"""Data sets for training: checked before any work, and made of rows that were read from files.
+
+TRL trains on whatever its preparation leaves over: an empty response, a pair with two equal
+responses or a prompt that fills the whole length cost a place in a batch and teach nothing, or are
+dropped without a word. Here they are found first, by row number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from alphatoken.data import Pair, Row, Turn
+from alphatoken.errors import InputError
+
+__all__ = [
+    "check_preference_rows",
+    "check_sft_rows",
+    "preference_problems",
+    "preference_records",
+    "record_counts",
+    "sft_problems",
+    "sft_records",
+    "without_rows",
+]
+
+Problems = dict[str, list[int]]
+"""What is wrong -> numbers of the rows it is wrong with, from 0."""
+
+_SFT_COLUMNS = (
+    "input_ids", "messages", "conversations", "prompt and completion",
+)  # fmt: skip
+_BYTES_ASIDE = 64
+"""Tokens that a template may add: no prompt of ``limit - 64`` bytes is longer than ``limit``."""
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def check_sft_rows(
+    dataset: Any,
+    *,
+    name: str = "training",
+    text_field: str = "text",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+) -> None:
+    """Refuse a data set that SFT cannot train on, or not on all of it.
+
+    Args:
+        dataset: a ``datasets.Dataset`` in any form that TRL's ``SFTTrainer`` takes (of a stream
+            only the columns of its first row are looked at).
+        name: of the data set, for messages.
+        text_field: TRL's ``dataset_text_field``.
+        tokenizer: to measure prompts; without it lengths are not checked.
+        max_length: TRL's.
+
+    Raises:
+        InputError: no rows; a needed column is missing; rows with an empty response, or with a
+            prompt that leaves no room for one. The message holds count and row numbers.
+    """
+    problems = sft_problems(
+        dataset, name=name, text_field=text_field, tokenizer=tokenizer, max_length=max_length
+    )
+    _refuse(problems, dataset, name)
+
+
+def check_preference_rows(
+    dataset: Any,
+    *,
+    name: str = "training",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    max_prompt_length: int | None = None,
+) -> None:
+    """Refuse a data set that DPO cannot train on, or not on all of it.
+
+    Args:
+        dataset: a ``datasets.Dataset`` in any form that TRL's ``DPOTrainer`` takes.
+        name: of the data set, for messages.
+        tokenizer: to measure prompts; without it lengths are not checked.
+        max_length: TRL's, of prompt and response together.
+        max_prompt_length: longest prompt in tokens.
+
+    Raises:
+        InputError: no rows; a needed column is missing; pairs with an empty response on either
+            side, with two equal responses (their gradients cancel, and a mask would make noise of
+            them), or with a prompt longer than allowed. The message holds count and row numbers.
+    """
+    problems = preference_problems(
+        dataset,
+        name=name,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        max_prompt_length=max_prompt_length,
+    )
+    _refuse(problems, dataset, name)
+
+
+def sft_problems(
+    dataset: Any,
+    *,
+    name: str = "training",
+    text_field: str = "text",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+) -> Problems:
+    """What is wrong with which rows; see :func:`check_sft_rows`.
+
+    Raises:
+        InputError: no rows, or a needed column is missing.
+    """
+    columns = _columns(dataset, name)
+    if {"prompt", "completion"} <= columns:
+        parts = _prompt_and_completion
+    elif "messages" in columns or "conversations" in columns:
+        parts = _conversation
+    elif "input_ids" in columns:
+        return _find(dataset, {"the response is empty": _no_label})
+    elif text_field in columns:
+        return _find(dataset, {"the text is empty": lambda row: not _text(row[text_field])})
+    else:
+        raise InputError(
+            f"the {name} data set has none of the columns that SFT needs",
+            got=", ".join(sorted(columns)),
+            remedy=f"{', '.join(_SFT_COLUMNS)}, or {text_field} (dataset_text_field)",
+        )
+    tests = {"the response is empty": lambda row: not _text(parts(row)[1])}
+    limit = None if max_length is None else max_length - 1
+    return _find(dataset, tests | _too_long(lambda row: parts(row)[0], tokenizer, limit))
+
+
+def preference_problems(
+    dataset: Any,
+    *,
+    name: str = "training",
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    max_prompt_length: int | None = None,
+) -> Problems:
+    """What is wrong with which pairs; see :func:`check_preference_rows`.
+
+    Raises:
+        InputError: no rows, or a needed column is missing.
+    """
+    columns = _columns(dataset, name)
+    missing = [column for column in ("chosen", "rejected") if column not in columns]
+    if missing:
+        raise InputError(
+            f"the {name} data set has no column {' and no column '.join(map(repr, missing))}",
+            got=", ".join(sorted(columns)),
+            why="DPO compares two responses to one prompt",
+            remedy="give prompt, chosen and rejected",
+        )
+    limits = [n for n in (max_prompt_length, max_length and max_length - 1) if n]
+    tests = {
+        "a response is empty": lambda row: not (_text(row["chosen"]) and _text(row["rejected"])),
+        "chosen and rejected are equal": lambda row: row["chosen"] == row["rejected"],
+    }
+    if "prompt" in columns:
+        limit = min(limits, default=None)
+        tests |= _too_long(lambda row: row["prompt"], tokenizer, limit)
+    return _find(dataset, tests)
+
+
+def without_rows(dataset: Any, problems: Problems) -> Any:
+    """The data set without those rows, in its order."""
+    bad = {row for rows in problems.values() for row in rows}
+    if not bad:
+        return dataset
+    return dataset.select([row for row in range(len(dataset)) if row not in bad])
+
+
+def _columns(dataset: Any, name: str) -> set[str]:
+    columns = getattr(dataset, "column_names", None)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise InputError(f"the {name} data set has no rows", got="0 rows", remedy="give some")
+    return set(columns if columns is not None else first)
+
+
+Test = Callable[[Mapping[str, Any]], bool]
+
+
+def _find(dataset: Any, tests: Mapping[str, Test]) -> Problems:
+    """Rows by the first thing that is wrong with them; a stream is not read."""
+    found: Problems = {}
+    if not hasattr(dataset, "__len__"):
+        return found
+    for number, row in enumerate(dataset):
+        problem = next((what for what, test in tests.items() if test(row)), None)
+        if problem is not None:
+            found.setdefault(problem, []).append(number)
+    return found
+
+
+def _refuse(problems: Problems, dataset: Any, name: str) -> None:
+    if not problems:
+        return
+    total = sum(map(len, problems.values()))
+    parts = []
+    for what, rows in problems.items():
+        numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        parts.append(f"{what}: {len(rows)} (row {numbers})")
+    raise InputError(
+        f"{total} of {len(dataset)} {name} rows cannot be trained on",
+        got="; ".join(parts),
+        why="they would take a place in a batch and teach nothing, or noise",
+        remedy="mend or drop them (the command line drops them: --on_bad_rows drop)",
+    )
+
+
+def _text(value: Any) -> str:
+    """The text of a response, stripped: of a string, or of the assistant's messages."""
+    if isinstance(value, str):
+        return value.strip()
+    texts = []
+    for message in value or []:
+        if message.get("role", message.get("from")) in ("assistant", "gpt", "model", "bot"):
+            content = message.get("content", message.get("value"))
+            texts.append(content if isinstance(content, str) else _parts_text(content))
+    return "".join(texts).strip()
+
+
+def _parts_text(content: Any) -> str:
+    return "".join(str(part.get("text", "")) for part in content or [])
+
+
+def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row["prompt"], row["completion"]
+
+
+def _conversation(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Everything before the first assistant message, and all of it."""
+    messages = row["messages"] if "messages" in row else row["conversations"]
+    first = next((i for i, message in enumerate(messages) if _text([message])), len(messages))
+    return messages[:first], messages
+
+
+def _no_label(row: Mapping[str, Any]) -> bool:
+    labels = row.get("labels", row["input_ids"])
+    return all(label == -100 for label in labels[1:])
+
+
+def _too_long(
+    prompt_of: Callable[[Mapping[str, Any]], Any], tokenizer: Any, limit: int | None
+) -> dict[str, Test]:
+    """One test: the prompt has more than ``limit`` tokens. Short texts are not tokenised."""
+    if tokenizer is None or limit is None:
+        return {}
+
+    def test(row: Mapping[str, Any]) -> bool:
+        prompt = prompt_of(row)
+        said = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        if len(said.encode()) <= limit - _BYTES_ASIDE:
+            return False
+        return len(_prompt_ids(prompt, tokenizer)) > limit
+
+    return {f"the prompt is longer than {limit} tokens": test}
+
+
+def _prompt_ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
+    if isinstance(prompt, str):
+        ids: Sequence[int] = tokenizer(prompt, verbose=False)["input_ids"]
+        return ids
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+# --- records in TRL's forms --------------------------------------------------------------------
+
+
+def sft_records(
+    rows: Iterable[Row],
+    *,
+    chat: bool,
+    turns: str = "all",
+    separator: str = "\n",
+    end: str = "",
+) -> list[dict[str, Any]]:
+    """Rows as records for TRL's ``SFTTrainer``.
+
+    Args:
+        rows: conversations.
+        chat: as messages, for the tokenizer's chat template; or as plain text.
+        turns: train on "all" assistant turns or the "last" one. Several turns of a chat become
+            one record of ``messages`` (train with ``assistant_only_loss``); in plain text each
+            becomes a record of its own.
+        separator: what ends a turn that is not the assistant's, in plain text.
+        end: what ends an earlier assistant turn, in plain text (TRL ends the last one).
+
+    Returns:
+        Records of one form: ``prompt`` and ``completion``, ``messages``, or ``text`` where no row
+        has a prompt.
+    """
+    found = [(row.turns, _answers(row, turns)) for row in rows]
+    if all(len(said) == 1 for said, _ in found):
+        return [{"text": said[0].text} for said, _ in found]
+    if not chat:
+        return [
+            {"prompt": _plain(said[:i], separator, end), "completion": said[i].text}
+            for said, answers in found
+            for i in answers
+        ]
+    if any(len(answers) > 1 for _, answers in found):
+        return [{"messages": _messages(said[: answers[-1] + 1])} for said, answers in found]
+    return [
+        {"prompt": _messages(said[:i]), "completion": _messages(said[i : i + 1])}
+        for said, answers in found
+        for i in answers
+    ]
+
+
+def record_counts(rows: Sequence[Row], *, chat: bool, turns: str = "all") -> list[int]:
+    """How many records :func:`sft_records` makes of each row."""
+    if chat or all(len(row.turns) == 1 for row in rows):
+        return [1] * len(rows)
+    return [len(_answers(row, turns)) for row in rows]
+
+
+def preference_records(
+    pairs: Iterable[Pair], *, chat: bool, separator: str = "\n", end: str = ""
+) -> list[dict[str, Any]]:
+    """Pairs as records ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``."""
+    write = _messages if chat else (lambda turns: _plain(turns, separator, end))
+    answer = _messages if chat else (lambda turns: "\n".join(turn.text for turn in turns))
+    return [
+        {
+            "prompt": write(pair.prompt),
+            "chosen": answer(pair.chosen),
+            "rejected": answer(pair.rejected),
+        }
+        for pair in pairs
+    ]
+
+
+def _answers(row: Row, turns: str) -> list[int]:
+    """Indices of the assistant turns to train on."""
+    found = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
+    return found if turns == "all" else found[-1:]
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+def _plain(turns: Sequence[Turn], separator: str, end: str) -> str:
+    return "".join(turn.text + (end if turn.role == "assistant" else separator) for turn in turns)

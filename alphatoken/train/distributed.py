@@ -1,0 +1,217 @@
+"""Runs of several processes: sums over them, and one threshold for all.
+
+The order of the data. accelerate deals batches like cards: of each round of ``world`` batches,
+rank r gets the r-th. So the batches of an optimizer step, in the order in which one process with
+``world`` times as many accumulation steps would see them, are (micro-batch, rank). Whatever is
+decided over all tokens of a step (ties, random draws) is decided in the order (micro-batch, rank,
+row, position), and comes out as in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.train.layouts import check_layout, layout, needs_own_forward, sharding_of
+
+__all__ = [
+    "Ranks",
+    "check_layout",
+    "even_micro_batches",
+    "global_selection",
+    "layout",
+    "needs_own_forward",
+    "sharding_of",
+]
+
+
+class Ranks:
+    """This process among those of a run.
+
+    All methods are collective: every process calls them, in the same order. With one process they
+    communicate nothing.
+
+    Args:
+        accelerator: accelerate's ``Accelerator``, or None for one process.
+
+    Attributes:
+        rank: number of this process.
+        world: number of processes.
+        main: whether it is the first.
+        device: of this process's tensors.
+    """
+
+    def __init__(self, accelerator: Any = None) -> None:
+        self.rank: int = 0 if accelerator is None else accelerator.process_index
+        self.world: int = 1 if accelerator is None else accelerator.num_processes
+        self.main = self.rank == 0
+        self.device = torch.device("cpu") if accelerator is None else accelerator.device
+
+    def sum_gradients(
+        self, sums: dict[str, Tensor], count: float, *, sharded: bool = False
+    ) -> tuple[dict[str, Tensor], float]:
+        """Sums of gradients and of their counts over the processes, in place.
+
+        The result is the same on every process, bit for bit.
+
+        Args:
+            sums: parameter name -> this process's sum; the same names everywhere.
+            count: what the mean divides by, this process's part.
+            sharded: the sums are parts of tensors that ``Sharding.reduce`` has summed already.
+
+        Raises:
+            InputError: the processes have different numbers of tensors.
+        """
+        if self.world == 1:
+            return sums, count
+        head = torch.tensor([count, len(sums)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(head)
+        total, names = head.tolist()
+        if names != self.world * len(sums):
+            raise InputError(
+                "the processes have different gradients to add up",
+                got=f"{len(sums)} on rank {self.rank}, {int(names)} on {self.world} together",
+            )
+        if not sharded:
+            for name in sorted(sums):
+                dist.all_reduce(sums[name])
+        return sums, total
+
+    def gather_ragged(self, tensor: Tensor) -> list[Tensor]:
+        """One flat tensor of each process, of any lengths but one dtype; in the order of ranks."""
+        if self.world == 1:
+            return [tensor]
+        here = torch.tensor([tensor.numel()], device=self.device)
+        lengths = [torch.empty_like(here) for _ in range(self.world)]
+        dist.all_gather(lengths, here)
+        counts = [int(length) for length in lengths]
+        padded = torch.zeros(max(counts), dtype=tensor.dtype, device=self.device)
+        padded[: tensor.numel()] = tensor.flatten()
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """One picklable object of each process, in the order of ranks, on every process."""
+        if self.world == 1:
+            return [item]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, item)
+        return found
+
+    def broadcast_object(self, item: Any) -> Any:
+        """The first process's object, on every process."""
+        if self.world == 1:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process."""
+        if self.world == 1:
+            return flag
+        raised = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(raised)
+        return bool(raised)
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+Decide = Callable[[Tensor, Tensor], Tensor]
+"""(values (1, n), mask (1, n), all True) -> weights (1, n)."""
+
+
+def global_selection(
+    ranks: Ranks, values: Sequence[Tensor], masks: Sequence[Tensor], decide: Decide
+) -> list[Tensor]:
+    """Token weights of one optimizer step, decided over all its micro-batches on all processes.
+
+    Args:
+        ranks: this process among the others.
+        values: of each micro-batch of this process, (b, t).
+        masks: response tokens, the same shapes.
+        decide: the policy. It sees the response tokens of the whole step in one row, in the
+            order (micro-batch, rank, row, position), which is the order in which one process
+            would see them; so ties fall as there, and so do random draws, provided that it draws
+            alike on every process (seed a generator with the step).
+
+    Returns:
+        Weights of this process's micro-batches, 0 off the masks, in the dtype of their values.
+        Their sum over the step is what the policy gives one batch: ``ceil(rho n)`` for a mask.
+
+    Raises:
+        InputError: shapes that differ. What ``decide`` raises, on every process.
+    """
+    for value, mask in zip(values, masks, strict=True):
+        if value.shape != mask.shape or mask.dtype != torch.bool:
+            raise InputError(
+                "values and mask must have one shape, and the mask must be boolean",
+                got=f"{tuple(value.shape)}, {tuple(mask.shape)} {mask.dtype}",
+            )
+    chosen = [v.detach()[m].double() for v, m in zip(values, masks, strict=True)]
+    counts = ranks.gather_ragged(torch.tensor([len(c) for c in chosen], device=ranks.device))
+    empty = torch.empty(0, dtype=torch.float64, device=ranks.device)
+    tokens = ranks.gather_ragged(torch.cat([empty, *chosen]))
+    row, places = _in_order([c.tolist() for c in counts], tokens)
+    everything = torch.ones_like(row, dtype=torch.bool)
+    decided = decide(row[None], everything[None])[0] if len(row) else row
+    weights = []
+    for step, (value, mask) in enumerate(zip(values, masks, strict=True)):
+        start = places[step, ranks.rank]
+        weight = torch.zeros_like(value)
+        weight[mask] = decided[start : start + len(chosen[step])].to(value)
+        weights.append(weight)
+    return weights
+
+
+def _in_order(
+    counts: Sequence[Sequence[int]], tokens: Sequence[Tensor]
+) -> tuple[Tensor, dict[tuple[int, int], int]]:
+    """All tokens by (micro-batch, rank), and where each (micro-batch, rank) starts."""
+    split = [list(t.split(list(c))) if c else [] for t, c in zip(tokens, counts, strict=True)]
+    pieces: list[Tensor] = []
+    places: dict[tuple[int, int], int] = {}
+    start = 0
+    for step in range(max(map(len, counts))):
+        for rank, own in enumerate(split):
+            if step < len(own):  # the last round of an epoch may not reach every rank
+                places[step, rank] = start
+                pieces.append(own[step])
+                start += len(own[step])
+    return (torch.cat(pieces) if pieces else tokens[0]), places
+
+
+def even_micro_batches(
+    rows: Sequence[int], rank: int, world: int, size: int | None
+) -> list[tuple[int, ...]]:
+    """This process's rows in micro-batches, equally many on every process.
+
+    Sharded weights are gathered in every forward, so a process that ran one forward less would
+    leave the others waiting. Every ``world``-th row is this process's; ``size`` is the most rows
+    of one micro-batch, None for all at once.
+
+    Raises:
+        ConfigError: some process would have nothing in some micro-batch.
+    """
+    longest = -(-len(rows) // world)
+    pieces = 1 if size is None else -(-longest // size)
+    own = tuple(rows[rank::world])
+    if len(rows) // world < pieces:
+        raise ConfigError(
+            "under sharded weights every process needs rows for every validation forward",
+            got=f"{len(rows)} rows, {world} processes, {pieces} forwards each",
+            why="each forward gathers the weights from all processes",
+            remedy=f"use a multiple of {world} validation rows, or a larger micro-batch",
+        )
+    bounds = [len(own) * i // pieces for i in range(pieces + 1)]
+    return [own[a:b] for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,199 @@
+"""Alpha-DPO: TRL's DPOTrainer with a gradient weighted by token value, branch by branch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+
+from alphatoken.batch import IGNORE, PreferenceBatch
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.losses import dpo_coefficient
+from alphatoken.train.datasets import check_preference_rows
+from alphatoken.train.gate import TokenGate, by_token
+from alphatoken.train.mixin import AlphaTrainerMixin
+from alphatoken.train.options import AlphaOptions
+
+__all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
+
+_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+@dataclass
+class AlphaDPOConfig(AlphaOptions, DPOConfig):
+    """TRL's ``DPOConfig`` and the fields of ``AlphaOptions``."""
+
+    def __post_init__(self) -> None:
+        """TRL's checks, then ours."""
+        super().__post_init__()
+        self.check_alpha()
+        if self.kept_normalization == "sum":
+            raise ConfigError(
+                "kept_normalization='sum' is not defined for DPO",
+                why="its loss is a mean over pairs",
+                remedy="'response' or 'kept'",
+            )
+        if self.masked_logit and self.loss_type != ["sigmoid"]:
+            raise ConfigError(
+                "masked_logit is the ablation of one loss",
+                got=f"loss_type={self.loss_type!r}",
+                remedy="loss_type='sigmoid'",
+            )
+
+
+class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
+    """TRL's ``DPOTrainer`` that updates on the valuable tokens of both branches.
+
+        update  =  mean over pairs of  omega (sum m+ grad l+  -  sum m- grad l-)
+
+    ``omega = beta sigma(-s)`` comes from the unmasked logit, as a constant; any other of TRL's
+    preference losses gives its own coefficients in the same way. Chosen tokens are ranked among
+    the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
+    loss, margins and metrics are TRL's own.
+
+    Args:
+        *args: as for TRL's ``DPOTrainer``; ``args`` an ``AlphaDPOConfig``.
+        validation_dataset: preference pairs; the objective is DPO's own gradient on them.
+        retention_dataset: pairs for ``retention="data"``.
+        fisher: of the warm-started model; None fits one on the training prompts and caches it.
+        **kwargs: as for TRL's ``DPOTrainer``.
+
+    Raises:
+        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+
+    Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        validation_dataset: Any = None,
+        retention_dataset: Any = None,
+        fisher: FisherDrift | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("train_dataset") is not None:
+            check_preference_rows(kwargs["train_dataset"])
+        super().__init__(*args, **kwargs)
+        if getattr(self, "_is_vision_dataset", False):
+            raise UnsupportedError(
+                "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
+            )
+        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+
+    def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The completions of both branches, chosen rows first."""
+        labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        return labels
+
+    def pools(self, rows: int) -> list[slice]:
+        """Chosen and rejected by themselves, unless ``shared_threshold``."""
+        if self.args.shared_threshold:
+            return [slice(0, rows)]
+        return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """TRL's loss; reference log-probabilities that are in the batch are not computed again."""
+        before = self.precompute_ref_logps
+        self.precompute_ref_logps = before or all(name in inputs for name in _REFERENCE)
+        try:
+            return super().base_loss(model, inputs, num_items)
+        finally:
+            self.precompute_ref_logps = before
+
+    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """With the reference's log-probabilities, so that the scoring graph sees one model."""
+        found = dict(inputs)
+        if _REFERENCE[0] not in found:
+            reference = self.compute_ref_log_probs(self._reference_model(), found)
+            found.update(zip(_REFERENCE, reference, strict=True))
+        return found
+
+    def _reference_model(self) -> Any:
+        return self.model if self.ref_model is None else self.ref_model
+
+    def value_weights(self, coefficients: Tensor, mask: Tensor) -> Tensor | None:
+        """``+omega`` on chosen and ``-omega`` on rejected tokens: the loss's own, per pair."""
+        return -by_token(coefficients) * (coefficients.shape[0] // 2)
+
+    def loss_unit(self, mask: Tensor, num_items: Any) -> float:
+        """One over the pairs of the step on this rank."""
+        return 1.0 / (mask.shape[0] // 2 * self.current_gradient_accumulation_steps)
+
+    def step_scale(self, num_items: Any) -> float:
+        """A micro-batch's mean over pairs stands for the step's."""
+        return 1.0
+
+    def final_coefficients(
+        self, gate: TokenGate, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Under ``masked_logit``, omega is taken from the masked log-probabilities."""
+        if not self.args.masked_logit:
+            return coefficients
+        assert gate.log_probs is not None
+        reference = [t.to(coefficients) for t in map(self.own_inputs(inputs).get, _REFERENCE)]  # type: ignore[union-attr]
+        kept = (gate.log_probs.detach() * weights[:, 1:].to(gate.log_probs)).sum(-1)
+        omega = dpo_coefficient(*kept.chunk(2), *reference, self.beta)
+        signed = torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
+        return signed * (coefficients != 0)
+
+    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """TRL's own preparation; reference log-probabilities too where it computes them ahead."""
+        prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
+        if self.precompute_ref_logps:
+            size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
+            prepared = self._precompute_ref_logps(prepared, name, size)
+        rows = [row for row in prepared if row["chosen_ids"] and row["rejected_ids"]]
+        if not rows:
+            raise InputError(
+                f"no pair of the {name} dataset has two responses",
+                got=f"{len(prepared)} pairs",
+                remedy="check the columns and max_length",
+            )
+        return rows
+
+    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+        """One preference batch, padded as TRL pads it."""
+        batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
+        labels = self.response_labels(batch)
+        half = len(rows)
+        parts = [
+            {
+                "input_ids": batch["input_ids"][part],
+                "attention_mask": batch["attention_mask"][part],
+                "labels": labels[part],
+            }
+            for part in (slice(0, half), slice(half, None))
+        ]
+        reference = [
+            torch.as_tensor([float(row[name]) for row in rows], device=self.args.device)
+            for name in _REFERENCE
+        ]
+        return PreferenceBatch(parts[0], parts[1], *reference, beta=self.beta)
+
+    def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
+        """Reference log-probabilities of the pool, once; the reference does not move."""
+        size = self.args.per_device_train_batch_size
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            if _REFERENCE[0] in part[0]:
+                continue
+            batch = self._prepare_inputs(self.data_collator([dict(row) for row in part]))
+            found = self.compute_ref_log_probs(self._reference_model(), batch)
+            for row, chosen, rejected in zip(part, *(f.tolist() for f in found), strict=True):
+                row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
+
+    def export_arguments(self) -> dict[str, Any]:
+        """TRL's collator cuts pairs to ``max_length``."""
+        return {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}
+
+    def fisher_prompts(self, samples: int) -> list[list[int]]:
+        """Prompts of the training pairs."""
+        rows = self.train_dataset.select(range(min(samples, len(self.train_dataset))))
+        return [list(row["prompt_ids"]) for row in rows]

@@ -1,0 +1,327 @@
+"""A Fisher is fitted once for a model, its prompts and settings, and found again by later runs.
+
+An entry's name is a digest of all that it depends on, the weights included, so that one of another
+model, data set or setting is never taken. The main process fits, resumably; the others poll a file,
+because a fit outlasts the patience of collective calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from alphatoken.drift import FisherDrift, library_version
+from alphatoken.errors import ConfigError, FisherError
+from alphatoken.fisher import fit_fisher
+from alphatoken.progress import ProgressSink
+from alphatoken.storage import replacing, weights_digest
+from alphatoken.train.options import AlphaOptions, read_layers
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: fits are then not kept apart, only written atomically
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["cache_folder", "cache_key", "fisher_settings", "fitted_fisher"]
+
+_POLL = 0.5  # seconds
+_SHARED_WITHIN = 60.0  # seconds in which a file must be seen by the other processes
+
+
+def cache_folder(options: AlphaOptions, output_dir: str) -> Path:
+    """``fisher_cache``, or ``fisher`` beside ``output_dir``: shared by runs of one experiment."""
+    if options.fisher_cache is not None:
+        return Path(options.fisher_cache)
+    return Path(os.path.abspath(output_dir)).parent / "fisher"
+
+
+def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
+    """Arguments of :func:`alphatoken.fit_fisher` that the options mean; the seed is always 0."""
+    return {
+        "samples": options.fisher_samples,
+        "layers": read_layers(options.score_layers),
+        "structure": options.retention,
+        "labels": options.fisher_labels,
+        "max_new_tokens": options.fisher_max_new_tokens,
+        "parameters": options.value_parameters,
+        "batch_size": options.fisher_batch_size,
+        "score_bias": options.score_bias,
+        "seed": 0,
+    }
+
+
+def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
+    """SHA-256 over all that the fit depends on.
+
+    The class, all weights and buffers and which of them are trained; the prompts; the settings;
+    the versions of this library and of torch.
+    """
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    parts = {
+        "model": type(model).__qualname__,
+        "weights": weights_digest(model),
+        "trained": hashlib.sha256(json.dumps(trained).encode()).hexdigest(),
+        "prompts": _prompts_digest(prompts),
+        "settings": settings,
+        "versions": [library_version(), torch.__version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def fitted_fisher(
+    model: nn.Module,
+    prompts: Any,
+    options: AlphaOptions,
+    folder: str | os.PathLike[str],
+    *,
+    main: bool | None = None,
+    progress: bool | ProgressSink | None = None,
+) -> FisherDrift:
+    """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
+
+    Several processes of one launch call it together: the main one fits or finds the entry, the
+    others wait for its file. Several launches on one folder may run at once: one fits, and the
+    others take its entry.
+
+    Args:
+        model: the reference, before it is wrapped or sharded.
+        prompts: as for :func:`alphatoken.fit_fisher`.
+        options: of the run.
+        folder: of the cache; created. On several machines it must be a shared one.
+        main: whether this process fits; None asks accelerate.
+        progress: as for :func:`alphatoken.fit_fisher`.
+
+    Raises:
+        ConfigError: the weights are sharded already, or the folder is not shared.
+        FisherError: the main process failed (then the others say so too), or nothing can be
+            written to ``folder``.
+        And whatever :func:`alphatoken.fit_fisher` raises, in the main process.
+    """
+    _require_whole(model)
+    main = PartialState().is_main_process if main is None else main
+    folder = Path(folder)
+    settings = fisher_settings(options)
+    launch: list[Any] = [None, None]
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        launch = [cache_key(model, prompts, settings), secrets.token_hex(4)]
+    if not main:
+        broadcast_object_list(launch)
+        key, token = launch
+        return _on(model, _wait(folder, key, folder / f"{key}.{token}.json"))
+    key, token = launch
+    status = folder / f"{key}.{token}.json"
+    with _announced(status, launch):
+        entry = _entry(model, prompts, settings, folder, key, progress)
+    return _on(model, entry)
+
+
+# --- the main process ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _announced(status: Path, launch: list[Any]) -> Iterator[None]:
+    """Tell the other processes where to look, and how the fit ended; tidy up when they know."""
+    several = PartialState().num_processes > 1
+    if not several:
+        yield
+        return
+    with _held(status.with_suffix(".alive")):
+        _write(status, {"state": "fitting"})
+        broadcast_object_list(launch)
+        try:
+            yield
+        except BaseException as problem:
+            _write(status, {"state": "failed", "error": f"{type(problem).__name__}: {problem}"})
+            raise
+        _write(status, {"state": "done"})
+        PartialState().wait_for_everyone()
+    for path in (status, status.with_suffix(".alive")):
+        path.unlink(missing_ok=True)
+
+
+def _entry(
+    model: nn.Module,
+    prompts: Any,
+    settings: dict[str, Any],
+    folder: Path,
+    key: str,
+    progress: bool | ProgressSink | None,
+) -> FisherDrift:
+    """The valid entry of this key, fitted first if there is none."""
+    path = folder / f"{key}.safetensors"
+    found = _load(path, key)
+    if found is not None:
+        return found
+    with _held(folder / f"{key}.lock") as alone:
+        found = _load(path, key)  # another launch may have fitted it while this one waited
+        if found is not None:
+            return found
+        partial = folder / (f"{key}.partial" if alone else f"{key}.{secrets.token_hex(4)}.partial")
+        fitted = _fit(model, prompts, settings, partial, progress)
+        replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
+    return FisherDrift.load(path)
+
+
+def _fit(
+    model: nn.Module,
+    prompts: Any,
+    settings: dict[str, Any],
+    partial: Path,
+    progress: bool | ProgressSink | None,
+) -> FisherDrift:
+    """Fit, going on from an interrupted one; one that cannot be read is started again."""
+    try:
+        return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
+    except FisherError as problem:
+        if not partial.exists() or "could not be written" in problem.what:
+            raise
+        warnings.warn(f"the interrupted fit is started again: {problem}", stacklevel=2)
+        partial.unlink()
+    return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
+
+
+def _load(path: Path, key: str) -> FisherDrift | None:
+    """The entry, or None if there is none or it is damaged (which is said)."""
+    if not path.exists():
+        return None
+    try:
+        found = FisherDrift.load(path)
+        if found.metadata.get("cache_key") == key:
+            return found
+        reason = "it is the entry of another model, data set or setting under this name"
+    except FisherError as problem:
+        reason = str(problem)
+    warnings.warn(f"the cached Fisher '{path}' is fitted again: {reason}", stacklevel=2)
+    return None
+
+
+# --- the others ---------------------------------------------------------------------------------
+
+
+def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
+    """Poll until the main process is done, then read its entry."""
+    start = time.monotonic()
+    while True:
+        found = _read(status)
+        if found is None and time.monotonic() - start > _SHARED_WITHIN:
+            raise ConfigError(
+                "the folder of the Fisher cache is not shared",
+                got=f"'{folder}' on this machine does not show what the main process wrote there",
+                why="the Fisher is fitted by one process, and the others read its file",
+                remedy="fisher_cache=... on a shared file system, or fit it beforehand "
+                "(`alphatoken fisher`) and pass fisher=...",
+            )
+        if found is not None and found["state"] == "done":
+            entry = FisherDrift.load(folder / f"{key}.safetensors")
+            PartialState().wait_for_everyone()
+            return entry
+        if found is not None and (found["state"] == "failed" or _died(status)):
+            raise FisherError(
+                "the main process could not fit the Fisher",
+                got=str(found.get("error", "it ended without a word")),
+                remedy="see its own message; the fit is resumed by the next run",
+            )
+        time.sleep(_POLL)
+
+
+def _died(status: Path) -> bool:
+    """Whether the main process no longer holds its lock and yet has not said how it ended."""
+    alive = status.with_suffix(".alive")
+    if fcntl is None or not alive.exists():
+        return False
+    with alive.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    found = _read(status)
+    return found is not None and found["state"] == "fitting"
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[bool]:
+    """Hold the lock on a file, waiting for whoever has it; False where locks do not exist.
+
+    The system gives it back when its holder ends in whatever way: there are no stale locks.
+    """
+    with path.open("a") as file:
+        while fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL)
+            except OSError:
+                yield False
+                return
+        yield fcntl is not None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path, error=FisherError) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _prompts_digest(prompts: Any) -> str:
+    digest = hashlib.sha256()
+    if isinstance(prompts, Sequence):
+        for prompt in prompts:
+            ids = torch.as_tensor(prompt, dtype=torch.long).cpu()
+            digest.update(f"{len(ids)}:".encode() + ids.numpy().tobytes())
+    else:
+        for name in ("input_ids", "attention_mask", "labels"):
+            if name in prompts:
+                found = torch.as_tensor(prompts[name], dtype=torch.long).cpu().contiguous()
+                digest.update(f"{name} {tuple(found.shape)}".encode() + found.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _require_whole(model: nn.Module) -> None:
+    """Refuse sharded weights: one process cannot run such a model alone."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
+            raise ConfigError(
+                "the Fisher cannot be fitted on sharded weights",
+                got=f"'{name}' is spread over processes",
+                why="one process fits it, and cannot run the model alone",
+                remedy="fit it beforehand (`alphatoken fisher`) and pass fisher=..., or "
+                "retention='data'",
+            )
+
+
+def _on(model: nn.Module, fisher: FisherDrift) -> FisherDrift:
+    """The same, on the model's device."""
+    device = next(model.parameters()).device
+
+    def there(entries: Any) -> dict[str, Tensor]:
+        return {name: entry.to(device) for name, entry in entries.items()}
+
+    factors = {n: (a.to(device), b.to(device)) for n, (a, b) in fisher.factors.items()}
+    return replace(
+        fisher, fisher=there(fisher.fisher), reference=there(fisher.reference), factors=factors
+    )

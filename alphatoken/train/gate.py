@@ -1,0 +1,93 @@
+"""The gradient gate: token weights act on the update only, never on the loss that is reported.
+
+Stands in the model's place for one call of a trainer's ``compute_loss``. The trainer sees the token
+log-probabilities as a leaf, so whatever loss it builds of them (cross-entropy, DFT, any of TRL's
+preference losses) gives its own coefficients ``c_k = d loss / d lp_k``; the weighted update is then
+the gradient of ``sum_k w_k c_k lp_k`` through the model's one graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from alphatoken.batch import token_losses
+from alphatoken.errors import UnsupportedError
+
+__all__ = ["TokenGate"]
+
+
+class TokenGate:
+    """Callable in the place of ``model`` that keeps the token log-probabilities of its forward.
+
+    With all weights 1 the surrogate's gradient is the loss's own, bit for bit, and its value always
+    is. Exact for every loss that reads the model's output through ``log_probs`` (b, t - 1), TRL's
+    layout, and through whatever carries no gradient to them (metrics, router losses apart).
+
+    Attributes:
+        log_probs: (b, t - 1), attached to the model's graph; None before the call.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.log_probs: Tensor | None = None
+        self._leaf: Tensor | None = None
+        self._auxiliary = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; its ``log_probs`` come back as a leaf."""
+        outputs = self._model(*args, **kwargs)
+        log_probs = getattr(outputs, "log_probs", None)
+        if not isinstance(log_probs, Tensor):
+            raise UnsupportedError(
+                "the trainer asked the model for something else than token log-probabilities",
+                got=f"{type(outputs).__qualname__} without log_probs",
+                why="token weights act on them",
+                remedy="switch off label smoothing, compute_loss_func, Liger and other options "
+                "that build a loss of the logits",
+            )
+        self._auxiliary = getattr(outputs, "aux_loss", None) is not None
+        outputs.log_probs = self.enter(log_probs)
+        return outputs
+
+    def logits(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Run the model without labels; the leaf of its token log-probabilities."""
+        outputs = self._model(**inputs)
+        return self.enter(-token_losses(outputs.logits, labels)[:, 1:])
+
+    def enter(self, log_probs: Tensor) -> Tensor:
+        """Keep ``log_probs`` and return their leaf."""
+        self.log_probs = log_probs
+        self._leaf = log_probs.detach().requires_grad_()
+        return self._leaf
+
+    def coefficients(self, loss: Tensor) -> Tensor:
+        """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
+        assert self._leaf is not None
+        found = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
+        return torch.zeros_like(self._leaf) if found is None else found
+
+    def surrogate(self, loss: Tensor, coefficients: Tensor, weights: Tensor) -> Tensor:
+        """Value of ``loss``, gradient of ``sum w c lp`` (plus that of router losses).
+
+        Args:
+            loss: what the trainer computed of the leaf.
+            coefficients: of it.
+            weights: (b, t) at token indices, constant.
+        """
+        assert self.log_probs is not None
+        factor = (weights[:, 1:].to(coefficients) * coefficients).detach()
+        update = (factor * self.log_probs).sum()
+        base = loss if self._auxiliary else loss.detach()
+        return base + (update - update.detach()).to(base.dtype)
+
+
+def by_token(by_prediction: Tensor) -> Tensor:
+    """(b, t - 1) in TRL's layout to (b, t) at token indices; index 0 is 0."""
+    return F.pad(by_prediction, (1, 0))

@@ -1,0 +1,181 @@
+"""What a run's result depends on: options, data, frozen weights; compared when a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+__all__ = ["data_fingerprint", "differences", "frozen_fingerprint", "option_values"]
+
+_WATCHING = (
+    "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache", "greater_is_better",
+    "hub_", "include_", "load_best_model", "log_", "logging_", "metric_for_best", "output_dir",
+    "project", "push_to_hub", "report_to", "restore_callback", "resume_from", "run_name", "save_",
+    "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
+    "jit_mode", "enable_jit_checkpoint", "ignore_data_skip",
+)  # fmt: skip
+_MACHINE = (
+    "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
+    "dataloader_persistent", "dataloader_pin_memory", "dataloader_prefetch", "dataset_num_proc",
+    "ddp_", "deepspeed", "fsdp", "local_rank", "torch_compile", "torch_empty_cache", "use_cpu",
+    "activation_offloading", "parallelism_config", "trust_remote_code",
+)  # fmt: skip
+"""Beginnings of options that say what is watched and written, or where it runs, not what."""
+
+_SAMPLED_ROWS = 256
+_SAMPLED_NUMBERS = 1024
+_ARROW_ROWS = 1000
+
+
+def option_values(args: Any) -> dict[str, Any]:
+    """The options of a run that its result depends on, as plain JSON values.
+
+    Every dataclass field of ``args`` counts unless it is known to be about logging, saving,
+    evaluation or the machine: a field added by a later library version takes part by itself.
+    """
+    names = (field.name for field in dataclasses.fields(args))
+    kept = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
+    return {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in (sorted(value, key=str) if _unordered(value) else value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _unordered(value: Any) -> bool:
+    return isinstance(value, (set, frozenset))
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """What differs, by dotted name: (before, now). ``allowed`` names are left out.
+
+    >>> differences({"options": {"seed": 1, "beta": 2}}, {"options": {"seed": 1, "beta": 3}})
+    {'beta': (2, 3)}
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for part in sorted({*before, *now}):
+        old, new = before.get(part), now.get(part)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= {k: (old.get(k), new.get(k)) for k in sorted({*old, *new})}
+        else:
+            found[part] = (old, new)
+    return {k: (a, b) for k, (a, b) in found.items() if a != b and k not in allowed}
+
+
+def frozen_fingerprint(model: nn.Module) -> str | None:
+    """Digest of the frozen weights (an adapter's base model), or None if there are none.
+
+    Names, shapes, dtypes, and 1,024 evenly spread numbers of each: a checkpoint of adapters does
+    not hold them, and adapters on another base are silently wrong.
+    """
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel()]
+    if not frozen:
+        return None
+    digest = hashlib.sha256()
+    for name, parameter in frozen:
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(_some_numbers(parameter))
+    return digest.hexdigest()
+
+
+def _some_numbers(parameter: Tensor) -> bytes:
+    flat = parameter.detach().reshape(-1)
+    step = max(1, flat.numel() // _SAMPLED_NUMBERS)
+    numbers = flat[::step].float().cpu().numpy().tobytes()
+    assert isinstance(numbers, bytes)
+    return numbers
+
+
+def data_fingerprint(dataset: Any) -> str | None:
+    """Digest of a data set's content; None where it cannot be known (streams).
+
+    A ``datasets.Dataset``: every row, through its columns. Another sequence: its length and 256
+    evenly spread items. The same for the same content, however it is stored or cached.
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):
+        parts = {name: data_fingerprint(part) for name, part in sorted(dataset.items())}
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+    digest = hashlib.sha256()
+    if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
+        if not hasattr(dataset, "__len__"):
+            return None
+        _add_table(digest.update, dataset)
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        digest.update(str(len(dataset)).encode())
+        for index in sorted({i * len(dataset) // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)}):
+            if index < len(dataset):
+                _add_item(digest.update, dataset[index])
+    else:
+        return None
+    return digest.hexdigest()
+
+
+Update = Callable[[bytes], None]
+
+
+def _add_item(update: Update, item: Any) -> None:
+    """Python and tensor content, in one canonical order."""
+    if isinstance(item, Mapping):
+        for key in sorted(item, key=str):
+            update(f"{key}:".encode())
+            _add_item(update, item[key])
+    elif isinstance(item, Tensor):
+        _add_item(update, item.detach().cpu().tolist())
+    elif isinstance(item, np.ndarray):
+        _add_item(update, item.tolist())
+    elif isinstance(item, Iterable) and not isinstance(item, (str, bytes)):
+        update(b"[")
+        for part in item:
+            _add_item(update, part)
+        update(b"]")
+    else:
+        update(f"{item!r},".encode())
+
+
+def _add_table(update: Update, dataset: Any) -> None:
+    """All rows of a ``datasets.Dataset``, a thousand at a time, column by column."""
+    names = sorted(dataset.column_names)
+    update(f"{len(dataset)} {names}".encode())
+    table = dataset.with_format("arrow")
+    for start in range(0, len(dataset), _ARROW_ROWS):
+        rows = table[start : start + _ARROW_ROWS]
+        for name in names:
+            _add_column(update, rows.column(name).combine_chunks())
+
+
+def _add_column(update: Update, column: Any) -> None:
+    """An Arrow array by content: lists as lengths and values, numbers as bytes, others as text."""
+    import pyarrow as pa
+
+    if hasattr(column, "combine_chunks"):  # several chunks that do not fit into one array
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([])
+    kind = column.type
+    update(b"nulls" + column.is_null().to_numpy(zero_copy_only=False).tobytes())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = column.value_lengths().fill_null(0)
+        update(lengths.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
+        _add_column(update, column.flatten())
+    elif pa.types.is_integer(kind) and not column.null_count:
+        update(column.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
+    else:
+        update(repr(column.to_pylist()).encode())

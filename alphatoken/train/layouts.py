@@ -1,0 +1,181 @@
+"""How a run is laid out over processes, and what does not work there, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from alphatoken.errors import ConfigError
+from alphatoken.sharding import Sharding
+from alphatoken.train.options import AlphaOptions
+from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
+
+__all__ = ["SHARDED", "check_layout", "layout", "needs_own_forward", "sharding_of"]
+
+SHARDED = ("fsdp2", "zero3")
+
+
+def layout(accelerator: Any) -> str:
+    """How a run is laid out over processes.
+
+    "single", "ddp", "fsdp2", "zero1", "zero2" or "zero3"; and, to be refused by ``check_layout``,
+    "fsdp1", "zero0" or the name of another backend.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind == "NO":
+        return "single"
+    if kind == "FSDP":
+        return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
+    if kind == "DEEPSPEED":
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return "ddp" if kind.startswith("MULTI_") else kind.lower()
+
+
+def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
+    """How to reach the prepared model's weights, or None where each process has them all."""
+    kind = layout(accelerator)
+    if kind not in SHARDED:
+        return None
+    plain = accelerator.unwrap_model(model)
+    return Fsdp2Sharding(plain) if kind == "fsdp2" else Zero3Sharding(plain)
+
+
+def needs_own_forward(accelerator: Any, options: AlphaOptions) -> bool:
+    """Whether scoring runs a forward of its own: under DeepSpeed, a global threshold, or if asked.
+
+    DeepSpeed's engine follows its own forward through its own backward, once; errors asked for
+    on the way would be taken for that backward.
+    """
+    asked = options.scoring_forward == "own" or options.keep_scope == "global"
+    return asked or layout(accelerator).startswith("zero")
+
+
+def check_layout(accelerator: Any, args: Any, options: AlphaOptions, model: nn.Module) -> None:
+    """Refuse by name what token values cannot be had under.
+
+    Args:
+        accelerator: of the trainer.
+        args: the trainer's ``TrainingArguments``.
+        options: what is asked for.
+        model: before or after ``accelerator.prepare``.
+
+    Raises:
+        ConfigError: the first of the settings that do not work, what it does, what to use.
+    """
+    kind = layout(accelerator)
+    for refusal in (
+        *_refused_layouts(accelerator, kind),
+        *_refused_arguments(accelerator, args, model),
+        *_refused_options(accelerator, args, options, kind),
+    ):
+        raise refusal
+
+
+def _refused_layouts(accelerator: Any, kind: str) -> Iterator[ConfigError]:
+    if kind not in ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3"):
+        yield ConfigError(
+            "token values are not available under this distributed backend",
+            got=kind,
+            why="they were not shown to be right there",
+            remedy="use fsdp_version: 2" if kind == "fsdp1" else "use DDP, FSDP2 or ZeRO-1, 2 or 3",
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        size = getattr(parallel, f"{name}_size", 1) or 1
+        if size > 1:
+            full = {"tp": "tensor", "cp": "context", "sp": "sequence"}[name]
+            yield ConfigError(
+                f"{full} parallelism does not work with token values",
+                got=f"{name}_size={size}",
+                why="each process holds a piece of a layer or sequence, so inputs and errors of "
+                "scored linears are pieces too",
+                remedy="use FSDP2 or ZeRO-3 for models that do not fit",
+            )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if kind == "fsdp2" and plugin is not None and plugin.activation_checkpointing:
+        yield ConfigError(
+            "FSDP's activation_checkpointing wraps every decoder layer",
+            got="fsdp_activation_checkpointing: true",
+            why="the scored layers must run without checkpointing",
+            remedy="gradient_checkpointing=True of the trainer, which is paused on them",
+        )
+
+
+def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterator[ConfigError]:
+    if getattr(args, "n_gpu", 1) > 1:
+        yield ConfigError(
+            "torch.nn.DataParallel does not work with token values",
+            got=f"{args.n_gpu} GPUs in one process",
+            why="its replicas live for one forward only",
+            remedy="start one process a GPU with `accelerate launch`, or show it one GPU",
+        )
+    handler = accelerator.ddp_handler
+    if getattr(handler, "static_graph", False) or getattr(args, "ddp_static_graph", False):
+        yield ConfigError(
+            "DistributedDataParallel with static_graph does not work with token values",
+            got="static_graph=True",
+            why="a scored first step records the wrong graph; gradients are then silently never "
+            "averaged over processes",
+            remedy="ddp_static_graph=False",
+        )
+    if _compiled(accelerator, args, model):
+        yield ConfigError(
+            "a compiled model does not work with token values",
+            got="torch.compile",
+            why="inputs and outputs of the scored linears are not part of the compiled graph",
+            remedy="torch_compile=False; compiling single layers below the scored ones is fine",
+        )
+    if getattr(args, "use_liger_kernel", False):
+        yield ConfigError(
+            "Liger kernels do not work with token values",
+            got="use_liger_kernel=True",
+            why="they fuse the loss with the output layer, so there are no token log-probabilities",
+            remedy="use_liger_kernel=False",
+        )
+
+
+def _compiled(accelerator: Any, args: Any, model: nn.Module) -> bool:
+    plugin = getattr(accelerator.state, "dynamo_plugin", None)
+    backend = getattr(getattr(plugin, "backend", None), "value", "NO")
+    whole = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+    return whole or bool(getattr(args, "torch_compile", False)) or str(backend) != "NO"
+
+
+def _refused_options(
+    accelerator: Any, args: Any, options: AlphaOptions, kind: str
+) -> Iterator[ConfigError]:
+    reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
+    own = needs_own_forward(accelerator, options)
+    if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
+        yield ConfigError(
+            "reentrant gradient checkpointing does not share its forward with scoring",
+            got="use_reentrant=True",
+            why="autograd cannot ask such a forward for the errors of single layers",
+            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
+            "scoring_forward='own'",
+        )
+    if kind == "zero3" and options.scoring_forward == "shared":
+        yield ConfigError(
+            "under ZeRO-3 scoring cannot share the training forward",
+            got="scoring_forward='shared'",
+            why="weights are cut up again after the first backward through it",
+            remedy="scoring_forward='auto' or 'own'",
+        )
+    if kind in SHARDED and (options.estimator == "label" or options.value_parameters == "all"):
+        yield ConfigError(
+            "this estimator cannot run on sharded weights",
+            got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "
+            f"layout {kind}",
+            why="it moves whole weights along a direction in a forward of its own",
+            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path'; or DDP, ZeRO-1 "
+            "or 2",
+        )
+    if options.preconditioner is not None and kind not in ("single", "ddp"):
+        yield ConfigError(
+            "preconditioned values need the whole optimizer state on every process",
+            got=f"preconditioner={options.preconditioner!r}, layout {kind}",
+            why="it is flattened and spread over the processes here",
+            remedy="preconditioner=None, or DDP",
+        )

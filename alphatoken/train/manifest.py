@@ -1,0 +1,239 @@
+"""Which checkpoint folders are whole: a sealed list of their files, written last.
+
+A folder ``checkpoint-N`` counts only with a valid ``alphatoken.json``: the step, the run, what the
+run depends on, and every file with its size and SHA-256. Whatever a crash, a full disk or an
+interrupted copy left behind is recognised and never resumed from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alphatoken.errors import DataError
+from alphatoken.storage import replacing
+
+__all__ = [
+    "MANIFEST",
+    "RUN",
+    "Manifest",
+    "checkpoints",
+    "flush",
+    "latest_complete",
+    "read_manifest",
+    "rotate",
+    "set_aside",
+    "verify",
+    "write_manifest",
+]
+
+MANIFEST = "alphatoken.json"
+RUN = "alphatoken-run.json"
+"""In the run's own folder: the run that its newest checkpoints belong to, with its options."""
+
+_KIND, _FORMAT = "alphatoken checkpoint", 1
+_NAME = re.compile(r"checkpoint-(\d+)")
+_BLOCK = 1 << 20
+_WHOLE = 64 * _BLOCK
+"""Files up to this size are hashed whole; of larger ones 64 blocks, the first and last included."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``alphatoken.json`` says.
+
+    Attributes:
+        step: optimizer steps taken.
+        run: random name of the run; a run that is resumed keeps it.
+        world_size: processes of the run.
+        resumable: whether optimizer and random state are there (not so under ``save_only_model``).
+        identity: everything the run's result depends on; see :mod:`alphatoken.train.identity`.
+        versions: of the libraries.
+        files: size and digest of every other file, by path inside the folder.
+    """
+
+    step: int
+    run: str
+    world_size: int
+    resumable: bool
+    identity: Mapping[str, Any]
+    versions: Mapping[str, str]
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """List the files of ``folder``, put them on disk (fsync), then write the sealed manifest.
+
+    Raises:
+        OSError: a file cannot be read or flushed.
+        DataError: the manifest itself could not be written.
+    """
+    files = {name: _entry(folder / name) for name in _files(folder)}
+    content = {"kind": _KIND, "format": _FORMAT, **asdict(manifest), "files": files}
+    content["sha256"] = _seal(content)
+    with replacing(folder / MANIFEST) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, its seal checked; the files themselves are not looked at.
+
+    Raises:
+        DataError: none there, or not one of ours, or altered.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        seal = content.pop("sha256")
+        if (content.pop("kind"), content.pop("format")) != (_KIND, _FORMAT):
+            raise ValueError("another kind or format of file")
+        if seal != _seal({"kind": _KIND, "format": _FORMAT, **content}):
+            raise ValueError("its content does not match its own sha256")
+        return Manifest(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DataError(
+            f"'{folder}' is no complete checkpoint",
+            got=f"{MANIFEST}: {problem}",
+            why="the file is written last: without it, some of the others may be half there",
+            remedy="resume from another checkpoint (resume_from_checkpoint=True takes the last "
+            "complete one); to start from another trainer's checkpoint, give it as the model",
+        ) from problem
+
+
+def verify(folder: Path) -> Manifest:
+    """Read the manifest and check every file against it.
+
+    Files of more than 64 MiB are compared by size and 64 blocks of 1 MiB, the first and the last
+    included: that finds truncation and lost blocks at the end, not every single flipped bit.
+
+    Raises:
+        DataError: names the first file that is missing or differs.
+    """
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        problem = ""
+        try:
+            size = (folder / name).stat().st_size
+            if size != expected["size"]:
+                problem = f"{size} bytes, {expected['size']} expected"
+            elif _digest(folder / name, size) != expected["sha256"]:
+                problem = "its content has changed"
+        except OSError as missing:
+            problem = str(missing)
+        if problem:
+            raise DataError(
+                f"the checkpoint '{folder}' is damaged",
+                got=f"{name}: {problem}",
+                why="training would go on from other weights or state than those saved",
+                remedy="copy it again, or resume from another checkpoint",
+            )
+    return manifest
+
+
+def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Folders ``checkpoint-N`` by step, complete or not."""
+    if not output_dir.is_dir():
+        return []
+    found = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir()]
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def latest_complete(output_dir: Path, run: str | None = None) -> tuple[Path, Manifest] | None:
+    """The last complete checkpoint that can be resumed from, fully verified, or None.
+
+    Args:
+        output_dir: of the run.
+        run: take checkpoints of this run only; None takes any.
+    """
+    for _, path in reversed(checkpoints(output_dir)):
+        try:
+            manifest = read_manifest(path)
+            if manifest.resumable and run in (None, manifest.run):
+                return path, verify(path)
+        except DataError:
+            continue
+    return None
+
+
+def set_aside(output_dir: Path, after: int) -> list[Path]:
+    """Rename folders ``checkpoint-N``, N > ``after``, that are not complete; their new paths.
+
+    Nothing is deleted: they become ``incomplete-checkpoint-N``, a name that no trainer looks for.
+    """
+    moved = []
+    for step, path in checkpoints(output_dir):
+        if step <= after:
+            continue
+        try:
+            verify(path)
+        except DataError:
+            target = path.with_name(f"incomplete-{path.name}")
+            while target.exists():
+                target = target.with_name(f"{target.name}-again")
+            moved.append(path.rename(target))
+    return moved
+
+
+def rotate(output_dir: Path, limit: int | None, keep: Path, best: str | None, bin: Path) -> None:
+    """Delete the oldest checkpoints until ``limit`` are left, as transformers does.
+
+    ``keep`` (the newest) and ``best`` always stay. A folder is moved to ``bin`` first, so that one
+    with its usual name is never half deleted.
+    """
+    if limit is None or limit <= 0:
+        return
+    protected = {keep.resolve()} | ({Path(best).resolve()} if best else set())
+    by_age = sorted(checkpoints(output_dir), key=lambda item: (item[1].stat().st_mtime, item[0]))
+    surplus = len(by_age) - max(limit, len(protected))
+    removable = [path for _, path in by_age if path.resolve() not in protected]
+    for path in removable[: max(surplus, 0)]:
+        bin.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(path.rename(bin / path.name), ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Put a file's content, or a folder's list of names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST:
+            yield path.relative_to(folder).as_posix()
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    flush(path)
+    size = path.stat().st_size
+    return {"size": size, "sha256": _digest(path, size)}
+
+
+def _digest(path: Path, size: int) -> str:
+    """SHA-256 of a file, or of 64 evenly spread blocks of a large one."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        else:
+            count = _WHOLE // _BLOCK
+            for index in range(count):
+                file.seek(index * (size - _BLOCK) // (count - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

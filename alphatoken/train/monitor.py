@@ -1,0 +1,246 @@
+"""What a run reports while it goes: speed, what is kept, the values, the gap, the drift.
+
+Statistics gather between two logs, are read once a log, and go wherever the trainer's own logs go,
+under names that begin with ``alpha/``. What has gathered since the last log is part of a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import ProgressCallback, TrainerCallback
+
+from alphatoken.progress import ProgressSink, Tracker
+from alphatoken.train.statistics import ValueSums, summary
+from alphatoken.values import TokenValues
+
+__all__ = ["TrainMonitor", "weight_drift"]
+
+
+@torch.no_grad()
+def weight_drift(
+    parameters: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """``||theta - theta_ref||_F`` over all given parameters together, and relative to theta_ref.
+
+    Args:
+        parameters: current weights by name, whole.
+        reference: those of the reference, at least these names, on any device.
+
+    Returns:
+        ``drift`` in units of weight; ``relative_drift``, 0 where the reference is 0.
+    """
+    moved: list[Tensor] = []
+    whole: list[Tensor] = []
+    for name, weight in parameters.items():
+        start = reference[name].to(weight.device, torch.float32)
+        moved.append((weight.detach().to(torch.float32) - start).norm())
+        whole.append(start.norm())
+    if not moved:
+        return {"drift": 0.0, "relative_drift": 0.0}
+    apart, size = torch.stack([torch.stack(moved).norm(), torch.stack(whole).norm()]).tolist()
+    return {"drift": apart, "relative_drift": apart / size if size > 0 else 0.0}
+
+
+class TrainMonitor(TrainerCallback):
+    """Gathers statistics between two logs, and shows them on the console.
+
+    On a terminal (and without ``disable_tqdm``) it takes the place of the trainer's progress bar:
+    one line that is rewritten, and one that stays at every log. Elsewhere it prints nothing, and
+    the trainer's own output is as it was.
+
+    Args:
+        trainer: the run: its state, options and processes.
+        progress: None as above; True prints in any case, False never; a function gets each
+            :class:`alphatoken.progress.Progress`.
+        drift: gives ``||theta - theta_ref||_F`` and the like by name; asked once a log.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        progress: bool | ProgressSink | None = None,
+        drift: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        self.drift = drift
+        self._trainer, self._sums = trainer, ValueSums()
+        self._balance: dict[str, float] = {}
+        self._looks: list[dict[str, float]] = []
+        self._scoring = 0.0
+        self._earlier = 0.0  # seconds since the last log that other processes spent
+        self._since = self._begun = time.monotonic()
+        self._first = 0
+        self._tracker: Tracker | None = None
+        self._progress = progress
+        if progress is None:
+            self._progress = sys.stderr.isatty() and not trainer.args.disable_tqdm
+            if self._progress:
+                trainer.remove_callback(ProgressCallback)
+
+    # --- what is told -----------------------------------------------------------------------
+
+    def record(
+        self,
+        weights: Tensor,
+        mask: Tensor,
+        values: TokenValues | None,
+        *,
+        reused: bool = False,
+        seconds: float = 0.0,
+        tokens: Tensor | int | None = None,
+    ) -> None:
+        """One micro-batch of this process.
+
+        Args:
+            weights: (b, t) training weight of each token.
+            mask: (b, t) response tokens.
+            values: their values, if they were scored now.
+            reused: whether values of an earlier visit were used.
+            seconds: spent on scoring.
+            tokens: tokens that are not padding; None counts all places.
+        """
+        count = mask.numel() if tokens is None else tokens
+        self._sums.add(weights, mask, values, tokens=count, reused=reused)
+        self._scoring += seconds
+        if values is not None and values.balance:
+            self._balance = values.balance
+
+    def gap(self, step: int, found: Mapping[str, float]) -> None:
+        """A look at the validation objective: ``pool``, ``held_out`` and ``gap``."""
+        if found:
+            self._looks.append({"step": float(step), **found})
+
+    @property
+    def looked_at(self) -> int | None:
+        """Step of the last look, or None."""
+        return int(self._looks[-1]["step"]) if self._looks else None
+
+    # --- what is logged ---------------------------------------------------------------------
+
+    def logs(self) -> dict[str, float]:
+        """Statistics since the last call, over all processes (each must call it); then empty."""
+        now = time.monotonic()
+        own = {
+            "sums": self._sums.state(),
+            "seconds": now - self._since + self._earlier,
+            "scoring": self._scoring,
+        }
+        parts = gather_object([own])
+        found = summary([part["sums"] for part in parts])
+        seconds = max(part["seconds"] for part in parts)
+        found["tokens_per_second"] = found.pop("tokens") / seconds if seconds > 0 else 0.0
+        found["scoring_seconds"] = max(part["scoring"] for part in parts)
+        if self._balance:
+            found["balance"] = median(self._balance.values())
+        if self._looks:
+            found |= self._validation()
+        if self.drift is not None:
+            found |= self.drift()
+        left = self._seconds_left(now)
+        if left is not None:
+            found["seconds_left"] = left
+        self._sums.clear()
+        self._since, self._earlier, self._scoring = now, 0.0, 0.0
+        return {f"alpha/{name}": float(value) for name, value in found.items()}
+
+    def _validation(self) -> dict[str, float]:
+        last = self._looks[-1]
+        found = {f"validation_{k}": v for k, v in last.items() if k not in ("step", "gap")}
+        return {**found, "validation_gap": last["gap"], "validation_alarm": float(self.alarm)}
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the held-out objective has risen above its best while the pool's has not.
+
+        Risen: by more than 2 % of the best; so the run now fits the validation rows themselves.
+        """
+        if len(self._looks) < 2:
+            return False
+        best = min(self._looks, key=lambda look: look["held_out"])
+        last = self._looks[-1]
+        risen = last["held_out"] - best["held_out"] > 0.02 * abs(best["held_out"])
+        return risen and last["pool"] <= best["pool"]
+
+    def _seconds_left(self, now: float) -> float | None:
+        state = self._trainer.state
+        done: int = state.global_step - self._first
+        if done < 1:
+            return None
+        left: int = max(state.max_steps - state.global_step, 0)
+        return (now - self._begun) / done * left
+
+    # --- the checkpoint's part --------------------------------------------------------------
+
+    def state_values(self) -> dict[str, Any]:
+        """What has gathered since the last log, as plain JSON values."""
+        return {
+            "sums": self._sums.state(),
+            "balance": self._balance,
+            "looks": self._looks,
+            "seconds": time.monotonic() - self._since + self._earlier,
+            "scoring": self._scoring,
+        }
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_values` gave."""
+        self._sums.load(values["sums"])
+        self._balance, self._looks = dict(values["balance"]), list(values["looks"])
+        self._earlier, self._scoring = float(values["seconds"]), float(values["scoring"])
+        self._since = time.monotonic()
+
+    # --- the console ------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clocks."""
+        self._since = self._begun = time.monotonic()
+        self._first = state.global_step
+        main = state.is_world_process_zero
+        name = type(self._trainer).__name__.removesuffix("Trainer")
+        self._tracker = Tracker(name, state.max_steps, self._progress if main else False)
+        self._tracker.resume(self._first)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the console line."""
+        if self._tracker is not None:
+            self._tracker.report(state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Say what was logged, in one line that stays."""
+        if self._tracker is not None and logs and "loss" in logs:
+            self._tracker.note(console_line(state.global_step, logs))
+            self._tracker.report(state.global_step)
+
+
+_SHOWN = (
+    ("loss", "loss {:.4g}"),
+    ("alpha/kept_share", "kept {:.1%}"),
+    ("alpha/total_mean", "value {:.2g}"),
+    ("alpha/total_std", "± {:.2g}"),
+    ("alpha/balance", "balance {:.2g}"),
+    ("alpha/validation_gap", "gap {:+.3g}"),
+    ("alpha/drift", "drift {:.3g}"),
+    ("alpha/tokens_per_second", "{:,.0f} tokens/s"),
+)
+
+
+def console_line(step: int, logs: Mapping[str, Any]) -> str:
+    """The log of one step for a reader.
+
+    >>> console_line(20, {"loss": 1.25, "alpha/kept_share": 0.5, "alpha/tokens_per_second": 1500.0})
+    'step 20, loss 1.25, kept 50.0%, 1,500 tokens/s'
+    """
+    parts = [f"step {step}"]
+    parts += [text.format(logs[name]) for name, text in _SHOWN if name in logs]
+    if logs.get("alpha/validation_alarm"):
+        parts.append("held-out validation loss is rising: the run fits the validation rows")
+    return ", ".join(parts)

@@ -1,0 +1,267 @@
+"""Options of the trainers: what is valued, what is kept, against what; checked once, before work.
+
+``AlphaOptions`` are the fields that ``AlphaSFTConfig``, ``AlphaDPOConfig`` and ``AlphaConfig`` add
+to TRL's and transformers' own. All are plain values, so that they survive JSON, YAML recipes and
+command lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from alphatoken.config import ScorerConfig
+from alphatoken.errors import ConfigError
+
+__all__ = ["AlphaOptions", "read_layers"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "policy": ("top", "random", "bottom", "all"),
+    "weighting": ("mask", "proportional", "unbiased"),
+    "keep_scope": ("batch", "sequence", "global"),
+    "kept_normalization": ("response", "kept", "sum"),
+    "schedule_shape": ("linear", "cosine"),
+    "retention": ("none", "diagonal", "kronecker", "data"),
+    "fisher_labels": ("sequence", "token"),
+    "validation_mode": ("fixed", "pool"),
+    "scoring_forward": ("auto", "shared", "own"),
+}
+
+
+def read_layers(text: str | int) -> int | str | list[int]:
+    """``"3"`` the last three layers, ``"all"``, or indices such as ``"0,4"``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(text, int) or text == "all":
+        return text
+    try:
+        if "," in text:
+            return [int(part) for part in text.split(",") if part.strip()]
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            "score_layers is a number K, 'all', or indices such as 0,4", got=repr(text)
+        ) from None
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class AlphaOptions:
+    """Fields that the trainers' configurations add. The defaults are the paper's.
+
+    Each field's help text is its documentation; ``alphatoken sft --help`` prints them all.
+
+    Raises:
+        ConfigError: an unknown choice, a number out of range, or options that contradict each
+            other; raised when the configuration is made.
+    """
+
+    policy: str = _option(
+        "top",
+        "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
+        "equal budget), or 'all' (TRL's own loss; values are still exported where asked for).",
+    )
+    keep_ratio: float = _option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
+    keep_scope: str = _option(
+        "batch",
+        "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
+        "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
+    )
+    weighting: str = _option(
+        "mask",
+        "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
+        "keeps at random with probability by value and divides by it.",
+    )
+    kept_normalization: str = _option(
+        "response",
+        "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
+        "nothing (the paper). DPO: 'response' is the mean over pairs.",
+    )
+    keep_ratio_start: float | None = _option(None, "Start the ratio here and move to keep_ratio.")
+    stability_weight_start: float | None = _option(None, "The same for stability_weight.")
+    schedule_share: float = _option(0.5, "Share of the training steps over which they move.")
+    schedule_shape: str = _option("linear", "'linear' or 'cosine'.")
+    interaction_weight: float = _option(
+        0.0,
+        "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
+        "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
+    )
+    shared_threshold: bool = _option(
+        False, "DPO ablation: rank chosen and rejected tokens in one pool."
+    )
+    masked_logit: bool = _option(
+        False, "DPO ablation: take the coefficient from the masked preference logit."
+    )
+
+    estimator: str = _option(
+        "alphatoken",
+        "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
+        "mask acts on), or 'paper_literal'.",
+    )
+    objective: str = _option("both", "'both', 'adaptation' or 'stability'.")
+    path: str = _option("both", "'both', 'direct' or 'causal'.")
+    score_layers: str = _option("3", "K for the last K layers, 'all', or indices such as 0,4.")
+    value_parameters: str = _option("linears", "'linears', or 'all' (estimator='label' only).")
+    window: int | None = _option(32, "W of Value-Propagation; null for none.")
+    stability_weight: float = _option(1.5, "lambda; without natural unit, see the balance logged.")
+    head_reduction: str = _option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")
+    causal_position: str = _option("label", "'label' or 'context'.")
+    score_bias: bool = _option(False, "Biases of the scored linears take part.")
+    uncovered: str = _option("error", "'error', or 'skip' matrices that no estimator covers.")
+    preconditioner: str | None = _option(
+        None, "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's."
+    )
+    precondition_after: int = _option(30, "P = 1 until the optimizer has taken this many steps.")
+
+    validation_mode: str = _option(
+        "fixed", "'fixed': one validation batch for the whole run (the paper); 'pool': a new one "
+        "each step, drawn from all validation rows."
+    )  # fmt: skip
+    validation_batch_size: int = _option(32, "Validation rows (pairs) a step, over all ranks.")
+    validation_micro_batch_size: int | None = _option(
+        None, "Rows of one validation forward; null for all at once."
+    )
+    running_mean: float = _option(
+        0.0, "Decay of a running mean of the validation gradient over steps; 0 switches it off."
+    )
+    held_out_share: float = _option(
+        0.2, "Share of the validation rows that is only watched: the gap is an overfitting alarm."
+    )
+    held_out_steps: int = _option(
+        50, "Steps between two looks at the held-out part; 0 never looks and holds nothing out."
+    )
+    direction_steps: int = _option(
+        1, "Optimizer steps for which the direction M (G, V) is used before it is built anew."
+    )
+    reuse_values: int = _option(
+        0, "Values of a sequence seen again are reused up to this many steps old; 0 scores always."
+    )
+
+    retention: str = _option(
+        "diagonal",
+        "'diagonal' or 'kronecker' Fisher drift, 'data' (gradient of the loss on the retention "
+        "rows: oracle retention), or 'none'.",
+    )
+    retention_batch_size: int = _option(32, "Retention rows a step for retention='data'.")
+    fisher_samples: int = _option(1000, "Monte-Carlo samples of the Fisher.")
+    fisher_labels: str = _option("sequence", "'sequence' (the paper) or 'token'.")
+    fisher_max_new_tokens: int = _option(256, "Longest sampled response.")
+    fisher_batch_size: int = _option(8, "Responses sampled at a time.")
+    fisher_cache: str | None = _option(
+        None, "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder."
+    )
+    max_relative_drift: float | None = _option(1.0, "See ScorerConfig; null checks nothing.")
+
+    scoring_forward: str = _option(
+        "auto",
+        "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
+        "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
+    )
+    export_values: bool = _option(True, "Write accumulated values per training token at the end.")
+    value_seed: int = _option(0, "Seed of pool order, random policy and unbiased weights.")
+
+    def check_alpha(self) -> None:
+        """Check every option; called by the configurations after their own checks."""
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
+                )
+        for name in ("keep_ratio", "keep_ratio_start"):
+            ratio = getattr(self, name)
+            if ratio is not None and not 0 < ratio <= 1:
+                raise ConfigError(
+                    f"{name} must lie in (0, 1]",
+                    got=repr(ratio),
+                    why="0 would keep nothing, more than 1 has no meaning",
+                )
+        self._check_numbers()
+        self._check_combinations()
+        self.scorer_config()
+
+    def _check_numbers(self) -> None:
+        at_least = {
+            "validation_batch_size": 1, "retention_batch_size": 1, "fisher_samples": 1,
+            "fisher_batch_size": 1, "fisher_max_new_tokens": 1, "held_out_steps": 0,
+            "direction_steps": 1, "reuse_values": 0, "interaction_weight": 0,
+        }  # fmt: skip
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} must be at least {least}", got=repr(getattr(self, name)))
+        if self.validation_micro_batch_size is not None and self.validation_micro_batch_size < 1:
+            raise ConfigError(
+                "validation_micro_batch_size must be at least 1",
+                got=repr(self.validation_micro_batch_size),
+            )
+        for name, high in (("running_mean", 1.0), ("held_out_share", 1.0)):
+            if not 0 <= getattr(self, name) < high:
+                raise ConfigError(f"{name} must lie in [0, 1)", got=repr(getattr(self, name)))
+        if not 0 < self.schedule_share <= 1:
+            raise ConfigError("schedule_share must lie in (0, 1]", got=repr(self.schedule_share))
+
+    def _check_combinations(self) -> None:
+        if self.objective == "stability" and self.retention == "none":
+            raise ConfigError(
+                "objective='stability' needs a retention term",
+                got="retention='none'",
+                remedy="retention='diagonal', 'kronecker' or 'data'",
+            )
+        if self.weighting != "mask" and self.policy != "top":
+            raise ConfigError(
+                "soft weights belong to policy='top'",
+                got=f"policy={self.policy!r}, weighting={self.weighting!r}",
+                why="random and bottom are controls of the hard mask, and 'all' weighs nothing",
+            )
+        if self.weighting == "unbiased" and self.kept_normalization == "kept":
+            raise ConfigError(
+                "weighting='unbiased' is not unbiased under kept_normalization='kept'",
+                why="dividing by the drawn weights makes it an estimate of a ratio",
+                remedy="kept_normalization='response'",
+            )
+        if self.interaction_weight > 0 and (
+            self.weighting != "mask" or self.policy != "top" or self.keep_scope == "global"
+        ):
+            raise ConfigError(
+                "interaction_weight needs policy='top', weighting='mask' and a batch or sequence "
+                "scope",
+                got=f"{self.policy!r}, {self.weighting!r}, {self.keep_scope!r}",
+                why="the pairwise products exist for one micro-batch at a time",
+            )
+        if self.reuse_values and (self.keep_scope == "global" or self.interaction_weight > 0):
+            raise ConfigError(
+                "reuse_values works with keep_scope='batch' or 'sequence' and without interaction",
+                got=f"keep_scope={self.keep_scope!r}, interaction_weight={self.interaction_weight}",
+            )
+        if self.preconditioner not in (None, "frozen", "full"):
+            raise ConfigError(
+                "preconditioner must be null, 'frozen' or 'full'", got=repr(self.preconditioner)
+            )
+
+    def scorer_config(self, stability_weight: float | None = None) -> ScorerConfig:
+        """The scorer's part, with the scheduled stability weight if one is given."""
+        return ScorerConfig(
+            estimator=self.estimator,
+            objective=self.objective,
+            path=self.path,
+            layers=read_layers(self.score_layers),
+            window=self.window,
+            stability_weight=self.stability_weight if stability_weight is None else stability_weight,
+            head_reduction=self.head_reduction,
+            causal_position=self.causal_position,
+            preconditioner=self.preconditioner,
+            precondition_after=self.precondition_after,
+            score_bias=self.score_bias,
+            parameters=self.value_parameters,
+            uncovered=self.uncovered,
+            max_relative_drift=self.max_relative_drift,
+        )
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether tokens are valued at all: not under 'random', nor 'all' without an export."""
+        return self.policy in ("top", "bottom") or (self.policy == "all" and self.export_values)

@@ -1,0 +1,224 @@
+"""What a run would do, without weights, data or network: the plan that ``--dry-run`` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from alphatoken.adapter import DecoderAdapter, ScoredLinear, find_adapter
+from alphatoken.capture import Scope, find_scope
+from alphatoken.errors import CoverageError, UnsupportedError
+from alphatoken.estimators import CAPTURED, SELF_ONLY
+from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
+from alphatoken.train.layouts import check_layout
+from alphatoken.train.options import read_layers
+
+__all__ = ["Plan", "make_plan", "refuse_scope"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that ``--dry-run`` prints.
+
+    Attributes:
+        command: "sft" or "dpo".
+        model: name, class, depth and numbers of parameters.
+        scored: layers, linears (name -> shape), parameters, estimator.
+        layout: processes, and what is split between them.
+        batch: rows and tokens of a step.
+        validation: rows of a step, and the ratio to the training rows.
+        steps: rows, epochs and optimizer steps, where the number of rows is known.
+        overhead: of one step.
+        memory: of one process, in bytes.
+        options: option -> (value, default) of whatever differs from the default.
+        notes: what the reader should know.
+    """
+
+    command: str
+    model: dict[str, Any]
+    scored: dict[str, Any]
+    layout: dict[str, Any]
+    batch: dict[str, Any]
+    validation: dict[str, Any]
+    steps: dict[str, Any]
+    overhead: Overhead
+    memory: Memory
+    options: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        found = asdict(self)
+        found["memory"] |= {"total": self.memory.total, "valuation": self.memory.valuation}
+        found["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
+        return found
+
+
+def make_plan(
+    model: nn.Module,
+    args: Any,
+    layout: Layout,
+    *,
+    command: str,
+    name: str = "",
+    dtype: str = "float32",
+    rows: int | None = None,
+    options: Mapping[str, tuple[Any, Any]] | None = None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        model: of the right shape, on the meta device or any other; adapters attached.
+        args: an ``AlphaSFTConfig`` or ``AlphaDPOConfig``.
+        layout: of the processes.
+        command: "sft" or "dpo".
+        name: of the model.
+        dtype: that the weights are loaded in.
+        rows: training rows, held-out ones taken off; None where unknown.
+        options: whatever differs from the defaults.
+
+    Raises:
+        ConfigError, CoverageError, UnsupportedError: what the run itself would refuse because of
+            the model's shape or the layout.
+    """
+    adapter = find_adapter(model)
+    scope = find_scope(adapter, read_layers(args.score_layers))
+    if args.needs_values:
+        refuse_scope(scope, args)
+    if args.policy != "all" or args.needs_values:
+        check_layout(layout.accelerator(), args, args, model)
+    length = args.max_length or adapter.max_positions() or 1024
+    own = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
+    batch = _batch(args, layout, command, length)
+    share = args.validation_batch_size / batch["rows"]
+    return Plan(
+        command=command,
+        model=_model_part(model, adapter, name),
+        scored=_scored_part(model, scope, args),
+        layout={**asdict(layout), "own_forward": bool(own and args.needs_values)},
+        batch=batch,
+        validation=_validation_part(args, share),
+        steps=_steps(args, batch["rows_per_micro_batch"], rows),
+        overhead=overhead_of(
+            work_of(adapter, length),
+            scope,
+            args,
+            validation_share=share,
+            own_forward=own,
+            reference_forward=command == "dpo" and not args.precompute_ref_log_probs,
+        ),
+        memory=memory_of(adapter, scope, args, layout, command=command, dtype=dtype),
+        options=dict(options or {}),
+        notes=_notes(adapter, scope, args),
+    )
+
+
+def refuse_scope(scope: Scope, args: Any) -> None:
+    """Raise what the scorer would raise on the layers of this model.
+
+    Raises:
+        UnsupportedError: a layer without softmax attention under a self-only estimator.
+        CoverageError: a matrix that the estimator does not cover.
+    """
+    if args.estimator in SELF_ONLY and scope.mixers:
+        name, kind = next(iter(scope.mixers.items()))
+        raise UnsupportedError(
+            f"estimator={args.estimator!r} is not defined on a layer without softmax attention",
+            got=f"{name} ({kind})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
+        )
+    if args.estimator in CAPTURED and scope.uncovered and args.uncovered == "error":
+        name, reason = next(iter(scope.uncovered.items()))
+        raise CoverageError(
+            f"{args.estimator!r} cannot cover every matrix of the scored layers",
+            got=f"{name}: {reason} ({len(scope.uncovered)} such)",
+            why="their part of the gradient would be missing from the values",
+            remedy="estimator='label', or uncovered='skip' to leave them out",
+        )
+
+
+def _model_part(model: nn.Module, adapter: DecoderAdapter, name: str) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    return {
+        "name": name,
+        "class": adapter.identity().get("class", type(model).__qualname__),
+        "layers": len(adapter.layers()),
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+def _scored_part(model: nn.Module, scope: Scope, args: Any) -> dict[str, Any]:
+    def shape(linear: ScoredLinear) -> list[int]:
+        weight: Tensor = linear.weight
+        return list(weight.shape[::-1] if linear.transposed else weight.shape)
+
+    scored = sum(linear.weight.numel() for linear in scope.linears)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "layers": list(scope.layers),
+        "linears": {linear.name: shape(linear) for linear in scope.linears},
+        "parameters": scored,
+        "share_of_trainable": scored / trained,
+        "mixers": dict(scope.mixers),
+        "estimator": args.estimator,
+        "policy": args.policy,
+    }
+
+
+def _batch(args: Any, layout: Layout, command: str, length: int) -> dict[str, Any]:
+    micro = args.per_device_train_batch_size * layout.processes
+    rows = micro * args.gradient_accumulation_steps
+    sequences = rows * (2 if command == "dpo" else 1)
+    kept = args.keep_ratio if args.policy != "all" else 1.0
+    return {
+        "rows": rows,
+        "rows_per_micro_batch": micro,
+        "accumulation": args.gradient_accumulation_steps,
+        "length": length,
+        "tokens_at_most": sequences * length,
+        "keep_ratio": kept,
+        "kept_at_most": math.ceil(kept * sequences * length),
+    }
+
+
+def _validation_part(args: Any, share: float) -> dict[str, Any]:
+    if not args.needs_values or args.objective == "stability":
+        return {"rows": 0, "mode": "none", "ratio": 0.0, "per_steps": 1}
+    return {
+        "rows": args.validation_batch_size,
+        "mode": args.validation_mode,
+        "ratio": share,
+        "per_steps": args.direction_steps,
+    }
+
+
+def _steps(args: Any, per_micro_batch: int, rows: int | None) -> dict[str, Any]:
+    """As transformers counts them; packing makes them fewer."""
+    if args.max_steps > 0:
+        return {"rows": rows, "epochs": None, "steps": args.max_steps}
+    if rows is None:
+        return {"rows": None, "epochs": args.num_train_epochs, "steps": None}
+    batches = math.ceil(rows / per_micro_batch)
+    an_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    steps = math.ceil(args.num_train_epochs * an_epoch)
+    return {"rows": rows, "epochs": args.num_train_epochs, "steps": steps}
+
+
+def _notes(adapter: DecoderAdapter, scope: Scope, args: Any) -> list[str]:
+    notes = []
+    if scope.uncovered and args.uncovered == "skip":
+        notes.append(f"{len(scope.uncovered)} matrices of the scored layers are left out.")
+    if scope.mixers:
+        kinds = ", ".join(sorted(set(scope.mixers.values())))
+        notes.append(f"The FLOPs of {kinds} in the scored layers are left out.")
+    if args.gradient_checkpointing and scope.first == 0:
+        notes.append("All layers are scored: none of them is checkpointed.")
+    if getattr(args, "packing", False):
+        notes.append("Packing fills sequences, so there are fewer steps than counted.")
+    return notes

@@ -1,0 +1,176 @@
+"""Which validation rows each step is measured against, and which are only ever watched.
+
+The paper keeps one validation batch for the whole run; rescored every step, a small one is
+overfitted. A pool draws a new batch each step. Either way a held-out part can be set aside: no
+step ever sees it, so the gap between the two is an alarm.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alphatoken.errors import ConfigError, InputError
+
+__all__ = ["ValidationPool"]
+
+MODES = ("fixed", "pool")
+
+
+def _shuffled(rows: Sequence[int], *key: object) -> tuple[int, ...]:
+    """A uniform permutation that depends on the key alone, on every platform."""
+    order = list(rows)
+    random.Random(" ".join(map(str, ("validation pool", *key)))).shuffle(order)
+    return tuple(order)
+
+
+@dataclass(frozen=True)
+class ValidationPool:
+    """Rows of a validation set, step by step: a pure function of the settings and the step.
+
+    "fixed" gives the same rows at every step. "pool" reads a stream of epochs, each a permutation
+    of all drawn rows seeded by ``(seed, epoch)``: step s takes rows ``s B .. (s + 1) B - 1`` of
+    the stream. Every row comes once an epoch, every batch is full, and none holds a row twice:
+    where a batch crosses into the next epoch, that epoch begins with rows that the batch does not
+    hold yet (marginally every row is as likely as any other).
+
+    To resume, the step is enough. Two pools of equal settings are equal.
+
+    Args:
+        size: rows of the validation set; rows are numbers below it.
+        batch_size: rows a step, over all ranks. "fixed" takes all rows where there are fewer, and
+            ``warning`` says so.
+        mode: "fixed" (the paper) or "pool".
+        held_out_share: share of the rows that no step draws, rounded, at least one row; 0 for
+            none.
+        seed: of what is held out and of every order.
+
+    Raises:
+        ConfigError: numbers out of range; nothing left to draw; in "pool" mode fewer rows left
+            than one batch (a batch would hold a row twice).
+    """
+
+    size: int
+    batch_size: int
+    mode: str = field(default="fixed", kw_only=True)
+    held_out_share: float = field(default=0.2, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    held_out: tuple[int, ...] = field(init=False, repr=False)
+    drawn: tuple[int, ...] = field(init=False, repr=False)
+    _orders: dict[int, tuple[int, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings and set the held-out rows aside."""
+        self._check()
+        held = 0 if self.held_out_share == 0 else max(1, round(self.held_out_share * self.size))
+        order = _shuffled(range(self.size), self.seed, "held out")
+        drawn = order[held:]
+        needed = self.batch_size if self.mode == "pool" else 1
+        if len(drawn) < needed:
+            raise ConfigError(
+                "the validation set is too small",
+                got=f"{self.size} rows, {held} held out, {len(drawn)} left to draw {needed} from",
+                why="a batch would hold the same row twice, or none",
+                remedy="give more rows, a smaller batch, or held_out_share=0",
+            )
+        object.__setattr__(self, "held_out", tuple(sorted(order[:held])))
+        if self.mode == "fixed":
+            drawn = drawn[: self.batch_size]
+        object.__setattr__(self, "drawn", tuple(sorted(drawn)))
+
+    def _check(self) -> None:
+        for name in ("size", "batch_size", "seed"):
+            value = getattr(self, name)
+            least = 0 if name == "seed" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    f"{name} of the validation pool is an integer of at least {least}",
+                    got=repr(value),
+                )
+        if self.mode not in MODES:
+            raise ConfigError(
+                "unknown mode of the validation pool",
+                got=repr(self.mode),
+                remedy=" or ".join(map(repr, MODES)),
+            )
+        share = self.held_out_share
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+            raise ConfigError("held_out_share lies in [0, 1)", got=repr(share))
+
+    @property
+    def warning(self) -> str | None:
+        """What the user should know about these settings, or None."""
+        if len(self.drawn) >= self.batch_size:
+            return None
+        return (
+            f"the validation batch has {len(self.drawn)} rows instead of {self.batch_size}: the "
+            f"validation set has {self.size}, of which {len(self.held_out)} are held out"
+        )
+
+    def rows(self, step: int) -> tuple[int, ...]:
+        """Rows of one step over all ranks; pure: asking in any order, or twice, changes nothing.
+
+        Raises:
+            InputError: a step that is no integer, or negative.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise InputError("a step is an integer of at least 0", got=repr(step))
+        if self.mode == "fixed":
+            return self.drawn
+        first = step * self.batch_size
+        epoch, offset = divmod(first, len(self.drawn))
+        rows = self._order(epoch)[offset : offset + self.batch_size]
+        if len(rows) < self.batch_size:
+            rows += self._order(epoch + 1)[: self.batch_size - len(rows)]
+        return rows
+
+    def _order(self, epoch: int) -> tuple[int, ...]:
+        """Order of one epoch.
+
+        It depends on the tail of the epoch before, back to the last epoch that began with a
+        batch. There are at most ``batch_size`` epochs from one such to the next.
+        """
+        if epoch not in self._orders:
+            whole = self.batch_size // math.gcd(self.batch_size, len(self.drawn))
+            start = epoch - epoch % whole
+            known = [e for e in self._orders if start <= e < epoch]
+            for e in range(max(known, default=start - 1) + 1, epoch + 1):
+                self._orders[e] = self._next_order(e, self._orders.get(e - 1, ()))
+            for e in [e for e in self._orders if e < epoch - 1]:
+                del self._orders[e]
+        return self._orders[epoch]
+
+    def _next_order(self, epoch: int, before: tuple[int, ...]) -> tuple[int, ...]:
+        order = _shuffled(self.drawn, self.seed, "epoch", epoch)
+        begun = epoch * len(self.drawn) % self.batch_size  # rows that the open batch holds already
+        if not begun:
+            return order
+        held = set(before[-begun:])
+        head = [row for row in order if row not in held][: self.batch_size - begun]
+        rest = set(order) - set(head)
+        return (*head, *(row for row in order if row in rest))
+
+    @staticmethod
+    def share_of(rows: Sequence[int], rank: int, world: int) -> tuple[int, ...]:
+        """The part of ``rows`` that one of ``world`` processes works on: every ``world``-th row.
+
+        Over the ranks each row comes exactly once; shares differ by one row at most.
+
+        Raises:
+            ConfigError: fewer rows than ranks (one would have nothing to add, and wait).
+            InputError: no such rank.
+        """
+        if world < 1 or not 0 <= rank < world:
+            raise InputError("there is no such rank", got=f"rank {rank} of {world}")
+        if len(rows) < world:
+            raise ConfigError(
+                "there are fewer validation rows than processes",
+                got=f"{len(rows)} rows, {world} processes",
+                why="a process without rows has no part in the validation gradient",
+                remedy="give more validation rows, or a larger validation_batch_size",
+            )
+        return tuple(rows[rank::world])

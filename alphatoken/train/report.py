@@ -1,0 +1,294 @@
+"""One self-contained page about a run: curves, options, and the accumulated value of each token.
+
+``python -m alphatoken.train.report RUN_FOLDER`` writes it for a run that has ended, or that still
+goes on. It needs no network: drawings, style, script and data are inside the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alphatoken.errors import AlphaTokenError, DataError
+from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
+from alphatoken.report.build import environment, page_variables
+from alphatoken.storage import replacing
+from alphatoken.train.curves import charts
+from alphatoken.train.manifest import RUN, checkpoints
+
+__all__ = ["REPORT", "RunRecord", "read_run", "write_run_report"]
+
+REPORT = "alphatoken-report.html"
+_STATE = "trainer_state.json"
+_VALUES = ("values.parquet", "values.jsonl", "values/values.parquet", "values/values.jsonl")
+_ROWS_SHOWN = 60
+
+_ACCUMULATED = (
+    Component(
+        "total", "Total", "predicted decrease of the objective: step size times value, summed"
+    ),
+    Component("adaptation", "Adaptation", "the part of it that is about the validation objective"),
+    Component("stability", "Stability", "the part of it that is about retention, times lambda"),
+)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder says.
+
+    Attributes:
+        name: of the folder.
+        history: one entry a log, as transformers keeps them.
+        step: of the state that was read.
+        steps: planned.
+        options: of the run, by name; empty where the folder does not say.
+        versions: of the libraries.
+        values: the file of accumulated token values, if there is one.
+    """
+
+    name: str
+    history: Sequence[Mapping[str, Any]]
+    step: int
+    steps: int
+    options: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    values: Path | None
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read a run's folder: the newest trainer state in it, its options, its values.
+
+    Raises:
+        DataError: no such folder, no trainer state in it, or one that cannot be read.
+    """
+    folder = Path(folder)
+    states = [folder / _STATE, *(path / _STATE for _, path in checkpoints(folder))]
+    found = [_json(path) for path in states if path.is_file()]
+    if not found:
+        raise DataError(
+            f"there is no trainer state in '{folder}'",
+            got=f"looked for {_STATE} there and in its checkpoint folders",
+            remedy="give the output_dir of a run that has saved at least once",
+        )
+    state = max(found, key=lambda one: int(one.get("global_step", 0)))
+    run = _json(folder / RUN) if (folder / RUN).is_file() else {}
+    return RunRecord(
+        name=folder.resolve().name,
+        history=state.get("log_history", []),
+        step=int(state.get("global_step", 0)),
+        steps=int(state.get("max_steps", 0)),
+        options=run.get("identity", {}).get("options", {}),
+        versions=run.get("versions", {}),
+        values=next((folder / name for name in _VALUES if (folder / name).is_file()), None),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        return found
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"the file '{path}' cannot be read", got=str(problem), remedy="it was cut or changed"
+        ) from problem
+
+
+def write_run_report(
+    folder: str | Path,
+    *,
+    history: Sequence[Mapping[str, Any]] | None = None,
+    path: str | Path | None = None,
+) -> Path:
+    """Write the page of a run, whole or not at all, and return its path.
+
+    Args:
+        folder: the run's ``output_dir``.
+        history: the trainer's ``log_history`` where it is newer than what the folder holds.
+        path: of the page; ``alphatoken-report.html`` in the folder by default.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+        DataError: the folder holds no run, or the page could not be written.
+    """
+    run = read_run(folder)
+    target = Path(path) if path is not None else Path(folder) / REPORT
+    html = render(run, run.history if history is None else history)
+    with replacing(target) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    return target
+
+
+def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
+    """The page as text."""
+    summary = ValueSummary() if run.values is None else summarise(token_values(run.values))
+    logs = [_finite(entry) for entry in history]
+    variables = page_variables(
+        summary,
+        f"Run {run.name}",
+        {**run.options, **{f"{name} version": text for name, text in run.versions.items()}},
+        known=_ACCUMULATED,
+        history=logs,
+        options=dict(run.options),
+    )
+    columns, rows = _table(logs)
+    return (
+        environment("alphatoken.train")
+        .get_template("run.html.j2")
+        .render(
+            **variables,
+            run=run,
+            charts=charts(history),
+            tiles=_tiles(run, history),
+            columns=columns,
+            rows=rows,
+        )
+    )
+
+
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A log that JSON can hold: what is not finite is None."""
+    return {
+        name: None if isinstance(value, float) and not np.isfinite(value) else value
+        for name, value in entry.items()
+    }
+
+
+def _tiles(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The few numbers at the top: (number, what it is)."""
+    last: dict[str, Any] = {}
+    for entry in history:
+        last |= entry
+    shown = [(f"{run.step:,} of {run.steps:,}", "optimizer steps")]
+    formats = {
+        "loss": ("{:.4g}", "last training loss"),
+        "alpha/validation_held_out": ("{:.4g}", "held-out validation objective"),
+        "alpha/validation_gap": ("{:+.3g}", "validation gap"),
+        "alpha/kept_share": ("{:.1%}", "of the response tokens kept"),
+        "alpha/relative_drift": ("{:.3g}", "relative drift from the reference"),
+        "alpha/tokens_per_second": ("{:,.0f}", "tokens a second"),
+    }
+    for name, (text, meaning) in formats.items():
+        if isinstance(last.get(name), (int, float)):
+            shown.append((text.format(last[name]).replace("-", "\u2212"), meaning))
+    return shown
+
+
+_COLUMNS = {
+    "step": "Step",
+    "loss": "Loss",
+    "eval_loss": "Evaluation",
+    "alpha/kept_share": "Kept",
+    "alpha/total_mean": "Mean value",
+    "alpha/balance": "Balance",
+    "alpha/validation_held_out": "Held out",
+    "alpha/validation_gap": "Gap",
+    "alpha/relative_drift": "Drift",
+    "rewards/margins": "Margin",
+}
+
+
+def _table(logs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Names and rows of the table of logs, evenly thinned."""
+    logs = [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
+    names = [name for name in _COLUMNS if any(name in entry for entry in logs)]
+    if len(logs) > _ROWS_SHOWN:
+        places = np.linspace(0, len(logs) - 1, _ROWS_SHOWN).round().astype(int)
+        logs = [logs[i] for i in places]
+    rows = [[entry.get(name) for name in names] for entry in logs]
+    return [_COLUMNS[name] for name in names], rows
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def token_values(path: str | Path) -> Iterator[ScoredExample]:
+    """The exported values of a run as sequences: the response tokens of one document each.
+
+    Values are accumulated over visits and weighted by the step size; a token counts as kept if
+    its mean weight is at least one half.
+
+    Raises:
+        DataError: the file cannot be read, or is none that the trainer exported.
+    """
+    path = Path(path)
+    try:
+        records = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+        for index, (_, group) in enumerate(groupby(records, key=lambda record: record["document"])):
+            yield _example(index, list(group))
+    except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
+        raise DataError(
+            "a file of token values cannot be read",
+            got=f"{path}: {type(problem).__name__}: {problem}",
+            remedy="it is cut, or not what a trainer of this library exported",
+        ) from problem
+
+
+def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=4096):
+            yield from batch.to_pylist()
+
+
+def _example(index: int, records: list[dict[str, Any]]) -> ScoredExample:
+    """One document; a mark stands for its prompt, which the export does not hold."""
+    first = records[0]
+    rows = first["rows"] or []
+    place = f"row {rows[0]}" if rows else f"document {str(first['document'])[:8]}"
+    if first["branch"]:
+        place += f", {first['branch']}"
+    texts = [_text(record) for record in records]
+    return ScoredExample(
+        row=int(rows[0]) if rows else index,
+        place=f"{place} ({first['visits']} visits)",
+        tokens=["\u2026 ", *texts],
+        ids=[-1, *(int(record["token_id"]) for record in records)],
+        labels=[-100, *(int(record["token_id"]) for record in records)],
+        kept=np.array([False, *(record["kept_share"] >= 0.5 for record in records)]),
+        values={
+            name: np.array([0.0, *(record[name] for record in records)], dtype=np.float64)
+            for name in ("total", "adaptation", "stability")
+        },
+    )
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    text = record["token"]
+    return f" #{record['token_id']}" if text is None else str(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m alphatoken.train.report", description="Write the HTML report of a run."
+    )
+    parser.add_argument("folder", help="output_dir of the run")
+    parser.add_argument("--out", help=f"the page (default: {REPORT} in the folder)")
+    given = parser.parse_args(arguments)
+    try:
+        print(write_run_report(given.folder, path=given.out))
+    except AlphaTokenError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

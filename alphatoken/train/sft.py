@@ -1,0 +1,155 @@
+"""Alpha-SFT: TRL's SFTTrainer with a gradient weighted by token value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from alphatoken.batch import IGNORE, label_mask
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.train.datasets import check_sft_rows
+from alphatoken.train.gate import by_token
+from alphatoken.train.mixin import AlphaTrainerMixin
+from alphatoken.train.options import AlphaOptions
+
+__all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
+
+
+@dataclass
+class AlphaSFTConfig(AlphaOptions, SFTConfig):
+    """TRL's ``SFTConfig`` and the fields of ``AlphaOptions``."""
+
+    def __post_init__(self) -> None:
+        """TRL's checks, then ours."""
+        super().__post_init__()
+        self.check_alpha()
+
+
+def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[str, torch.Tensor]:
+    """Tokenised rows padded on the right: input_ids, attention_mask, labels."""
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    labels = torch.full((len(rows), width), IGNORE, dtype=torch.long)
+    attention = torch.zeros((len(rows), width), dtype=torch.long)
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        ids[i, :n] = torch.as_tensor(row["input_ids"])
+        labels[i, :n] = torch.as_tensor(row["labels"])
+        attention[i, :n] = 1
+    found = {"input_ids": ids, "attention_mask": attention, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+class LabelledRows:
+    """Rows with ``input_ids`` and ``labels``: what SFT and plain language modelling share."""
+
+    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+        """One padded batch."""
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # type: ignore[attr-defined]
+        pad = getattr(tokenizer, "pad_token_id", None) or 0
+        return padded_batch(rows, pad, self.args.device)  # type: ignore[attr-defined]
+
+    def fisher_prompts(self, samples: int) -> list[list[int]]:
+        """Prompts of the training rows: what comes before the first response token."""
+        prompts = []
+        for row in self.train_dataset:  # type: ignore[attr-defined]
+            labels = row.get("labels", row["input_ids"])
+            first = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
+            prompts.append(list(row["input_ids"][: max(first, 1)]))
+            if len(prompts) == samples:
+                break
+        return prompts
+
+
+def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Those rows that have a response token left.
+
+    Raises:
+        InputError: none has.
+    """
+    kept = [
+        row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())
+    ]
+    if not kept:
+        raise InputError(
+            f"no row of the {name} dataset has a response token",
+            got=f"{len(rows)} rows",
+            why="there is no objective to value tokens against",
+            remedy="check the prompt/completion split and max_length",
+        )
+    return kept
+
+
+class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
+    """TRL's ``SFTTrainer`` that trains on the valuable part of each response.
+
+        update  =  sum over kept tokens of  d loss / d lp_t  *  grad lp_t
+
+    The reported loss is TRL's own over all response tokens. With ``keep_ratio=1`` (or
+    ``policy="all"``) every step equals TRL's, bit for bit.
+
+    Args:
+        *args: as for TRL's ``SFTTrainer``; ``args`` an ``AlphaSFTConfig``.
+        validation_dataset: rows in any form that TRL takes; what training should serve.
+        retention_dataset: rows for ``retention="data"``.
+        fisher: of the reference model; None fits one on the training prompts and caches it.
+        **kwargs: as for TRL's ``SFTTrainer``.
+
+    Raises:
+        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+
+    Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        validation_dataset: Any = None,
+        retention_dataset: Any = None,
+        fisher: FisherDrift | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("train_dataset") is not None:
+            field = getattr(kwargs.get("args"), "dataset_text_field", "text")
+            check_sft_rows(kwargs["train_dataset"], text_field=field)
+        super().__init__(*args, **kwargs)
+        self._refuse()
+        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+
+    def _refuse(self) -> None:
+        refused = {
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor > 0,
+            "use_liger_kernel": self.args.use_liger_kernel,
+            "a vision dataset": self._is_vision_dataset,
+        }
+        for name, present in refused.items():
+            if present:
+                raise UnsupportedError(
+                    f"AlphaSFTTrainer does not work with {name}",
+                    why="token weights act on the token log-probabilities that TRL's loss reads, "
+                    "and here it reads none",
+                    remedy="leave it off, or policy='all' in TRL's own SFTTrainer",
+                )
+
+    def value_weights(self, coefficients: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """1 for cross-entropy; other losses weigh each token by itself, up to the common scale."""
+        if self.args.loss_type == "nll":
+            return None
+        weights = -by_token(coefficients)
+        return weights / weights.abs().amax().clamp(min=1e-30)
+
+    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """TRL's own preparation, without packing."""
+        if not self._skip_prepare_dataset:
+            dataset = self._prepare_dataset(
+                dataset, self.processing_class, self.args, False, self._formatting_func, name
+            )
+        rows = [{"labels": row["input_ids"], **row} for row in dataset]
+        return with_responses(rows, name)

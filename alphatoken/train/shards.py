@@ -1,0 +1,285 @@
+"""``Sharding`` for the two ways of spreading weights that are supported: FSDP2 and ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["Fsdp2Sharding", "Zero3Sharding"]
+
+
+def _square_sums(parts: Mapping[str, Tensor], copies: Mapping[str, int]) -> dict[str, float]:
+    """Square roots of the sums of squares over all processes; ``copies`` hold each part."""
+    names = sorted(parts)
+    if not names:
+        return {}
+    sums = torch.stack([parts[n].double().square().sum() / copies[n] for n in names])
+    dist.all_reduce(sums)
+    return dict(zip(names, sums.sqrt().tolist(), strict=True))
+
+
+def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Each module below, and the nearest one around it whose weights FSDP2 gathers together."""
+    owner = module if hasattr(module, "unshard") else owner
+    yield module, owner
+    for child in module.children():
+        yield from _owners(child, owner)
+
+
+def _whole(spread: Any) -> Tensor:
+    found: Tensor = spread.full_tensor()
+    return found
+
+
+def _local(spread: Any) -> Tensor:
+    found: Tensor = spread.to_local()
+    return found.clone()
+
+
+class Fsdp2Sharding:
+    """``Sharding`` of a model under ``fully_shard``: parameters are DTensors.
+
+    Parts are the DTensors' local shards (rows of the matrix, by ``torch.chunk``), of one size or
+    not; parameters that FSDP2 leaves alone are whole everywhere. Hybrid sharding is one of the
+    layouts.
+
+    Args:
+        model: the sharded model, outside a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.tensor import DTensor
+
+        self._kind = DTensor
+        self._layout: dict[str, Any] = {}
+        self._shape: dict[str, torch.Size] = {}
+        self._stride: dict[str, tuple[int, ...]] = {}
+        self._owners = dict(_owners(model, None))
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self._shape[name], self._stride[name] = p.shape, p.stride()
+            if isinstance(p, DTensor):
+                self._layout[name] = (p.device_mesh, p.placements)
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self._shape[name]
+
+    @torch.no_grad()
+    def full(self, name: str, parameter: Tensor) -> Tensor:
+        """The whole parameter. Collective outside a forward; inside it is whole already."""
+        if isinstance(parameter, self._kind):
+            return _whole(parameter.detach())
+        return parameter.detach().clone()
+
+    @torch.no_grad()
+    def local(self, name: str, parameter: Tensor) -> Tensor:
+        """This process's rows of the parameter."""
+        if isinstance(parameter, self._kind):
+            return _local(parameter.detach())
+        return self.keep(name, parameter)
+
+    @torch.no_grad()
+    def keep(self, name: str, full: Tensor) -> Tensor:
+        """This process's rows of ``full``."""
+        from torch.distributed.tensor import distribute_tensor
+
+        if name not in self._layout:
+            return full.detach().clone()
+        mesh, placements = self._layout[name]
+        # No source rank: every process has the whole tensor, so nothing is sent.
+        spread = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+        return _local(spread)
+
+    @torch.no_grad()
+    def reduce(self, name: str, full: Tensor) -> Tensor:
+        """This process's rows of the sum over all processes."""
+        total = full.detach().clone()
+        dist.all_reduce(total)
+        return self.keep(name, total)
+
+    @torch.no_grad()
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor from all processes' rows."""
+        if name not in self._layout:
+            return part.detach().clone()
+        mesh, placements = self._layout[name]
+        spread = self._kind.from_local(
+            part.detach().contiguous(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=self._shape[name],
+            stride=self._stride[name],
+        )
+        return _whole(spread)
+
+    @contextmanager
+    def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
+        """FSDP2 gathers weights in every backward, where it enters a module by its output.
+
+        One that starts inside never does, so there the weights around it are gathered first.
+        """
+        parts = () if within is None else within.parameters()
+        if within is None or not any(isinstance(p, self._kind) for p in parts):
+            yield
+            return
+        owner = self._owners[within]
+        owner.unshard()
+        try:
+            yield
+        finally:
+            owner.reshard()
+
+    @torch.no_grad()
+    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        """Norm of each whole tensor."""
+        return _square_sums(parts, {name: self._copies(name) for name in parts})
+
+    def _copies(self, name: str) -> int:
+        if name not in self._layout:
+            return dist.get_world_size()
+        mesh, placements = self._layout[name]
+        copies = dist.get_world_size() // mesh.size()
+        for axis, placement in enumerate(placements):
+            copies *= 1 if placement.is_shard() else mesh.size(axis)
+        return int(copies)
+
+
+_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+
+
+class Zero3Sharding:
+    """``Sharding`` of a model under DeepSpeed ZeRO-3: flat parts of equal length.
+
+    Each parameter is flattened, padded with zeros to a multiple of its group's size, and cut;
+    parameters that DeepSpeed leaves alone are whole everywhere.
+
+    Args:
+        model: the engine's module, outside a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+
+    def _partitioned(self, name: str) -> bool:
+        return hasattr(self._parameters[name], "ds_id")
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter."""
+        p = self._parameters[name]
+        return torch.Size(p.ds_shape if self._partitioned(name) else p.shape)
+
+    @torch.no_grad()
+    def full(self, name: str, parameter: Tensor) -> Tensor:
+        """The whole parameter. Collective, unless it is whole at this time."""
+        p = self._parameters[name]
+        with self._gathered(p):
+            whole: Tensor = p.data.detach().clone()
+            return whole.view(self.shape(name))
+
+    def _gathered(self, p: Any) -> Any:
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        # One that is whole now (small ones stay so) is in use: leaving the context would cut it.
+        if not hasattr(p, "ds_id") or p.ds_status == ZeroParamStatus.AVAILABLE:
+            return nullcontext()
+        return deepspeed.zero.GatheredParameters([p])
+
+    @torch.no_grad()
+    def local(self, name: str, parameter: Tensor) -> Tensor:
+        """This process's flat part of the parameter."""
+        p = self._parameters[name]
+        if not self._partitioned(name):
+            return self.keep(name, p)
+        part: Tensor = p.ds_tensor.detach()
+        if part.numel() != p.ds_tensor.ds_numel:
+            raise ConfigError(
+                "ZeRO-3 keeps weights on disk, where they cannot be read",
+                got=f"{name}, offloaded to NVMe",
+                remedy="offload_param to the CPU, or not at all",
+            )
+        # The padding holds whatever was there; parts are padded with zeros.
+        part = part.to(torch.device(self._device(p)), copy=True)
+        start = self._place(p)[0] * part.numel()
+        part[max(0, int(p.ds_numel) - start) :] = 0
+        return part
+
+    @staticmethod
+    def _place(p: Any) -> tuple[int, int]:
+        group = p.ds_process_group
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    @staticmethod
+    def _device(p: Any) -> Any:
+        import deepspeed
+
+        return deepspeed.get_accelerator().current_device_name()
+
+    @torch.no_grad()
+    def keep(self, name: str, full: Tensor) -> Tensor:
+        """This process's flat part of ``full``."""
+        if not self._partitioned(name):
+            return full.detach().clone()
+        p = self._parameters[name]
+        size = int(p.ds_tensor.ds_numel)
+        start = self._place(p)[0] * size
+        found = full.detach().reshape(-1)[start : start + size]
+        part = full.new_zeros(size)
+        part[: found.numel()] = found
+        return part
+
+    @torch.no_grad()
+    def reduce(self, name: str, full: Tensor) -> Tensor:
+        """This process's flat part of the sum over all processes."""
+        total = full.detach().clone()
+        dist.all_reduce(total)
+        return self.keep(name, total)
+
+    @torch.no_grad()
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor from all processes' parts."""
+        if not self._partitioned(name):
+            return part.detach().clone()
+        p = self._parameters[name]
+        parts = [torch.empty_like(part) for _ in range(self._place(p)[1])]
+        dist.all_gather(parts, part.detach().contiguous(), group=p.ds_process_group)
+        return torch.cat(parts)[: int(p.ds_numel)].view(self.shape(name))
+
+    @contextmanager
+    def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
+        """DeepSpeed counts down, module by module, how often a backward will need its weights.
+
+        The counts are set in the forward; at zero the weights are no longer fetched, and a second
+        backward would find them empty. Each linear is a module of its own to it, so that a backward
+        inside a block is nothing special.
+        """
+        before = [
+            (module, name, module.__dict__[name])
+            for module in self._model.modules()
+            for name in _COUNTERS
+            if name in module.__dict__
+        ]
+        try:
+            yield
+        finally:
+            for module, name, count in before:
+                setattr(module, name, count)
+
+    @torch.no_grad()
+    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        """Norm of each whole tensor."""
+        world = dist.get_world_size()
+        copies = {
+            n: world // self._place(self._parameters[n])[1] if self._partitioned(n) else world
+            for n in parts
+        }
+        return _square_sums(parts, copies)

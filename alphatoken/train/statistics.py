@@ -1,0 +1,176 @@
+"""Sums over the tokens between two logs: on the device, read once, mergeable over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.values import TokenValues
+
+__all__ = ["ValueSums", "summary"]
+
+_COUNTS = ("tokens", "response", "kept", "weight", "reused", "valued")
+_PER_RECORD, _RECORDS = 512, 128
+"""Tokens of a micro-batch that quantiles are taken from, and most micro-batches of a log."""
+
+_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
+
+
+class ValueSums:
+    """Counts, first and second moments, summed magnitudes, and a sample for the quantiles.
+
+    Adding a micro-batch reads nothing from the device; :meth:`state` does. What the sample holds is
+    a function of the micro-batches alone: it draws from no global generator.
+    """
+
+    def __init__(self) -> None:
+        self.records = 0
+        self._names: tuple[str, ...] = ()
+        self._counts: Tensor | None = None
+        self._moments: Tensor | None = None
+        self._sample: list[Tensor] = []
+        self._valued, self._stride = 0, 1
+
+    @torch.no_grad()
+    def add(
+        self,
+        weights: Tensor,
+        mask: Tensor,
+        values: TokenValues | None,
+        *,
+        tokens: Tensor | int,
+        reused: bool,
+    ) -> None:
+        """One micro-batch.
+
+        Args:
+            weights: (b, t) training weight of each token.
+            mask: (b, t) response tokens.
+            values: their values, if they were scored now.
+            tokens: all tokens of the micro-batch that are not padding.
+            reused: whether the weights come from values of an earlier visit.
+        """
+        wide, response = _wide(mask.device), mask.sum()
+        kept = weights.detach() * mask
+        found = [
+            torch.full_like(response, tokens) if isinstance(tokens, int) else tokens,
+            response,
+            (kept > 0).sum(),
+            kept.sum(dtype=wide),
+            response * int(reused),
+            response * int(values is not None),
+        ]
+        counts = torch.stack([count.to(mask.device, wide) for count in found])
+        self._counts = counts if self._counts is None else self._counts.to(counts) + counts
+        if values is not None:
+            self._add_values(values, wide)
+        self.records += 1
+
+    def _add_values(self, values: TokenValues, wide: torch.dtype) -> None:
+        parts = {"total": values.total, **values.components()}
+        if tuple(parts) != self._names:
+            self._names, self._moments, self._sample = tuple(parts), None, []
+            self._valued, self._stride = 0, 1
+        zero = torch.zeros((), device=values.mask.device)
+        table = torch.stack(
+            [torch.where(values.mask, part.detach(), zero) for part in parts.values()]
+        )
+        rows = table.flatten(1).to(wide)
+        moments = torch.stack([rows.sum(1), rows.square().sum(1), rows.abs().sum(1)], 1)
+        self._moments = moments if self._moments is None else self._moments.to(moments) + moments
+        self._add_sample(rows[0].to(torch.float32), values.mask.flatten())
+
+    def _add_sample(self, totals: Tensor, mask: Tensor) -> None:
+        """Some tokens of every n-th micro-batch; n doubles when too many have gathered.
+
+        Places off the response become NaN, to be dropped when the device is read.
+        """
+        self._valued += 1
+        if (self._valued - 1) % self._stride:
+            return
+        if mask.numel() > _PER_RECORD:
+            generator = torch.Generator().manual_seed(self.records)
+            chosen = torch.randint(mask.numel(), (_PER_RECORD,), generator=generator)
+            chosen = chosen.to(mask.device, non_blocking=True)
+            totals, mask = totals[chosen], mask[chosen]
+        self._sample.append(totals.masked_fill(~mask, float("nan")))
+        if len(self._sample) > _RECORDS:
+            self._sample, self._stride = self._sample[::2], 2 * self._stride
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain JSON values; floats come back bit for bit."""
+        sizes = [len(part) for part in self._sample]
+        sample = torch.cat(self._sample).cpu().split(sizes) if sizes else []
+        return {
+            "records": self.records,
+            "valued": self._valued,
+            "stride": self._stride,
+            "names": list(self._names),
+            "counts": [0.0] * len(_COUNTS) if self._counts is None else self._counts.tolist(),
+            "moments": [] if self._moments is None else self._moments.tolist(),
+            "sample": [part[~part.isnan()].tolist() for part in sample],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state` gave."""
+        self.records, self._names = int(state["records"]), tuple(state["names"])
+        self._valued, self._stride = int(state["valued"]), int(state["stride"])
+        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
+        moments = state["moments"]
+        self._moments = torch.tensor(moments, dtype=torch.float64) if moments else None
+        self._sample = [torch.tensor(part, dtype=torch.float32) for part in state["sample"]]
+
+    def clear(self) -> None:
+        """Start the next interval; the number of micro-batches of the whole run is kept."""
+        self._counts = self._moments = None
+        self._sample = []
+        self._valued, self._stride = 0, 1
+
+
+def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Named statistics of the processes' sums together.
+
+    ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
+    response tokens (the same for masks). ``{component}_share``: its part of the summed magnitudes
+    of all components, as they enter the total. Means and deviations are over valued tokens.
+    """
+    sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
+    counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
+    found = {"response_tokens": counts["response"]}
+    if counts["response"]:
+        found["kept_share"] = counts["kept"] / counts["response"]
+        found["weight_share"] = counts["weight"] / counts["response"]
+        found["reused_share"] = counts["reused"] / counts["response"]
+    full = [state for state in states if state["moments"]]
+    if full and counts["valued"]:
+        names = full[0]["names"]
+        moments = torch.tensor([state["moments"] for state in full], dtype=torch.float64).sum(0)
+        samples = torch.tensor([v for state in full for part in state["sample"] for v in part])
+        found |= _by_component(names, moments, samples, counts["valued"])
+    return {"tokens": counts["tokens"], **found}
+
+
+def _by_component(
+    names: Sequence[str], moments: Tensor, samples: Tensor, count: float
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    whole = float(moments[1:, 2].sum())
+    levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
+    for index, name in enumerate(names):
+        total, square, size = moments[index].tolist()
+        mean = total / count
+        found[f"{name}_mean"] = mean
+        found[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
+        if index:
+            found[f"{name}_share"] = size / whole if whole > 0 else 0.0
+    if samples.numel():
+        quantiles = torch.quantile(samples.double(), levels).tolist()
+        found |= {f"total_{q}": x for q, x in zip(_QUANTILES, quantiles, strict=True)}
+    return found
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

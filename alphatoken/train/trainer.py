@@ -1,0 +1,88 @@
+"""The same for transformers' own Trainer: any causal language model, labels in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from alphatoken.batch import label_mask
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import UnsupportedError
+from alphatoken.train.gate import TokenGate
+from alphatoken.train.mixin import AlphaTrainerMixin
+from alphatoken.train.options import AlphaOptions
+from alphatoken.train.sft import LabelledRows, with_responses
+
+__all__ = ["AlphaConfig", "AlphaTrainer"]
+
+
+@dataclass
+class AlphaConfig(AlphaOptions, TrainingArguments):
+    """transformers' ``TrainingArguments`` and the fields of ``AlphaOptions``."""
+
+    def __post_init__(self) -> None:
+        """transformers' checks, then ours."""
+        super().__post_init__()
+        self.check_alpha()
+
+
+class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
+    """transformers' ``Trainer`` on token-weighted cross-entropy.
+
+    Batches need ``input_ids`` and ``labels`` (unshifted, -100 where nothing is learned). The loss
+    is the cross-entropy that causal models compute themselves, built here of the logits.
+
+    Args:
+        *args: as for ``Trainer``; ``args`` an ``AlphaConfig``.
+        validation_dataset: tokenised rows with ``input_ids`` and ``labels``.
+        retention_dataset: the same, for ``retention="data"``.
+        fisher: of the reference model; None fits one on the training prompts and caches it.
+        **kwargs: as for ``Trainer``.
+
+    Raises:
+        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        validation_dataset: Any = None,
+        retention_dataset: Any = None,
+        fisher: FisherDrift | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        refused = {
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor > 0,
+            "use_liger_kernel": self.args.use_liger_kernel,
+        }
+        for name, present in refused.items():
+            if present:
+                raise UnsupportedError(
+                    f"AlphaTrainer does not work with {name}",
+                    why="its loss is the cross-entropy of the logits, token by token",
+                    remedy="leave it off",
+                )
+        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+
+    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """Cross-entropy over the response tokens, divided as transformers divides it."""
+        assert isinstance(model, TokenGate)
+        labels = inputs["labels"]
+        rest = {k: v for k, v in inputs.items() if k != "labels"}
+        total = -model.logits({**rest, "use_cache": False}, labels).sum()
+        count = label_mask(labels).sum() if num_items is None else torch.as_tensor(num_items)
+        loss = total / count.to(total.device).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items is not None:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """The rows as they are."""
+        rows = [{k: row[k] for k in ("input_ids", "labels")} for row in dataset]
+        return with_responses(rows, name)

@@ -1,0 +1,167 @@
+"""Valuation inside a run: which validation rows, which direction, which schedule at which step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.adapter import DecoderAdapter
+from alphatoken.batch import PreferenceBatch
+from alphatoken.capture import evaluation_mode
+from alphatoken.drift import FisherDrift
+from alphatoken.objective import forward_losses, weighted_losses
+from alphatoken.schedule import scheduled
+from alphatoken.scorer import Scorer
+from alphatoken.train.distributed import Ranks, even_micro_batches
+from alphatoken.train.options import AlphaOptions
+from alphatoken.train.pool import ValidationPool
+from alphatoken.train.running import RunningMean
+
+__all__ = ["Valuation"]
+
+Batches = Callable[[Sequence[int]], Any]
+"""Row numbers to one labelled or preference batch on the model's device."""
+
+
+class Valuation:
+    """A scorer that follows a run: new validation rows, schedules and direction at each step.
+
+    Everything that it draws is a function of (seed, step); its only state is the running mean.
+
+    Args:
+        model: the unwrapped model.
+        options: of the run.
+        pool: which validation rows are drawn; None for ``objective="stability"``.
+        validation: rows of the pool to a batch.
+        retention: a Fisher drift, or (pool, rows to a batch) of retention rows, or None.
+        optimizer: of the run, for preconditioned values.
+        ranks: this process among the others.
+        sharding: how weights are sharded, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: AlphaOptions,
+        pool: ValidationPool | None,
+        validation: Batches,
+        retention: FisherDrift | tuple[ValidationPool, Batches] | None,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        sharding: Any = None,
+    ) -> None:
+        self.options, self.pool, self.ranks = options, pool, ranks
+        self._validation, self._retention = validation, retention
+        self._sharded, self._size = sharding is not None, options.validation_micro_batch_size
+        self.running = RunningMean(options.running_mean) if options.running_mean > 0 else None
+        self.ratio = options.keep_ratio
+        self.stability_weight = options.stability_weight
+        self._step: int | None = None
+        self._built: int | None = None
+        self.scorer = Scorer(
+            model,
+            None if pool is None else self._draw(pool, validation, 0),
+            retention
+            if retention is None or isinstance(retention, FisherDrift)
+            else self._draw(*retention, 0),
+            options.scorer_config(),
+            optimizer=optimizer if options.preconditioner else None,
+            reduce=self._reduce,
+            sharding=sharding,
+        )
+        self.scorer.warn = False  # no drift at the first steps; the balance is logged
+
+    @property
+    def adapter(self) -> DecoderAdapter:
+        """The scorer's view of the model."""
+        return self.scorer.adapter
+
+    def _draw(self, pool: ValidationPool, batches: Batches, step: int) -> list[Any]:
+        return self._batches(batches, pool.rows(step))
+
+    def _batches(self, batches: Batches, rows: Sequence[int]) -> list[Any]:
+        """This process's share of the rows, in micro-batches."""
+        rank, world, size = self.ranks.rank, self.ranks.world, self._size
+        if self._sharded:
+            return [batches(part) for part in even_micro_batches(rows, rank, world, size)]
+        own = ValidationPool.share_of(rows, rank, world)
+        size = size or max(len(own), 1)
+        return [batches(own[i : i + size]) for i in range(0, len(own), size)]
+
+    def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        """Mean over all ranks; of the validation gradient, the running mean over steps too."""
+        sums, count = self.ranks.sum_gradients(sums, count, sharded=self._sharded)
+        mean = {name: total / count for name, total in sums.items()}
+        if role == "validation" and self.running is not None:
+            return self.running.update(mean)
+        return mean
+
+    def begin(self, step: int, total: int) -> None:
+        """Enter optimizer step ``step`` of ``total``: schedules, and a new direction when due."""
+        if step == self._step:
+            return
+        self._step = step
+        options = self.options
+        self.ratio = self._scheduled(options.keep_ratio_start, options.keep_ratio, step, total)
+        self.stability_weight = self._scheduled(
+            options.stability_weight_start, options.stability_weight, step, total
+        )
+        self.scorer.set_stability_weight(self.stability_weight)
+        if self._built is not None and step - self._built < options.direction_steps:
+            return
+        self._built = step
+        if self.pool is not None:
+            self.scorer.set_validation(self._draw(self.pool, self._validation, step))
+        if isinstance(self._retention, tuple):
+            self.scorer.set_retention(self._draw(*self._retention, step))
+        self.scorer.pin(("step", step))
+
+    def checkpointed(self) -> None:
+        """Build the direction anew at the next step, as a run resumed from here would."""
+        self._built = None
+
+    def _scheduled(self, start: float | None, end: float, step: int, total: int) -> float:
+        if start is None:
+            return end
+        share, shape = self.options.schedule_share, self.options.schedule_shape
+        return scheduled(start, end, step, total, share=share, shape=shape)
+
+    def objective_gap(self, step: int) -> dict[str, float]:
+        """Mean validation objective on the rows of this step and on the held-out rows."""
+        if self.pool is None or not self.pool.held_out:
+            return {}
+        sides = {"pool": self.pool.rows(step), "held_out": self.pool.held_out}
+        found = {
+            name: self._objective(rows) for name, rows in sides.items()
+        }
+        return {**found, "gap": found["held_out"] - found["pool"]}
+
+    @torch.no_grad()
+    def _objective(self, rows: Sequence[int]) -> float:
+        """Mean token loss, or mean preference loss, over the ranks' rows."""
+        total = count = 0.0
+        for item in self._batches(self._validation, rows):
+            found, weight = objective_value(self.adapter, item)
+            total, count = total + found, count + weight
+        summed, count = self.ranks.sum_gradients({"loss": torch.tensor(total).double()}, count)
+        return float(summed["loss"]) / max(count, 1.0)
+
+
+@torch.no_grad()
+def objective_value(
+    adapter: DecoderAdapter, item: Mapping[str, Any] | PreferenceBatch
+) -> tuple[float, float]:
+    """(sum, count) of the objective on one batch: token losses, or ``-log sigma(s)`` of pairs."""
+    pieces = list(weighted_losses(adapter, item, None))
+    with evaluation_mode(adapter.model):
+        losses = [forward_losses(adapter, piece[0], "validation batch") for piece in pieces]
+    if not isinstance(item, PreferenceBatch):
+        return float(losses[0].sum()), float(pieces[0][0].response_tokens)
+    margin = (losses[1].sum(-1) - losses[0].sum(-1)) - (
+        item.reference_chosen.to(losses[0]) - item.reference_rejected.to(losses[0])
+    )
+    return float(-nn.functional.logsigmoid(item.beta * margin).sum()), float(len(margin))

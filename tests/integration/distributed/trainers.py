@@ -1,0 +1,173 @@
+"""Short runs of the trainers that keep what they decided: values, weights, parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from alphatoken.train import (
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+)
+from alphatoken.train.distributed import sharding_of
+from tests.integration.distributed.launch import CLIP, WORLD
+from tests.integration.distributed.worker import device_options
+from tests.integration.tiny_training import (
+    ALPHA,
+    lora,
+    model,
+    options,
+    preference_rows,
+    sft_rows,
+    tokenizer,
+)
+
+STEPS = 3
+ACCUMULATION = 2
+
+
+def arguments(layout: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """One process accumulates as many micro-batches as two processes together."""
+    return {
+        **options(
+            folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=ACCUMULATION * (WORLD if layout == "single" else 1),
+            max_steps=STEPS,
+            max_grad_norm=CLIP,
+            # Rounding in a gradient near zero is not to decide the sign of a step.
+            adam_epsilon=1e-4,
+            learning_rate=3e-3,
+        ),
+        **ALPHA,
+        "held_out_steps": 2,
+        **device_options(layout),
+        **more,
+    }
+
+
+def sft(
+    layout: str, folder: Path, *, peft: bool = False, rows: Any = None, **more: Any
+) -> AlphaSFTTrainer:
+    torch.manual_seed(11)  # of LoRA's initial factors
+    return AlphaSFTTrainer(
+        model=model(),
+        args=AlphaSFTConfig(**arguments(layout, folder, **more)),
+        train_dataset=sft_rows(64) if rows is None else rows,
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+        validation_dataset=sft_rows(10, seed=5),
+    )
+
+
+def dpo(layout: str, folder: Path, **more: Any) -> AlphaDPOTrainer:
+    torch.manual_seed(11)
+    return AlphaDPOTrainer(
+        model=model(),
+        ref_model=model(),
+        args=AlphaDPOConfig(**arguments(layout, folder, **more)),
+        train_dataset=preference_rows(64),
+        processing_class=tokenizer(),
+        validation_dataset=preference_rows(10, seed=5),
+    )
+
+
+def watched(trainer: Any) -> list[dict[str, Any]]:
+    """Filled during training: what was decided for each micro-batch."""
+    decided: list[dict[str, Any]] = []
+    record = trainer._record
+
+    def keep(
+        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor
+    ) -> None:
+        decided.append(
+            {
+                "step": trainer.state.global_step,
+                "ids": inputs["input_ids"],
+                "mask": mask,
+                "values": None if scored is None else scored.totals,
+                "weights": weights,
+            }
+        )
+        record(inputs, mask, num_items, scored, weights)
+
+    trainer._record = keep
+    return decided
+
+
+def parameters(trainer: Any) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    plain = trainer.accelerator.unwrap_model(trainer.model)
+    named = dict(plain.named_parameters())
+    sharding = sharding_of(trainer.accelerator, trainer.model)
+    if sharding is None:
+        return {n: p.detach().clone() for n, p in named.items()}
+    return {n: sharding.full(n, p) for n, p in named.items()}
+
+
+def run(trainer: Any) -> dict[str, Any]:
+    decided = watched(trainer)
+    trainer.train()
+    history = trainer.state.log_history
+    return {
+        "decided": decided,
+        "parameters": parameters(trainer),
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "history": history,
+        "own_forward": trainer.own_forward,
+    }
+
+
+def sft_global(layout: str, folder: Path) -> dict[str, Any]:
+    return run(sft(layout, folder, keep_scope="global"))
+
+
+def dpo_global(layout: str, folder: Path) -> dict[str, Any]:
+    return run(dpo(layout, folder, keep_scope="global", learning_rate=1e-3))
+
+
+def sft_batch(layout: str, folder: Path) -> dict[str, Any]:
+    """The threshold of each micro-batch and rank; a pool, and a running mean of G."""
+    return run(
+        sft(
+            layout,
+            folder,
+            validation_mode="pool",
+            validation_batch_size=4,
+            validation_micro_batch_size=1,
+            running_mean=0.5,
+            retention="none",
+        )
+    )
+
+
+def lora_global(layout: str, folder: Path) -> dict[str, Any]:
+    return run(sft(layout, folder, peft=True, keep_scope="global", policy="top"))
+
+
+def half_empty() -> Any:
+    """Every second row is cut off before its response: some micro-batches have no response."""
+    rows = [dict(row) for row in sft_rows(24)]
+    for row in rows[::2]:
+        row["prompt"] = row["prompt"] * 12
+    return Dataset.from_list(rows)
+
+
+def empty_global(layout: str, folder: Path) -> dict[str, Any]:
+    single = {"per_device_train_batch_size": 1, "keep_scope": "global", "rows": half_empty()}
+    return run(sft(layout, folder, **single))
+
+
+def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
+    return run(sft(layout, folder, per_device_train_batch_size=1, rows=half_empty()))
+
+
+def reused(layout: str, folder: Path) -> dict[str, Any]:
+    """Rows come again soon, but not on the same rank: values are reused on some ranks only."""
+    return run(sft(layout, folder, rows=sft_rows(12), reuse_values=3, max_steps=5))

@@ -1,0 +1,54 @@
+"""Run by ``accelerate launch``: ``worker.py layout folder module.job...``; saves what they find.
+
+A job is a function of (layout, folder) in a module beside this one; all ranks run it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+
+def prepare_process(layout: str) -> None:
+    """Two things that accelerate and DeepSpeed take for granted, and a CPU does not have."""
+    torch.set_num_threads(1)
+    if layout.startswith("fsdp"):
+        # accelerate offers FSDP beside an accelerator only. Under another device's name it runs
+        # on gloo and the CPU as it is: this is the one thing told differently from a GPU run.
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    if layout.startswith("zero"):
+        import deepspeed
+
+        # Plain gloo; its own shared-memory collectives would be compiled at first use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def device_options(layout: str) -> dict[str, Any]:
+    """Arguments of ``TrainingArguments`` that put a run on the CPU in this layout."""
+    if layout.startswith("fsdp"):
+        return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+    if layout.startswith("zero"):
+        return {"use_cpu": False, "ddp_backend": "gloo"}
+    return {"use_cpu": True}
+
+
+def main() -> None:
+    layout, folder, *jobs = sys.argv[1:]
+    prepare_process(layout)
+    found = {}
+    for job in jobs:
+        module, _, name = job.rpartition(".")
+        work = importlib.import_module(f"tests.integration.distributed.{module}")
+        found[name] = getattr(work, name)(layout, Path(folder) / name)
+    torch.save(found, Path(folder) / f"rank{PartialState().process_index}.pt")
+
+
+if __name__ == "__main__":
+    main()

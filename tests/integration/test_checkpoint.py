@@ -1,0 +1,566 @@
+"""Checkpoints that are whole or absent, and killed runs that go on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from alphatoken.errors import ConfigError, DataError, NumericalError
+from alphatoken.storage import read_tensors
+from alphatoken.train import identity, manifest
+from alphatoken.train.checkpoint import STAGING
+from alphatoken.train.manifest import MANIFEST, latest_complete, verify
+from tests.integration import tiny_training as tiny
+from tests.integration.killed_run import Moment, Run, fails, finish, kill
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+WRITES = 153  # file operations of a run's three saves
+CLOCK = ("runtime", "per_second", "seconds", "scoring")
+
+# What is trained. "sft" draws at random in the forward (dropout of the adapters), accumulates, and
+# ranks tokens over whole steps, scored ahead of them; "dpo" trains all weights.
+RUNS: dict[str, dict[str, Any]] = {
+    "sft": {
+        "kind": "sft",
+        "peft": True,
+        "options": {
+            "lora_dropout": 0.2,
+            "gradient_accumulation_steps": 2,
+            "keep_scope": "global",
+            "validation_mode": "pool",
+            "running_mean": 0.5,
+            "per_device_train_batch_size": 2,
+        },
+    },
+    "full": {"kind": "sft", "options": {"direction_steps": 2, "policy": "bottom"}},
+    "dpo": {"kind": "dpo", "options": {"weighting": "unbiased"}},
+}
+
+
+def outcome(run: Run, step: int = 8) -> dict[str, Any]:
+    """All that a run leaves: weights, optimizer, random state, own state, log; no clock times."""
+    folder = run.out / f"checkpoint-{step}"
+    verify(folder)
+    weights = folder / ("adapter_model.safetensors" if run.peft else "model.safetensors")
+    found: dict[str, Any] = {"weights": load_file(weights)}
+    for name in ("optimizer.pt", "scheduler.pt"):
+        found[name] = torch.load(folder / name, weights_only=False)
+    for rank in range(run.processes):
+        name = "rng_state.pth" if run.processes == 1 else f"rng_state_{rank}.pth"
+        found[name] = torch.load(folder / name, weights_only=False)
+        tensors, metadata = read_tensors(folder / f"alphatoken-rank{rank}.safetensors")
+        found[f"own {rank}"] = tensors
+        values = {name: json.loads(text) for name, text in metadata.items()}
+        found[f"own values {rank}"] = timeless(values)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    found["log"] = timeless(state["log_history"])
+    for path in sorted(run.out.rglob("values*")):
+        if path.is_file():
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def timeless(value: Any) -> Any:
+    """Without what a clock has a part in."""
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if not any(word in k for word in CLOCK)}
+        return {name: timeless(item) for name, item in kept.items()}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def same(first: Any, second: Any, place: str = "") -> None:
+    """Equal to the bit, at every place."""
+    assert type(first) is type(second), place
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), place
+        for name in first:
+            same(first[name], second[name], f"{place}/{name}")
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second), place
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            same(*pair, f"{place}/{index}")
+    elif isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype, place
+        assert torch.equal(first, second), place
+    elif hasattr(first, "tobytes"):
+        assert first.tobytes() == second.tobytes(), place
+    else:
+        assert first == second, f"{place}: {first} and {second}"
+
+
+# --- killed -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Run, dict[str, Any]]]:
+    """A whole run of each kind, made once, and what it left."""
+    folder = tmp_path_factory.mktemp("whole")
+    found: dict[str, tuple[Run, dict[str, Any]]] = {}
+
+    def of(name: str) -> tuple[Run, dict[str, Any]]:
+        if name not in found:
+            run = Run(folder=folder / name, **RUNS[name])
+            finish(run)
+            found[name] = run, outcome(run)
+        return found[name]
+
+    return of
+
+
+MOMENTS: list[tuple[str, list[Moment]]] = [
+    ("sft", [Moment("on_substep_end", 4)]),  # half a step's gradients are in
+    ("sft", [Moment("write", 60)]),  # weights of the second checkpoint half there
+    ("sft", [Moment("on_pre_optimizer_step", 1), Moment("on_optimizer_step", 7)]),
+    ("full", [Moment("on_optimizer_step", 3), Moment("write", 50)]),  # sealed, not in its place
+    ("full", [Moment("on_step_begin", 5), Moment("on_train_end", 8)]),  # complete, then once more
+    ("dpo", [Moment("on_pre_optimizer_step", 5)]),
+    ("dpo", [Moment("write", 97)]),  # the manifest itself
+]
+if NIGHTLY:
+    MOMENTS += [(name, [Moment("write", n)]) for name in RUNS for n in range(1, WRITES + 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    MOMENTS,
+    ids=[f"{name}-{'-'.join(f'{m.event}-{m.count}' for m in ms)}" for name, ms in MOMENTS],
+)
+def test_killed_run_goes_on_to_the_same_bits(
+    uninterrupted: Any, tmp_path: Path, name: str, moments: list[Moment]
+) -> None:
+    whole, expected = uninterrupted(name)
+    run = replace(whole, folder=whole.folder.with_name(f"{tmp_path.name}"))
+    for moment in moments:
+        assert kill(run, moment, resume="auto")
+        for _, path in manifest.checkpoints(run.out):
+            verify(path)  # whole, or not there
+    finish(run, resume="auto")
+    same(expected, outcome(run))
+    assert not (run.out / STAGING).exists()
+    shutil.rmtree(run.folder)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="a hundred runs: the nightly profile (HYPOTHESIS_PROFILE)")
+def test_killed_at_any_time(uninterrupted: Any, tmp_path: Path) -> None:
+    """No chosen moments: after a random time, again and again until it ends by itself."""
+    draw = random.Random(0)
+    for number in range(100):
+        name = draw.choice(sorted(RUNS))
+        whole, expected = uninterrupted(name)
+        run = replace(whole, folder=whole.folder.with_name(f"{tmp_path.name}-{number}"))
+        while kill(run, draw.uniform(2, 8), resume="auto"):
+            pass
+        same(expected, outcome(run))
+        shutil.rmtree(run.folder)
+
+
+def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 2, "score_layers": "1"}
+    whole = Run("sft", tmp_path / "whole", processes=2, options=options)
+    finish(whole)
+    run = replace(whole, folder=tmp_path / "killed")
+    assert kill(run, Moment("on_pre_optimizer_step", 4))
+    finish(run, resume=True)
+    same(outcome(whole), outcome(run))
+    alone = fails(replace(run, processes=1), resume=True)
+    assert "ConfigError" in alone[0]
+    assert "1 now, 2 in" in alone[0]
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run with checkpoints 3, 6 and 8."""
+    run = Run("plain", tmp_path_factory.mktemp("finished"))
+    finish(run)
+    return run.folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Run:
+    """A copy of that run."""
+    shutil.copytree(finished, tmp_path / "run")
+    return Run("plain", tmp_path / "run")
+
+
+def steps(run: Run) -> list[int]:
+    return [step for step, _ in manifest.checkpoints(run.out)]
+
+
+def damage(folder: Path, how: str) -> None:
+    path = folder / "model.safetensors"
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "altered":
+        path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    elif how == "missing file":
+        (folder / "optimizer.pt").unlink()
+    elif how == "no manifest":
+        (folder / MANIFEST).unlink()
+    elif how == "altered manifest":
+        text = (folder / MANIFEST).read_text()
+        (folder / MANIFEST).write_text(text.replace('"step": 8', '"step": 9'))
+    else:
+        (folder / MANIFEST).write_text("{")
+
+
+HARMS = ["cut", "altered", "missing file", "no manifest", "altered manifest", "no json"]
+
+
+@pytest.mark.parametrize("how", HARMS)
+def test_damaged_checkpoint_does_not_exist(run: Run, how: str) -> None:
+    damage(run.out / "checkpoint-8", how)
+    with pytest.raises(DataError, match="checkpoint-8"):
+        run.trainer().train(resume_from_checkpoint=str(run.out / "checkpoint-8"))
+    found = latest_complete(run.out)
+    assert found is not None
+    assert found[0].name == "checkpoint-6"
+    trainer = run.trainer()
+    with pytest.warns(UserWarning, match="set aside"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    assert (run.out / "incomplete-checkpoint-8").is_dir(), "nothing is deleted"
+    verify(run.out / "checkpoint-8")
+
+
+def test_large_files_are_compared_at_both_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    size = 65 << 20
+    with (folder / "big").open("wb") as file:
+        file.truncate(size)
+    made = manifest.Manifest(1, "r", 1, True, {}, {})
+    manifest.write_manifest(folder, made)
+    assert verify(folder).run == "r"
+    for place in (0, size - 1):
+        with (folder / "big").open("r+b") as file:
+            file.seek(place)
+            file.write(b"\x01")
+        with pytest.raises(DataError, match="big: its content has changed"):
+            verify(folder)
+        with (folder / "big").open("r+b") as file:
+            file.seek(place)
+            file.write(b"\x00")
+    os.truncate(folder / "big", size - 1)
+    with pytest.raises(DataError, match="big: .* bytes"):
+        verify(folder)
+
+
+def test_what_resume_means(run: Run, tmp_path: Path) -> None:
+    empty = replace(run, folder=tmp_path / "empty")
+    with pytest.raises(DataError, match="checkpoints there: none at all.*'auto'"):
+        empty.trainer().train(resume_from_checkpoint=True)
+    for wanted, final in ((True, 8), ("auto", 8), (str(run.out / "checkpoint-3"), 8)):
+        trainer = run.trainer()
+        trainer.train(resume_from_checkpoint=wanted)
+        assert trainer.state.global_step == final
+    started = run.trainer()
+    started.args.max_steps = 1
+    started.train(resume_from_checkpoint=False)
+    assert started.state.global_step == 1
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_taken(run: Run) -> None:
+    first = verify(run.out / "checkpoint-8").run
+    new = run.trainer()
+    new.add_callback(_Raise(2))
+    with pytest.raises(KeyboardInterrupt):
+        new.train()
+    assert steps(run) == [3, 6, 8]
+    with pytest.raises(DataError, match="checkpoint-8' is of an earlier run"):
+        run.trainer().train(resume_from_checkpoint=True)
+    trainer = run.trainer()
+    trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-8"))
+    assert json.loads((run.out / manifest.RUN).read_text())["run"] == first
+
+
+class _Raise(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate: 0.01 then, 0.001 now"),
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size: 4 then, 2 now"),
+        ({"seed": 4, "max_grad_norm": 2.0}, "max_grad_norm: 1.0 then, 2.0 now; seed: 3 then"),
+        ({"max_length": 32}, "max_length: 64 then, 32 now"),
+        ({"max_steps": 10}, "max_steps: 8 then, 10 now"),
+    ],
+)
+def test_changed_options_are_named(run: Run, changed: dict[str, Any], named: str) -> None:
+    other = replace(run, options=changed)
+    with pytest.raises(ConfigError, match=named):
+        other.trainer().train(resume_from_checkpoint=True)
+
+
+def test_changed_data_is_named_and_harmless_options_are_free(run: Run) -> None:
+    trainer = run.trainer()
+    rows = trainer.train_dataset
+    trainer.train_dataset = rows.select([*range(23), 22])
+    with pytest.raises(ConfigError, match=r"train_dataset: '\w+' then, '\w+' now"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=True, allow_changed=["train_dataset"])
+    free = {"logging_steps": 1, "save_steps": 1, "disable_tqdm": False, "run_name": "other"}
+    watched = replace(run, options=free).trainer()
+    watched.train(resume_from_checkpoint=str(run.out / "checkpoint-6"))
+    assert watched.state.global_step == 8
+
+
+def test_changed_values_of_our_own_are_named(uninterrupted: Any) -> None:
+    whole, _ = uninterrupted("full")
+    for option in ({"keep_ratio": 0.25}, {"policy": "top"}, {"validation_batch_size": 4}):
+        other = replace(whole, options={**whole.options, **option})
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}: "):
+            other.trainer().train(resume_from_checkpoint=True)
+    trainer = whole.trainer()
+    trainer._validation_rows = trainer._validation_rows[:-1]
+    with pytest.raises(ConfigError, match="validation_dataset: "):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_adapters_on_another_base_are_refused(tmp_path: Path) -> None:
+    run = Run("plain", tmp_path, peft=True, options={"max_steps": 1, "save_steps": 1})
+    run.trainer().train()
+    trainer = run.trainer()
+    with torch.no_grad():
+        trainer.model.get_base_model().model.embed_tokens.weight[5, 3] += 1
+    with pytest.raises(ConfigError, match="frozen_weights: "):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_other_versions_are_said(run: Run) -> None:
+    folder = run.out / "checkpoint-8"
+    made = verify(folder)
+    manifest.write_manifest(folder, replace(made, versions={**made.versions, "torch": "1.0"}))
+    with pytest.warns(UserWarning, match=r"torch: 1\.0 then"):
+        run.trainer().train(resume_from_checkpoint=True)
+
+
+def test_model_only_checkpoints_are_no_place_to_go_on_from(tmp_path: Path) -> None:
+    run = Run("plain", tmp_path, options={"save_only_model": True, "max_steps": 1})
+    run.trainer().train()
+    assert latest_complete(run.out) is None
+    with pytest.raises(DataError, match="save_only_model"):
+        run.trainer().train(resume_from_checkpoint=str(run.out / "checkpoint-1"))
+
+
+def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    options = {"save_total_limit": 2, "save_steps": 1, "max_steps": 5}
+    run = Run("plain", tmp_path, options=options)
+    trainer = run.trainer()
+    trainer.train()
+    assert steps(run) == [4, 5]
+    assert trainer.args.save_total_limit == 2
+    assert sorted(path.name for path in run.out.iterdir()) == [
+        "README.md", "alphatoken-run.json", "checkpoint-4", "checkpoint-5",
+    ]  # fmt: skip
+
+
+def test_best_checkpoint_stays_and_is_found(tmp_path: Path) -> None:
+    options = {
+        "save_total_limit": 1, "save_steps": 1, "max_steps": 4, "eval_strategy": "steps",
+        "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True, "evaluate": True,
+    }  # fmt: skip
+    run = Run("plain", tmp_path, options=options)
+    trainer = run.trainer()
+    trainer.train()
+    best = Path(str(trainer.state.best_model_checkpoint))
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    assert best == run.out / f"checkpoint-{max(losses, key=lambda step: losses[step])}"
+    assert steps(run) == sorted({int(best.name.split("-")[1]), 4})
+    state = json.loads((run.out / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+def test_same_trainer_trains_again(run: Run) -> None:
+    trainer = run.trainer()
+    trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-3"))
+    history = timeless(trainer.state.log_history[:4])
+    trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-3"))
+    assert timeless(trainer.state.log_history[:4]) == history
+
+
+# --- what cannot be written -----------------------------------------------------------------------
+
+
+def test_full_disk_leaves_the_last_checkpoint(run: Run) -> None:
+    """A file size limit: the kernel refuses the write, as on a full disk."""
+    shutil.rmtree(run.out / "checkpoint-8")
+    limited = replace(run, largest_file={0: 100_000})
+    (message,) = fails(limited, resume=True)
+    assert message.startswith("DataError: the checkpoint"), message
+    assert "checkpoint-8' could not be written" in message
+    assert "checkpoint-6', is intact" in message
+    assert "resume_from_checkpoint=True" in message
+    assert steps(run) == [3, 6]
+    assert not (run.out / STAGING).exists()
+    finish(run, resume=True)
+    assert steps(run) == [3, 6, 8]
+
+
+@pytest.mark.parametrize("free", [2, 40, 120, 300, 400])
+def test_full_file_system(tmp_path: Path, free: int) -> None:
+    """A small file system with so many KiB left, so that one file after the other does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        left = shutil.disk_usage(disk).free
+        (disk / "other").write_bytes(b"\x00" * (left - free * 1024))
+        run = Run("plain", tmp_path / "run", options={"output_dir": str(disk / "out")})
+        trainer = run.trainer()
+        with pytest.raises(DataError, match="checkpoint-3' could not be written|alphatoken-run"):
+            trainer.train()
+        assert manifest.checkpoints(disk / "out") == []
+        assert not (disk / "out" / STAGING).exists()
+        (disk / "other").unlink()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_one_process_that_cannot_write_stops_all(tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 2}
+    run = Run("plain", tmp_path, processes=2, options=options, largest_file={1: 1000})
+    first, second = fails(run)
+    assert "process 1: " in first, first
+    assert "could not be written" in second, second
+    assert steps(run) == []
+    assert not (run.out / STAGING).exists()
+
+
+def test_place_that_cannot_be_written(run: Run) -> None:
+    """Something else stands where the checkpoint would grow."""
+    shutil.rmtree(run.out / "checkpoint-8")
+    (run.out / STAGING).write_text("a file")
+    with pytest.raises(DataError, match="checkpoint-6', is intact"):
+        run.trainer().train(resume_from_checkpoint=True)
+    assert steps(run) == [3, 6]
+
+
+def test_other_errors_while_saving_pass_through(run: Run) -> None:
+    trainer = run.trainer()
+    trainer.alpha_state = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not (run.out / STAGING).exists()
+
+
+class _Poison(TrainerCallback):
+    """A weight becomes NaN, as after a step that diverged."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            with torch.no_grad():
+                model.lm_head.weight[0, 0] = torch.nan
+
+
+def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> None:
+    run = Run("sft", tmp_path / "nan")
+    trainer = run.trainer()
+    trainer.add_callback(_Poison())
+    with pytest.raises(NumericalError):
+        trainer.train()
+    assert steps(run) == [3]
+    verify(run.out / "checkpoint-3")
+    state = load_file(run.out / "checkpoint-3" / "model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+    again = run.trainer()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 8
+
+
+# --- what a run depends on ------------------------------------------------------------------------
+
+
+def test_data_fingerprint_is_of_the_content() -> None:
+    rows = tiny.sft_rows(30)
+    digest = identity.data_fingerprint(rows)
+    assert digest == identity.data_fingerprint(tiny.sft_rows(30))
+    shuffled = rows.shuffle(seed=1)
+    assert digest != identity.data_fingerprint(shuffled)
+    places = [list(shuffled["prompt"]).index(prompt) for prompt in rows["prompt"]]
+    assert digest == identity.data_fingerprint(shuffled.select(places))
+    longer = tiny.sft_rows(31)
+    assert digest == identity.data_fingerprint(longer.select(range(30)))
+    assert digest != identity.data_fingerprint(longer)
+    assert digest != identity.data_fingerprint(rows.rename_column("prompt", "question"))
+    changed = tiny.sums(30)
+    changed[17]["prompt"] += "?"
+    assert digest != identity.data_fingerprint(Dataset.from_list(changed))
+
+
+def test_data_fingerprint_of_token_lists() -> None:
+    def of(lists: list[list[int] | None]) -> str | None:
+        return identity.data_fingerprint(Dataset.from_dict({"ids": lists}))
+
+    digest = of([[1, 2], [3], []])
+    assert digest == of([[1, 2], [3], []])
+    others = ([[1], [2, 3], []], [[1, 2], [3], None], [[1, 2, 3], [], []])
+    assert len({digest, *map(of, others)}) == 4
+
+
+def test_data_fingerprint_of_other_sequences() -> None:
+    rows = [{"input_ids": [i, i + 1], "labels": torch.tensor([i])} for i in range(1000)]
+    digest = identity.data_fingerprint(rows)
+    assert digest == identity.data_fingerprint([dict(reversed(row.items())) for row in rows])
+    assert digest != identity.data_fingerprint(rows[:-1])
+    assert identity.data_fingerprint(iter(rows)) is None
+    assert identity.data_fingerprint(None) is None
+    assert identity.data_fingerprint({"a": rows}) != identity.data_fingerprint({"b": rows})
+
+
+def test_options_are_plain_and_complete(tmp_path: Path) -> None:
+    run = Run("sft", tmp_path)
+    options = identity.option_values(run.trainer().args)
+    assert options == json.loads(json.dumps(options))
+    assert {"policy", "keep_ratio", "learning_rate", "packing", "lr_scheduler_type"} <= set(options)
+    assert not {"output_dir", "logging_steps", "save_steps", "report_to"} & set(options)
+
+
+def test_rotation_deletes_nothing_half(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+    newest, best = tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-1")
+    manifest.rotate(tmp_path, 1, newest, best, tmp_path / "bin")
+    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [1, 3]
+    manifest.rotate(tmp_path, None, newest, None, tmp_path / "bin")
+    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [1, 3]
+    manifest.rotate(tmp_path, 1, newest, None, tmp_path / "bin")
+    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [3]
+    assert list((tmp_path / "bin").iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """transformers prints each log."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

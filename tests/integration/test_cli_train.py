@@ -1,0 +1,602 @@
+"""``alphatoken sft`` and ``dpo``: rows, refusals, real runs, interruption and resumption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from alphatoken.cli import main
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.training_data import RunData, load_run_data
+from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.train.datasets import (
+    check_preference_rows,
+    check_sft_rows,
+    preference_problems,
+    sft_problems,
+    sft_records,
+    without_rows,
+)
+from alphatoken.train.dpo import AlphaDPOConfig
+from alphatoken.train.sft import AlphaSFTConfig
+
+WORDS = {"sft": "response", "dpo": "chosen"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny decoder and its tokenizer, in a folder."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tokenizer = make_tokenizer()
+    make_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"prompt": f"ask {i}", "response": f"say {i} {i}"} for i in range(start, start + count)]
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"ask {i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+        for i in range(start, start + count)
+    ]
+
+
+class Letters:
+    """A tokenizer of one token a character, all that reading rows needs of one."""
+
+    eos_token = "</s>"
+    chat_template: str | None = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:
+        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+
+
+def load(
+    command: str, tmp_path: Path, *words: str, tokenizer: Any = None, small: bool = True
+) -> RunData:
+    kind = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
+    drawn = ("--validation_rows", "2", "--fisher_prompts", "2") if small else ()
+    arguments = read_arguments(
+        command, ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out"),
+                  *drawn, *words], kind,
+    )  # fmt: skip
+    return load_run_data(arguments, tokenizer or Letters())
+
+
+# --- rows of a run ------------------------------------------------------------------------------
+
+
+def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
+    file = write(tmp_path / "train.jsonl", [*rows(20), *rows(3)])  # three come twice
+    data = load("sft", tmp_path, "--train_file", str(file))
+    assert len(data.validation) == len(data.fisher) == 2
+    held = {*data.validation["prompt"], *data.fisher["prompt"]}
+    assert not held & set(data.train["prompt"])
+    said = " ".join(data.notes)
+    assert "2 rows drawn for validation" in said
+    assert "2 prompts drawn for the Fisher" in said
+    again = sum(f"ask {i}\n" in held for i in range(3))  # copies of what was held out
+    assert len(data.train) == 23 - 4 - again
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_path: Path) -> None:
+    make = rows if command == "sft" else pairs
+    train = write(tmp_path / "train.jsonl", make(10))
+    changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
+    held = write(tmp_path / "held.jsonl", [*make(2, 50), changed])
+    words = ("--train_file", str(train), "--validation_data", str(held), "--fisher_prompts", "0")
+    data = load(command, tmp_path, *words, small=False)
+    assert "ask 3\n" not in data.train["prompt"]
+    assert len(data.train) == 9
+    assert "1 training rows removed: they repeat a validation row" in " ".join(data.notes)
+    with pytest.raises(DataError, match=r"train\.jsonl, line 4"):
+        load(command, tmp_path, *words, "--on_leak", "error", small=False)
+
+
+def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", rows(10))
+    kept = write(tmp_path / "old.jsonl", rows(2, 9))
+    data = load(
+        "sft", tmp_path, "--train_file", str(train), "--retention_data", str(kept),
+        "--retention", "data",
+    )  # fmt: skip
+    assert len(data.retention) == 2
+    assert data.fisher is None
+    assert "ask 9\n" not in data.train["prompt"]
+
+
+def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "train.jsonl", rows(30)))
+    top = load("sft", tmp_path, "--train_file", file)
+    for policy in ("random", "all"):
+        control = load("sft", tmp_path, "--train_file", file, "--policy", policy)
+        assert control.train["prompt"] == top.train["prompt"]
+
+
+def test_bad_rows_are_dropped_before_anything_is_drawn(tmp_path: Path) -> None:
+    broken = [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}]
+    file = str(write(tmp_path / "train.jsonl", [*rows(10), *broken]))
+    words = ("--train_file", file, "--max_length", "100")
+    data = load("sft", tmp_path, *words)
+    assert len(data.train) == 6
+    said = " ".join(data.notes)
+    assert "1 training rows dropped: the response is empty (such as train.jsonl, line 11)" in said
+    assert "longer than 99 tokens (such as train.jsonl, line 12)" in said
+    with pytest.raises(InputError, match="line 11"):
+        load("sft", tmp_path, *words, "--on_bad_rows", "error")
+
+
+def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
+    broken = [
+        {"prompt": "p", "chosen": "same", "rejected": "same"},
+        {"prompt": "q", "chosen": "one", "rejected": ""},
+        {"prompt": "y" * 80, "chosen": "one", "rejected": "two"},
+    ]
+    file = str(write(tmp_path / "pairs.jsonl", [*pairs(10), *broken]))
+    words = ("--train_file", file, "--max_prompt_length", "50")
+    data = load("dpo", tmp_path, *words)
+    assert len(data.train) == 6
+    said = " ".join(data.notes)
+    assert "chosen and rejected are equal (such as pairs.jsonl, line 11)" in said
+    assert "a response is empty (such as pairs.jsonl, line 12)" in said
+    assert "longer than 50 tokens (such as pairs.jsonl, line 13)" in said
+    with pytest.raises(InputError, match="cannot be trained on"):
+        load("dpo", tmp_path, *words, "--on_bad_rows", "error")
+
+
+def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "train.jsonl", rows(10)))
+    with pytest.raises(ConfigError, match=r"40 of 10 rows"):  # 32 and a fifth of them watched
+        load("sft", tmp_path, "--train_file", file, small=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "none named"),
+        (("--train_file", "a.jsonl", "--dataset_name", "b/c"), "train_file and dataset_name"),
+        (("--dataset_name", "b/c", "--dataset_streaming"), "streamed"),
+        (("--train_file", "{rows}", "--validation_data", "no such source!"), "neither a data file"),
+        (("--train_file", "{rows}", "--prompt_column", "ask"), "no field 'ask'"),
+        (("--train_file", "{rows}", "--eval_strategy", "epoch"), "evaluation needs rows"),
+    ],
+)
+def test_sources_that_are_none(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    file = str(write(tmp_path / "train.jsonl", rows(10)))
+    with pytest.raises((ConfigError, DataError), match=said):
+        load("sft", tmp_path, *(word.format(rows=file) for word in words))
+
+
+def test_a_hub_that_is_not_reached_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the data set cannot be loaded"):
+        load("sft", tmp_path, "--dataset_name", "no-such-owner/no-such-rows")
+
+
+def test_sources_may_be_folders_of_the_hubs_form(tmp_path: Path) -> None:
+    """``name:split`` goes to ``datasets``, which takes local folders too."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    Dataset.from_list(rows(8)).to_parquet(folder / "train.parquet")
+    Dataset.from_list(rows(3, 100)).to_parquet(folder / "test.parquet")
+    data = load(
+        "sft", tmp_path, "--dataset_name", str(folder), "--validation_data", f"{folder}:test",
+        "--fisher_prompts", "0", "--train_limit", "5", small=False,
+    )  # fmt: skip
+    assert len(data.train) == 5
+    assert data.validation["prompt"] == [f"ask {i}\n" for i in range(100, 103)]
+
+
+def test_chats_become_messages_or_text(tmp_path: Path) -> None:
+    chat = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ]
+    }
+    others = [{"messages": [{"role": "user", "content": f"q{i}"},
+                            {"role": "assistant", "content": "r"}]} for i in range(6)]  # fmt: skip
+    file = str(write(tmp_path / "chat.jsonl", [chat, *others]))
+    words = ("--train_file", file, "--validation_rows", "1", "--fisher_prompts", "1")
+    tokenizer = Letters()
+    plain = load("sft", tmp_path, *words, "--split_seed", "3", tokenizer=tokenizer, small=False)
+    records = {
+        r["prompt"]: r["completion"] for r in [*plain.train, *plain.validation, *plain.fisher]
+    }
+    assert records["a\n"] == "b"
+    assert records["a\nb</s>c\n"] == "d"
+    assert not plain.several_turns
+    tokenizer.chat_template = "some"
+    told = load("sft", tmp_path, *words, "--split_seed", "3", tokenizer=tokenizer, small=False)
+    assert told.several_turns
+    last = load("sft", tmp_path, *words, "--turns", "last", tokenizer=tokenizer, small=False)
+    assert last.train.column_names == ["prompt", "completion"]
+
+
+# --- records and checks, without a command line -------------------------------------------------
+
+
+def conversation(*said: str) -> Row:
+    roles = ("user", "assistant")
+    return Row(0, "here", tuple(Turn(roles[i % 2], text) for i, text in enumerate(said)))
+
+
+def test_plain_text_rows_stay_plain_text() -> None:
+    story = Row(0, "here", (Turn("assistant", "once"),))
+    assert sft_records([story], chat=True) == [{"text": "once"}]
+    mixed = sft_records([story, conversation("a", "b")], chat=False)
+    assert mixed == [
+        {"prompt": "", "completion": "once"},
+        {"prompt": "a\n", "completion": "b"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "problem", "bad"),
+    [
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "\n"}], "empty", [1]),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "empty", [0]),
+        ([{"messages": [{"role": "user", "content": "a"},
+                        {"role": "assistant", "content": "b"}]}], "", []),
+        ([{"conversations": [{"from": "human", "value": "a"},
+                             {"from": "gpt", "value": ""}]}], "empty", [0]),
+        ([{"text": ""}, {"text": "b"}], "empty", [0]),
+        ([{"input_ids": [1, 2], "labels": [-100, -100]},
+          {"input_ids": [1, 2], "labels": [-100, 2]}], "empty", [0]),
+        ([{"prompt": "p" * 300, "completion": "b"}], "longer than 99 tokens", [0]),
+        ([{"prompt": [{"role": "user", "content": "p" * 300}],
+           "completion": [{"role": "assistant", "content": "b"}]}], "longer than 99", [0]),
+    ],
+)  # fmt: skip
+def test_sft_rows_are_checked(records: Any, problem: str, bad: list[int]) -> None:
+    dataset = Dataset.from_list(records)
+    found = sft_problems(dataset, tokenizer=Letters(), max_length=100)
+    assert [row for rows_ in found.values() for row in rows_] == bad
+    assert len(without_rows(dataset, found)) == len(records) - len(bad)
+    if not bad:
+        check_sft_rows(dataset, tokenizer=Letters(), max_length=100)
+        return
+    with pytest.raises(InputError, match=f"{problem}.*row {bad[0]}"):
+        check_sft_rows(dataset, tokenizer=Letters(), max_length=100)
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": "  "}, "is empty"),
+        ({"prompt": "a", "chosen": "", "rejected": ""}, "is empty"),
+        ({"prompt": "a" * 90, "chosen": "b", "rejected": "c"}, "longer than 20 tokens"),
+        ({"chosen": [{"role": "assistant", "content": "b"}],
+          "rejected": [{"role": "assistant", "content": "b"}]}, "are equal"),
+    ],
+)  # fmt: skip
+def test_pairs_are_checked(record: dict[str, Any], problem: str) -> None:
+    fine = {**record, "prompt": "a", "chosen": "yes", "rejected": "no"}
+    if isinstance(record["chosen"], list):
+        fine = {k: [{"role": "assistant", "content": k}] for k in record}
+    dataset = Dataset.from_list([fine, record])
+    limits: dict[str, Any] = {"tokenizer": Letters(), "max_prompt_length": 20, "max_length": 64}
+    assert list(preference_problems(dataset, **limits).values()) == [[1]]
+    with pytest.raises(InputError, match=rf"1 of 2 mine rows.*{problem}: 1 \(row 1\)"):
+        check_preference_rows(dataset, name="mine", **limits)
+    check_preference_rows(dataset.select([0]), **limits)
+
+
+def test_columns_that_are_not_there_are_named() -> None:
+    with pytest.raises(InputError, match=r"none of the columns.*question"):
+        check_sft_rows(Dataset.from_list([{"question": "a"}]))
+    with pytest.raises(InputError, match="no column 'rejected'"):
+        check_preference_rows(Dataset.from_list([{"prompt": "a", "chosen": "b"}]))
+    with pytest.raises(InputError, match="no rows"):
+        check_sft_rows(Dataset.from_dict({"text": []}))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "ask", "chosen": "yes", "rejected": "no"},
+        {"instruction": "ask", "chosen_response": "yes", "rejected_response": "no"},
+        {"prompt": [{"role": "user", "content": "ask"}],
+         "chosen": [{"role": "assistant", "content": "yes"}],
+         "rejected": [{"role": "assistant", "content": "no"}]},
+        {"conversations": [{"from": "human", "value": "ask"}],
+         "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
+        {"prompt": "ask",
+         "chosen": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}],
+         "rejected": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "no"}]},
+        {"chosen": "\n\nHuman: ask\n\nAssistant: yes",
+         "rejected": "\n\nHuman: ask\n\nAssistant: no"},
+    ],
+)  # fmt: skip
+def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
+    pair = pair_of(record, 0, "here")
+    assert pair.prompt == (Turn("user", "ask"),)
+    assert pair.chosen == (Turn("assistant", "yes"),)
+    assert pair.rejected == (Turn("assistant", "no"),)
+
+
+def test_two_texts_part_at_a_word() -> None:
+    pair = pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
+    assert (pair.prompt[0].text, pair.chosen[0].text) == ("the sky is ", "blue")
+    for record in (
+        {"chosen": "a", "rejected": "b"},
+        {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}],
+         "rejected": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]},
+        {"chosen": 3, "rejected": 4},
+        {"prompt": "a", "chosen": "b"},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="here"):
+            pair_of(record, 0, "here")
+
+
+def test_pairs_of_people_are_read(data_dir: Path) -> None:
+    found = read_pairs(data_dir / "hh_rlhf" / "train.jsonl")
+    assert len(found) == 500
+    assert all(pair.prompt[-1].role == "user" for pair in found)
+    assert all("\n\nHuman:" not in turn.text for pair in found for turn in pair.prompt)
+    assert {turn.role for pair in found for turn in (*pair.chosen, *pair.rejected)} == {"assistant"}
+    assert len(read_pairs(data_dir / "dpo_en_demo" / "train.jsonl")) == 199
+
+
+def test_a_json_list_is_a_data_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(rows(3), indent=1))
+    assert [row.prompt for row in read_rows(tmp_path / "rows.json")] == ["ask 0", "ask 1", "ask 2"]
+    (tmp_path / "rows.json").write_text('[{"prompt": "a"}, 3]')
+    with pytest.raises(DataError, match="item 1 has"):
+        read_rows(tmp_path / "rows.json")
+    (tmp_path / "rows.json").write_text('[{"prompt": "a", ')
+    with pytest.raises(DataError, match="broken JSON file"):
+        read_rows(tmp_path / "rows.json")
+
+
+# --- what is refused before any work ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--train_file", "nowhere.jsonl"], "train_file is not there"),
+        (["--validation_data", "nowhere.parquet"], "validation_data is not there"),
+        (["--fisher_file", "nowhere.safetensors"], "fisher_file is not there"),
+        (["--accelerate_config", "fsdp2"], "expected: more GPUs"),
+    ],
+)
+def test_paths_are_checked_first(
+    words: list[str], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "GPUs" in said:
+        if torch.cuda.device_count() >= 4:
+            pytest.skip("this machine has the GPUs that are to be missed")
+        said, words = "more GPUs than there are", [*words, "--use_cpu", "false", "--bf16", "false"]
+    train = write(tmp_path / "train.jsonl", rows(4))
+    base = ["--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
+            "--train_file", str(train), "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    assert main(["sft", *base, *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_touched(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-3").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    words = ["sft", "--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
+             "--train_file", str(write(tmp_path / "t.jsonl", rows(4))),
+             "--output_dir", str(out)]  # fmt: skip
+    assert main(words) == 2
+    assert "the output folder is not empty" in capsys.readouterr().err
+    assert (out / "checkpoint-3").exists()
+    assert main([*words, "--overwrite_output", "--validation_rows", "9"]) == 2  # later: too many
+    assert "cannot be drawn" in capsys.readouterr().err
+    assert not (out / "checkpoint-3").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+    assert main([*words, "--resume", "--output_dir", str(out / "notes.txt")]) == 2
+    assert "output_dir is a file" in capsys.readouterr().err
+
+
+def test_help_prints_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import fields
+
+    from alphatoken.train.options import AlphaOptions
+
+    with pytest.raises(SystemExit) as ended:
+        main(["sft", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in fields(AlphaOptions):
+        assert f"--{option.name}" in text
+        assert " ".join(option.metadata["help"].split()) in text, option.name
+    for name in ("--train_file", "--dry_run", "--learning_rate", "--lora_r", "--max_length"):
+        assert name in text
+
+
+def test_the_list_of_commands_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {name}" in text for name in ("score", "fisher", "sft", "dpo", "recipes"))
+
+
+# --- real runs ----------------------------------------------------------------------------------
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "alphatoken.cli", *map(str, words)]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+    }
+
+
+def run(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=540, env=environment(tmp_path),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def real(data_dir: Path, task: str, out: Path, **changed: object) -> list[object]:
+    """A short run on the real model and real rows; keyword arguments replace options."""
+    files = {"sft": "gsm8k", "dpo": "hh_rlhf"}
+    options: dict[str, object] = {
+        "config": f"laptop-{task}",
+        "model_name_or_path": data_dir / "stories260K" / "transformers",
+        "train_file": data_dir / files[task] / "train.jsonl",
+        "train_limit": 120,
+        "output_dir": out,
+        "max_length": 192,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "validation_rows": 10,
+        "validation_batch_size": 2,
+        "fisher_samples": 6,
+        "fisher_prompts": 6,
+        "fisher_max_new_tokens": 8,
+        "max_steps": 6,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "save_total_limit": "null",
+        **changed,
+    }
+    return [task, *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def differ(left: Path, right: Path) -> bool:
+    a, b = weights(left), weights(right)
+    return any(not torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, *real(data_dir, task, tmp_path / "out", max_steps=3))
+    assert "3 steps trained; model:" in done.stdout
+    assert "10 rows drawn for validation and not trained on" in done.stderr
+    assert "6 prompts drawn for the Fisher" in done.stderr
+    assert differ(tmp_path / "out", data_dir / "stories260K" / "transformers")
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert len(losses) == 3
+    assert all(loss > 0 for loss in losses)
+    shares = [e["alpha/kept_share"] for e in state["log_history"] if "alpha/kept_share" in e]
+    assert shares
+    assert all(abs(share - 0.5) < 0.05 for share in shares)
+    assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
+    # The trained model is one that the next command can start from.
+    again = run(
+        tmp_path, *real(data_dir, task, tmp_path / "more", max_steps=1, policy="random",
+                        model_name_or_path=tmp_path / "out", retention="none"),
+    )  # fmt: skip
+    assert "1 steps trained" in again.stdout
+
+
+@pytest.mark.parametrize("task", ["sft"])
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    task: str, data_dir: Path, tmp_path: Path
+) -> None:
+    whole = real(data_dir, task, tmp_path / "whole")
+    run(tmp_path, *whole)
+    words = real(data_dir, task, tmp_path / "parts")
+    process = subprocess.Popen(
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(tmp_path), cwd=tmp_path,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "parts" / "checkpoint-2").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said[-3000:]
+    assert "the same command with --resume continues" in said
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+
+    refused = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=300, env=environment(tmp_path)
+    )
+    assert refused.returncode == 2
+    assert "the output folder is not empty" in refused.stderr
+
+    changed = subprocess.run(
+        command(*real(data_dir, task, tmp_path / "parts", learning_rate=1.0), "--resume"),
+        capture_output=True, text=True, timeout=300, env=environment(tmp_path),
+    )  # fmt: skip
+    assert changed.returncode == 2
+    assert "learning_rate" in changed.stderr.splitlines()[-1]
+
+    done = run(tmp_path, *words, "--resume")
+    assert "6 steps trained" in done.stdout
+    assert not differ(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_resume_starts_where_there_is_nothing_to_resume(data_dir: Path, tmp_path: Path) -> None:
+    words = real(data_dir, "sft", tmp_path / "out", max_steps=1, retention="none")
+    assert "1 steps trained" in run(tmp_path, *words, "--resume").stdout
+
+
+def test_adapters_retention_rows_and_evaluation(data_dir: Path, tmp_path: Path) -> None:
+    """laptop-lora, with retention rows of plain text, and TRL's own evaluation."""
+    words = real(
+        data_dir, "sft", tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
+        retention_data=data_dir / "tinystories" / "stories.jsonl", retention_batch_size=2,
+        eval_strategy="steps", eval_steps=2, eval_data=data_dir / "gsm8k" / "test.jsonl",
+        max_length=128, per_device_eval_batch_size=16,
+    )  # fmt: skip
+    done = run(tmp_path, *words)
+    assert "2 steps trained" in done.stdout
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_two_processes_are_launched(data_dir: Path, tmp_path: Path) -> None:
+    layout = tmp_path / "two.yaml"
+    layout.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n"
+        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
+        "main_training_function: main\nrdzv_backend: static\nsame_network: true\n"
+    )
+    words = real(data_dir, "sft", tmp_path / "out", max_steps=1, accelerate_config=layout)
+    done = run(tmp_path, *words)
+    assert done.stdout.count("1 steps trained") == 1  # the first process speaks
+    assert done.stderr.count("rows drawn for validation") == 1

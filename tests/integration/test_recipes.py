@@ -1,0 +1,440 @@
+"""Recipes and the plan: every packaged recipe passes ``--dry-run`` offline, and says the truth."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from alphatoken import FisherDrift
+from alphatoken.adapter import find_adapter
+from alphatoken.capture import find_scope
+from alphatoken.cli import main
+from alphatoken.cli.arguments import Arguments, read_arguments
+from alphatoken.cli.launching import layout_of
+from alphatoken.cli.planning import plan_run
+from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
+from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
+from alphatoken.train.cost import Layout, memory_of, overhead_of, work_of
+from alphatoken.train.dpo import AlphaDPOConfig
+from alphatoken.train.plan import Plan, make_plan
+from alphatoken.train.sft import AlphaSFTConfig
+
+RECIPES = list(packaged_recipes())
+NAMES = [recipe.name for recipe in RECIPES]
+CONFIGURATIONS: dict[str, Any] = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}
+MODELS = {"llama": 3_212_749_824, "gemma": 4_300_079_472, "qwen": 9_409_813_744}
+"""Parameters of the real checkpoints, as the hub counts them."""
+
+TASKS = ("magicoder", "metamath", "ultrachat", "ultrafeedback")
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def read(name: str, *words: str) -> Arguments:
+    recipe = find_recipe(name)
+    command = recipe.command or "sft"
+    return read_arguments(command, ["--config", name, "--dry-run", *words], CONFIGURATIONS[command])
+
+
+def plan(name: str, *words: str) -> Plan:
+    arguments = read(name, *words)
+    return plan_run(arguments, layout_of(arguments))
+
+
+# --- every recipe -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_dry_run_prints_the_plan_offline(
+    recipe: Recipe, no_network: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert main([str(recipe.command), "--config", recipe.name, "--dry-run"]) == 0
+    assert time.monotonic() - started < 60
+    text = capsys.readouterr().out
+    for title in ("model", "scored", "layout", "batch", "kept", "steps", "memory", "options"):
+        assert re.search(rf"^  {title} ", text, re.MULTILINE), title
+    assert recipe.options["model_name_or_path"] in text
+
+
+def test_the_papers_settings_are_all_there() -> None:
+    expected = {f"{task}-{model}" for task in TASKS for model in MODELS}
+    assert expected <= set(NAMES)
+    assert all(recipe.about and "\n" not in recipe.about for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("task", TASKS)
+def test_what_the_paper_says(task: str, model: str) -> None:
+    """App. "Implementation Details" and "Training and Validation Setup", number by number."""
+    arguments = read(f"{task}-{model}")
+    found, args = plan(f"{task}-{model}"), arguments.training
+    rows, length, epochs = {"ultrachat": (128, 2048, 2), "ultrafeedback": (64, 2048, 3)}.get(
+        task, (64, 4096, 3)
+    )
+    assert (found.batch["rows"], found.batch["length"], args.num_train_epochs) == (
+        rows, length, epochs,
+    )  # fmt: skip
+    rate = 2e-5 if model != "qwen" else 1e-5
+    assert args.learning_rate == pytest.approx(rate / 10 if task == "ultrafeedback" else rate)
+    assert args.lr_scheduler_type == "cosine"
+    assert str(args.optim.value).startswith("adamw")
+    assert args.bf16
+    assert args.gradient_checkpointing
+    assert found.layout["processes"] == 4
+    assert found.model["parameters"] == MODELS[model]
+    if task == "ultrachat":
+        assert (args.policy, args.needs_values) == ("all", False)
+        return
+    assert (args.keep_ratio, args.stability_weight, args.window) == (0.5, 1.5, 32)
+    assert len(found.scored["layers"]) == 3
+    assert (args.validation_batch_size, arguments.data.validation_rows) == (32, 32)
+    assert args.held_out_share == 0
+    assert (args.fisher_samples, arguments.data.fisher_prompts) == (1000, 1000)
+    assert (args.retention, args.fisher_labels, args.policy) == ("diagonal", "sequence", "top")
+    assert args.estimator == ("label" if model == "qwen" else "alphatoken")
+    if task == "ultrafeedback":
+        assert args.beta == 0.1
+        assert arguments.data.max_prompt_length == 1024
+        assert not args.shared_threshold
+        assert not args.masked_logit
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_a_run_fits_where_the_recipe_puts_it(recipe: Recipe) -> None:
+    """80 GB of one A100, as estimated; or a laptop."""
+    limit = 12 if recipe.name.startswith("laptop") else 75
+    assert plan(recipe.name).memory.total < limit * 2**30
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for recipe in RECIPES:
+        assert any(line.startswith(recipe.name) and recipe.about in line for line in lines)
+
+
+def test_every_choice_of_a_paper_recipe_is_an_option_and_has_a_comment() -> None:
+    for recipe in RECIPES:
+        text = recipe.path.read_text(encoding="utf-8")
+        assert text.startswith("#")
+        if not recipe.name.startswith("laptop"):
+            assert text.count('App. "') + text.count("main text") >= 5
+
+
+# --- overrides ----------------------------------------------------------------------------------
+
+
+def test_the_command_line_overrides_the_recipe() -> None:
+    found = plan(
+        "magicoder-llama", "--learning-rate", "1e-6", "--keep_ratio=0.25", "--window", "none",
+        "--score_layers", "0,4", "--num_processes", "8",
+    )  # fmt: skip
+    assert found.options["learning_rate"] == (1e-6, 2e-5)
+    assert found.options["window"] == (None, 32)
+    assert found.scored["layers"] == [0, 4]
+    assert found.layout["processes"] == 8
+    assert found.batch["rows"] == 128
+    assert found.batch["kept_at_most"] == found.batch["tokens_at_most"] // 4
+
+
+def test_options_that_are_the_default_are_not_listed() -> None:
+    found = plan("magicoder-llama")
+    assert "stability_weight" not in found.options  # written in the recipe, and the default
+    assert found.options["max_length"] == (4096, 1024)
+    assert not {"dry_run", "use_cpu", "accelerate_config"} & set(found.options)
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("learning_rate: 3e-4\nkeep-ratio: 0.7\nscore_layers: 1\nenv: {MINE: 1}\n")
+    arguments = read_arguments("sft", ["--config", str(recipe), "--use_cpu"], AlphaSFTConfig)
+    assert arguments.training.learning_rate == 3e-4  # YAML reads 3e-4 as text
+    assert arguments.training.keep_ratio == 0.7
+    assert arguments.recipe is not None
+    assert arguments.recipe.env == {"MINE": "1"}
+
+
+def test_json_holds_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dpo", "--config", "ultrafeedback-gemma", "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = plan("ultrafeedback-gemma")
+    assert document["overhead"]["floor"] == pytest.approx(found.overhead.floor)
+    assert document["memory"]["total"] == pytest.approx(found.memory.total)
+    assert document["options"]["beta" if "beta" in found.options else "max_length"]
+    assert document["steps"]["steps"] == found.steps["steps"]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_layouts_are_read_by_accelerate_too(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path, config = accelerate_config(name)
+    theirs = load_config_from_file(str(path))
+    assert theirs.num_processes == config["num_processes"] == 4
+    assert str(theirs.distributed_type.value) == config["distributed_type"]
+    assert Layout.read(config) == Layout(name, 4)
+
+
+# --- refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", "magicoder-lama"], "did you mean magicoder-llama"),
+        (["--config", "no/such/file.yaml"], "no such recipe"),
+        (["--config", "ultrafeedback-llama"], "for `alphatoken dpo`"),
+        (["--config", "magicoder-llama", "--keep_ration", "0.5"], "did you mean keep_ratio"),
+        (["--config", "magicoder-llama", "--keep_ratio", "much"], "invalid float value"),
+        (["--config", "magicoder-llama", "--keep_ratio", "0"], "ratio must lie in (0, 1]"),
+        (["--config", "magicoder-llama", "--policy", "best"], "policy must be one of"),
+        (["--config", "magicoder-llama", "--row_format", "xml"], "invalid choice"),
+        (["--config", "magicoder-llama", "--accelerate_config", "fsdp9"], "no such accelerate"),
+        (["--config", "magicoder-llama", "--accelerate_config", "fsdp1"], "fsdp_version: 2"),
+        (["--config", "magicoder-llama", "--score_layers", "40"], "within the model"),
+        (["--config", "magicoder-llama", "--estimator", "label"], "sharded weights"),
+        (["--config", "magicoder-qwen", "--estimator", "alphatoken"], "linear_attention"),
+        (["--config", "magicoder-llama", "--model_name_or_path", "nobody/nothing"], "not known"),
+        (["--learning_rate"], "expected one argument"),
+        (["stray"], "belongs to no option"),
+        ([], "no model is named"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], no_network: None
+) -> None:
+    assert main(["sft", *words, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert said.lower() in captured.err.lower()
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rate: [", "cannot be read"),
+        ("- one\n- two\n", "holds no options"),
+        ("lerning_rate: 1\n", "did you mean learning_rate"),
+        ("model_shape: llama\n", "model_shape of the recipe is not of its kind"),
+        ("env: 3\n", "env of the recipe"),
+    ],
+)
+def test_a_broken_recipe_is_named(
+    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.yaml").write_text(text)
+    assert main(["sft", "--config", str(tmp_path / "broken.yaml"), "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_shape_that_is_none_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "shape.yaml"
+    recipe.write_text("model_name_or_path: a/b\nmodel_shape: {model_type: no_such_model}\n")
+    with pytest.raises(ConfigError, match="not a model's shape"):
+        plan(str(recipe))
+
+
+# --- the numbers of the plan --------------------------------------------------------------------
+
+
+def small(layers: int = 4, width: int = 64, vocabulary: int = 96, **more: Any) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, vocab_size=vocabulary, **more,
+        )
+    )  # fmt: skip
+
+
+def options(tmp_path: Path, kind: Any = AlphaSFTConfig, **more: Any) -> Any:
+    return kind(output_dir=str(tmp_path), use_cpu=True, bf16=False, **more)
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """Linears and head to the last one; attention is counted for the causal half."""
+    length = 32
+    model = small(attn_implementation="eager")
+    work = work_of(find_adapter(model), length)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, length, dtype=torch.long)).logits.sum().backward()
+    forward = sum(work.linear) + work.head
+    every = tuple(range(4))
+    backward = work.errors(every) + work.head + work.weights
+    expected = forward + 2 * sum(work.attention) + backward + 2 * sum(work.attention)
+    counted = counter.get_total_flops() / length
+    # What is above: the rotary tables, and errors of the embedding that nothing asks for.
+    assert counted == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(("share", "floor"), [(1 / 2, 1.29), (1 / 8, 1.14)])
+def test_the_known_floors(tmp_path: Path, share: float, floor: float) -> None:
+    """24 layers at K = 3, a small head: 1 + 1/24 + 1/24 + r (1/3 + 1/24 + 1/24)."""
+    with torch.device("meta"):
+        model = small(24, 512, 16)
+    adapter = find_adapter(model)
+    found = overhead_of(
+        work_of(adapter, 2),
+        find_scope(adapter, 3),
+        options(tmp_path, gradient_checkpointing=False),
+        validation_share=share,
+        own_forward=False,
+    )
+    exact = 1 + 1 / 24 + 1 / 24 + share * (1 / 3 + 1 / 12)
+    assert found.floor == pytest.approx(exact, abs=2e-3)
+    assert found.floor == pytest.approx(floor, abs=6e-3)
+    assert found.floor <= found.expected < found.floor + 0.01
+    assert found.expected == pytest.approx(1 + sum(found.parts.values()))
+
+
+def test_overhead_follows_the_options(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = small(8, 128, 256)
+    adapter = find_adapter(model)
+    work = work_of(adapter, 64)
+
+    def cost(layers: int = 3, own: bool = False, **more: Any) -> float:
+        args = options(tmp_path, **{"gradient_checkpointing": False, **more})
+        scope = find_scope(adapter, layers)
+        return overhead_of(work, scope, args, validation_share=0.5, own_forward=own).expected
+
+    assert cost(1) < cost(3) < cost(8)
+    assert cost(direction_steps=4) < cost()
+    assert cost(own=True) - cost() == pytest.approx(
+        work.forward / (work.forward + work.errors(tuple(range(8))) + 2 * work.head + work.weights)
+    )
+    assert cost(policy="random") == 1.0
+    assert cost(objective="stability") < cost()
+
+
+def test_memory_of_the_fisher_is_the_files(tmp_path: Path) -> None:
+    """The bytes of a fitted Fisher of this model: Fisher and reference, in float32."""
+    from alphatoken import fit_fisher
+
+    model = small(3)
+    adapter = find_adapter(model)
+    for structure in ("diagonal", "kronecker"):
+        fisher = fit_fisher(
+            model, [torch.ones(4, dtype=torch.long)], samples=2, layers=2, max_new_tokens=4,
+            structure=structure, progress=False,
+        )  # fmt: skip
+        args = options(tmp_path, retention=structure)
+        scope = find_scope(adapter, 2)
+        found = memory_of(adapter, scope, args, Layout(), command="sft", dtype="float32")
+        assert found.fisher == _bytes(fisher)
+
+
+def _bytes(fisher: FisherDrift) -> int:
+    tensors = [*fisher.fisher.values(), *fisher.reference.values()]
+    tensors += [part for factors in fisher.factors.values() for part in factors]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_memory_is_split_as_the_layout_splits(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = small()
+    adapter = find_adapter(model)
+    scope = find_scope(adapter, 3)
+    count = sum(p.numel() for p in model.parameters())
+
+    def found(kind: str, processes: int = 4, kind_of: Any = AlphaSFTConfig, **more: Any) -> Any:
+        return memory_of(
+            adapter, scope, options(tmp_path, kind_of, **more), Layout(kind, processes),
+            command="dpo" if kind_of is AlphaDPOConfig else "sft", dtype="float32",
+        )  # fmt: skip
+
+    assert found("single", 1).weights == 4 * count
+    assert found("single", 1).optimizer == 8 * count
+    assert found("ddp").weights == found("single", 1).weights
+    assert found("fsdp2").weights == count
+    assert found("zero2").weights == 2 * count
+    assert found("zero2").optimizer == (8 + 4) * count / 4
+    assert found("fsdp2").fisher == found("ddp").fisher / 4
+    assert found("ddp", kind_of=AlphaDPOConfig).reference == 4 * count
+    ahead = found("ddp", kind_of=AlphaDPOConfig, precompute_ref_log_probs=True)
+    assert ahead.reference == 0
+    assert found("ddp", running_mean=0.9).directions > found("ddp").directions
+    assert found("ddp", policy="random").valuation == 0
+
+
+def test_steps_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    for rows, micro, accumulation, epochs in ((100, 4, 4, 3), (17, 4, 2, 1), (3, 4, 4, 2.5)):
+        shape = {
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": accumulation,
+            "num_train_epochs": epochs,
+        }
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **shape)
+        trainer = Trainer(small(2), args, train_dataset=[{"input_ids": [1]}] * rows)
+        loader = trainer.get_train_dataloader()
+        expected = trainer.set_initial_training_values(args, loader)
+        plan = make_plan(small(), options(tmp_path, **shape), Layout(), command="sft", rows=rows)
+        assert plan.steps["steps"] == expected[-1]
+
+
+def test_what_a_run_would_refuse_the_plan_refuses(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, num_local_experts=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(AlphaTokenError, match="router weight"):
+        make_plan(model, options(tmp_path), Layout(), command="sft")
+    found = make_plan(model, options(tmp_path, uncovered="skip"), Layout(), command="sft")
+    assert any("left out" in note for note in found.notes)
+
+
+def test_layers_without_softmax_attention_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"layers\.29.*linear_attention"):
+        plan("ultrafeedback-qwen", "--estimator", "direct", "--accelerate_config", "none")
+
+
+def test_adapters_are_scored_by_their_factors() -> None:
+    found = plan("laptop-lora")
+    assert all("lora_" in name for name in found.scored["linears"])
+    assert found.model["trainable"] < found.model["parameters"] / 10
+    assert found.memory.reference == 0
+
+
+def test_a_vision_tower_is_not_trained() -> None:
+    found = plan("magicoder-gemma")
+    assert found.model["parameters"] - found.model["trainable"] > 400e6
+    assert not any("vision" in name for name in found.scored["linears"])
+
+
+def test_the_recipes_are_in_the_package() -> None:
+    """The wheel takes every file below alphatoken/; nothing may leave YAML out."""
+    import tomllib
+
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["alphatoken"]
+    assert not {"exclude", "include", "only-include"} & set(wheel)
+    for recipe in RECIPES:
+        assert recipe.path.parent.parent.name == "alphatoken"
+        assert yaml.safe_load(recipe.path.read_text(encoding="utf-8"))["command"] == recipe.command

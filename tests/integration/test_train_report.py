@@ -1,0 +1,311 @@
+"""The page of a run: what its curves show, and how it behaves in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alphatoken.errors import DataError
+from alphatoken.train.curves import COLOURS, DASHES, charts
+from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.report import REPORT, main, read_run, token_values, write_run_report
+from alphatoken.values import TokenValues
+from tests.integration.browser import Browser
+from tests.integration.tiny_training import sums, tokenizer
+
+PARTS = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
+
+
+def log(steps: int, every: int = 10) -> list[dict[str, Any]]:
+    """A log_history as a run writes it, with a NaN in the middle."""
+    draw = np.random.default_rng(0)
+    found: list[dict[str, Any]] = []
+    for step in range(every, steps + 1, every):
+        entry: dict[str, Any] = {
+            "step": step,
+            "epoch": step / steps,
+            "loss": 0.8 + math.exp(-step / 150) + 0.02 * draw.standard_normal(),
+            "grad_norm": 1 + 0.2 * draw.standard_normal(),
+            "learning_rate": 1e-5 * (1 - step / steps),
+            "alpha/kept_share": 0.5,
+            "alpha/weight_share": 0.5,
+            "alpha/total_mean": 1e-5,
+            "alpha/total_median": 1e-5,
+            "alpha/total_q05": -2e-4,
+            "alpha/total_q95": 3e-4,
+            "alpha/balance": step / steps,
+            "alpha/relative_drift": math.sqrt(step) * 1e-3,
+            "alpha/tokens_per_second": 1500.0,
+            **{f"alpha/{name}_share": 0.4 - 0.1 * i for i, name in enumerate(PARTS)},
+        }
+        if step % (5 * every) == 0:
+            pool, held = math.exp(-step / 200), math.exp(-step / 200) + step / 3000
+            entry |= {"alpha/validation_pool": pool, "alpha/validation_held_out": held}
+            entry["alpha/validation_gap"] = held - pool
+        found.append(entry)
+    found[len(found) // 2]["loss"] = math.nan
+    return found
+
+
+def ledger(rows: int = 6) -> ValueLedger:
+    """Values of real tokenised rows, drawn at random."""
+    pieces, filled = tokenizer(), ValueLedger()
+    draw = torch.Generator().manual_seed(4)
+    for step, row in enumerate(sums(rows)):
+        prompt, response = (pieces(row[part])["input_ids"] for part in ("prompt", "completion"))
+        ids = torch.tensor([prompt + response])
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        mask[0, len(prompt) :] = True
+        drawn = torch.randn(2, *ids.shape, generator=draw) * mask
+        values = TokenValues(
+            total=drawn.sum(0), mask=mask, adaptation=drawn[0], stability=drawn[1],
+            adaptation_direct=None, adaptation_causal=None, stability_direct=None,
+            stability_causal=None, unassigned=torch.zeros(1), estimator="path",
+            stability_weight=1.0,
+        )  # fmt: skip
+        weights = (values.total > 0).float()
+        filled.add({"input_ids": ids}, mask, values, weights, scale=1e-5, step=step)
+    return filled
+
+
+def run_folder(folder: Path, steps: int = 400, *, values: bool = True, kind: str = "jsonl") -> Path:
+    """A folder as a run leaves it."""
+    for step in (steps // 2, steps):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        history = [entry for entry in log(steps) if entry["step"] <= step]
+        state = {"global_step": step, "max_steps": steps + 100, "log_history": history}
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    options = {"policy": "top", "keep_ratio": 0.5, "run_name": "</script><b>x"}
+    told = {"run": "0", "identity": {"options": options}, "versions": {"torch": "2"}}
+    (folder / "alphatoken-run.json").write_text(json.dumps(told))
+    if values:
+        ledger().export(folder / f"values.{kind}", tokenizer=tokenizer())
+    return folder
+
+
+# --- what is drawn --------------------------------------------------------------------------------
+
+
+def test_curves_pass_through_the_logged_points() -> None:
+    history = log(400)
+    chart = charts(history)[0]
+    assert (chart.title, chart.first, chart.last) == ("Loss", 0, 400)
+    path = chart.curves[0].path
+    assert path.count("M") == 2, "the NaN is a gap"
+    points = [tuple(map(float, xy)) for xy in re.findall(r"[ML](\S+?) (\S+?)(?=[ML]|$)", path)]
+    logged = [(e["step"], e["loss"]) for e in history if math.isfinite(e["loss"])]
+    assert len(points) == len(logged) == 39
+    for (x, y), (step, loss) in zip(points, logged, strict=True):
+        across = (x - chart.left) / (chart.right - chart.left)
+        up = (chart.bottom - y) / (chart.bottom - chart.top)
+        assert across * 400 == pytest.approx(step, abs=0.1 * 400 / 298 + 1e-9)
+        assert chart.low + up * (chart.high - chart.low) == pytest.approx(loss, abs=0.01)
+    for tick in chart.y:
+        up = (chart.bottom - tick.place) / (chart.bottom - chart.top)
+        shown = float(tick.text.replace("\u2212", "-"))
+        assert chart.low + up * (chart.high - chart.low) == pytest.approx(shown, abs=0.01)
+
+
+def test_only_what_was_logged_is_drawn() -> None:
+    titles = [chart.title for chart in charts(log(100))]
+    assert "Preference margin" not in titles
+    assert {"Loss", "Validation gap", "Share kept", "Drift", "Speed"} <= set(titles)
+    assert charts([]) == []
+    assert charts([{"step": 1, "loss": math.nan}]) == []
+    kept = next(c for c in charts(log(100)) if c.title == "Share kept")
+    assert [curve.name for curve in kept.curves] == ["kept"], "of a mask one line says it all"
+    soft = [{**entry, "alpha/weight_share": 0.4} for entry in log(100)]
+    kept = next(c for c in charts(soft) if c.title == "Share kept")
+    assert [curve.name for curve in kept.curves] == ["kept", "mean weight"]
+    parts = next(c for c in charts(soft) if c.title.startswith("What"))
+    assert len({curve.colour for curve in parts.curves}) == 4
+    assert len({curve.dash for curve in parts.curves}) == 4, "told apart without colours"
+
+
+def test_single_points_and_constants_are_seen() -> None:
+    (chart,) = charts([{"step": 7, "eval_loss": 2.0}])
+    assert len(chart.curves[0].dots) == 1
+    assert chart.low < 2 < chart.high
+    gaps = [{"step": s, "loss": 1.0 if s % 2 else math.inf} for s in range(1, 6)]
+    assert len(charts(gaps)[0].curves[0].dots) == 3
+
+
+def test_long_histories_are_thinned_but_keep_their_extremes() -> None:
+    peak = {5_432: 9.0}
+    history = [{"step": s, "loss": peak.get(s, 1 + s % 7 / 100)} for s in range(1, 20_001)]
+    curve = charts(history)[0].curves[0]
+    assert 300 < len(re.findall("[ML]", curve.path)) <= 420
+    heights = [float(y) for _, y in re.findall(r"[ML](\S+?) (\S+?)(?=[ML]|$)", curve.path)]
+    assert min(heights) < max(heights) - 100
+    assert max(float(x) for x in re.findall(r"[ML](\S+?) ", curve.path)) == 350
+
+
+def test_colours_stand_out_from_white_and_from_each_other() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    assert all(1.05 / (luminance(colour) + 0.05) >= 3 for colour in COLOURS)
+    assert len(set(COLOURS)) == len(set(DASHES)) == len(COLOURS)
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_exported_values_are_read_back(tmp_path: Path, kind: str) -> None:
+    filled = ledger()
+    path = filled.export(tmp_path / f"values.{kind}", tokenizer=tokenizer())
+    found = list(token_values(path))
+    assert len(found) == len(filled) == 6
+    columns = filled.accumulated()
+    totals = np.concatenate([one.values["total"][1:] for one in found])
+    assert np.array_equal(totals, columns.sums[:, 0])
+    assert np.array_equal(np.concatenate([one.kept[1:] for one in found]), columns.kept >= 0.5)
+    for one, row in zip(found, sums(6), strict=True):
+        assert "".join(one.tokens[1:]) == row["completion"]
+        assert not one.response[0]
+        assert one.response[1:].all()
+
+
+def test_newest_state_is_read(tmp_path: Path) -> None:
+    run = read_run(run_folder(tmp_path / "run"))
+    assert (run.step, run.steps, len(run.history)) == (400, 500, 40)
+    assert run.options["policy"] == "top"
+    assert run.values is not None
+
+
+def test_bad_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="no trainer state in"):
+        write_run_report(tmp_path)
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "no trainer state" in capsys.readouterr().err
+    folder = run_folder(tmp_path / "run")
+    (folder / "values.jsonl").write_text('{"document": 1}\n')
+    with pytest.raises(DataError, match=r"values\.jsonl"):
+        write_run_report(folder)
+    (folder / "checkpoint-400" / "trainer_state.json").write_text("[1")
+    with pytest.raises(DataError, match="checkpoint-400"):
+        write_run_report(folder)
+    assert not (folder / REPORT).exists()
+
+
+def test_run_without_values_and_log_still_has_a_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", values=False)
+    text = write_run_report(folder).read_text(encoding="utf-8")
+    assert "exported no token values" in text
+    assert 'id="examples"' not in text
+    assert "Nothing was logged" in write_run_report(folder, history=[]).read_text(encoding="utf-8")
+
+
+def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    page = write_run_report(folder, history=log(20_000))
+    assert page.stat().st_size < 3_000_000
+
+
+# --- the page in a browser ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written as a user would."""
+    folder = run_folder(tmp_path_factory.mktemp("report") / "run", kind="parquet")
+    command = [sys.executable, "-m", "alphatoken.train.report", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == str(folder / REPORT)
+    return folder / REPORT
+
+
+@pytest.fixture(scope="module")
+def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        found.resize(1200, 900)
+        found.open(page)
+        yield found
+        assert found.errors == []
+        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_browser_draws_every_chart_and_token(browser: Browser) -> None:
+    drawn = browser.evaluate("document.querySelectorAll('figure.chart').length")
+    assert drawn == len(charts(log(400)))
+    lengths = browser.evaluate(
+        "[...document.querySelectorAll('.chart .line')].map(p => p.getTotalLength())"
+    )
+    assert all(length > 100 for length in lengths)
+    responses = sum(len(row["completion"]) for row in sums(6))
+    assert browser.evaluate("document.querySelectorAll('.tok').length") == responses
+    assert browser.evaluate("document.title") == "Run run"
+    settings = browser.evaluate("document.querySelector('#settings').nextElementSibling.innerText")
+    assert "keep_ratio" in settings
+    assert "</script><b>x" in settings
+
+
+def test_browser_reads_a_step_under_the_pointer_and_by_keys(browser: Browser) -> None:
+    box = browser.evaluate(
+        "(() => { const s = document.querySelector('.chart svg'); s.scrollIntoView();"
+        " const b = s.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+    )
+    left, top, width, height = box
+    chart = charts(log(400))[0]
+    x = chart.left + (chart.right - chart.left) * 101 / 400
+    browser.move_to(left + width * x / chart.width, top + height / 2)
+    told = "document.querySelector('.chart .at').textContent"
+    loss = next(entry["loss"] for entry in log(400) if entry["step"] == 100)
+    assert browser.evaluate(told) == f"step 100: training {loss:.4g}"
+    browser.evaluate("document.querySelector('.chart svg').focus()")
+    browser.press("ArrowRight")
+    assert browser.evaluate(told).startswith("step 110:")
+    browser.press("End")
+    assert browser.evaluate(told).startswith("step 400:")
+    browser.evaluate("document.activeElement.blur()")
+    assert browser.evaluate(told) == ""
+
+
+def test_browser_download_holds_the_log(browser: Browser) -> None:
+    browser.evaluate(
+        "(() => { const make = URL.createObjectURL;"
+        " URL.createObjectURL = (blob) => { window.saved = blob; return make(blob); };"
+        " HTMLAnchorElement.prototype.click = function () { window.clicked = this.download; }; })()"
+    )
+    browser.evaluate("document.getElementById('download').click()")
+    data = json.loads(browser.evaluate("window.saved.text()"))
+    assert len(data["history"]) == 40
+    assert data["history"][20]["loss"] is None, "a NaN is no JSON"
+    assert data["options"]["policy"] == "top"
+    assert len(data["examples"]) == 6
+
+
+def test_browser_shows_the_numbers_as_a_table(browser: Browser) -> None:
+    browser.evaluate("document.querySelector('summary').click()")
+    table = "document.querySelector('details table')"
+    assert browser.evaluate(f"{table}.rows.length") == 41
+    assert browser.evaluate(f"{table}.rows[1].innerText").split()[0] == "10"
+
+
+def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
+    try:
+        for width in (320, 390, 768):
+            browser.resize(width, 800)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.resize(320, 800)
+        small = browser.evaluate(
+            "Math.min(...[...document.querySelectorAll('.chart svg')]"
+            ".map(s => s.getBoundingClientRect().width / s.viewBox.baseVal.width)) * 11"
+        )
+        assert small >= 7, "the text of the axes stays readable"
+        browser.screenshot(tmp_path / "narrow.png")
+    finally:
+        browser.resize(1200, 900)

@@ -1,0 +1,458 @@
+"""The trainers against TRL's own and against gradients written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from alphatoken import Scorer, ScorerConfig, masked_dpo_loss, masked_sft_loss, select_top
+from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, token_losses
+from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+)
+from tests.integration.tiny_training import (
+    ALPHA,
+    lora,
+    model,
+    options,
+    preference_rows,
+    sft_rows,
+    tokenizer,
+    weights,
+)
+
+
+def sft(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) -> SFTTrainer:
+    kind = {**ALPHA, **more} if alpha else more
+    arguments = {
+        "model": model(dropout=kind.pop("dropout", 0.0)),
+        "train_dataset": kind.pop("train_dataset", None) or sft_rows(96),
+        "processing_class": tokenizer(),
+        "peft_config": lora() if peft else None,
+    }
+    torch.manual_seed(11)  # of LoRA's initial factors
+    if not alpha:
+        return SFTTrainer(args=SFTConfig(**options(folder, **kind)), **arguments)
+    return AlphaSFTTrainer(
+        args=AlphaSFTConfig(**options(folder, **kind)),
+        validation_dataset=sft_rows(24, seed=5),
+        **arguments,
+    )
+
+
+def dpo(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) -> DPOTrainer:
+    kind = {**ALPHA, **more} if alpha else more
+    arguments = {
+        "model": model(),
+        "ref_model": None if peft else model(),
+        "train_dataset": preference_rows(96),
+        "processing_class": tokenizer(),
+        "peft_config": lora() if peft else None,
+    }
+    torch.manual_seed(11)
+    if not alpha:
+        return DPOTrainer(args=DPOConfig(**options(folder, **kind)), **arguments)
+    return AlphaDPOTrainer(
+        args=AlphaDPOConfig(**options(folder, **kind)),
+        validation_dataset=preference_rows(12, seed=5),
+        **arguments,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[n] - second[n]).abs().max()) for n in first)
+
+
+# --- ratio 1 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_ratio_one_equals_trl_bit_for_bit(tmp_path: Path, peft: bool, estimator: str) -> None:
+    """Twenty steps with accumulation, clipping and checkpointing, every one of them scored."""
+    shared = {"max_steps": 20, "gradient_accumulation_steps": 2}
+    plain = sft(tmp_path / "trl", alpha=False, peft=peft, **shared)
+    valued = sft(tmp_path / "alpha", peft=peft, keep_ratio=1.0, estimator=estimator, **shared)
+    plain.train()
+    valued.train()
+    assert losses(plain) == losses(valued)
+    assert len(losses(plain)) == 20
+    expected, found = weights(plain.model), weights(valued.model)
+    assert all(torch.equal(expected[n], found[n]) for n in expected)
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool) -> None:
+    shared = {"max_steps": 20, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    plain = dpo(tmp_path / "trl", alpha=False, peft=peft, **shared)
+    valued = dpo(tmp_path / "alpha", peft=peft, keep_ratio=1.0, **shared)
+    plain.train()
+    valued.train()
+    assert losses(valued) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
+    assert furthest(weights(plain.model), weights(valued.model)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "loss", [["sigmoid"], ["ipo"], ["hinge"], ["apo_zero"], ["sigmoid", "sft"], ["robust"]]
+)
+def test_every_preference_loss_passes_the_gate(tmp_path: Path, loss: list[str]) -> None:
+    shared = {"loss_type": loss, "learning_rate": 1e-3, "label_smoothing": 0.1}
+    if len(loss) > 1:
+        shared["loss_weights"] = [1.0, 0.3]
+    plain = dpo(tmp_path / "trl", alpha=False, **shared)
+    valued = dpo(tmp_path / "alpha", keep_ratio=1.0, **shared)
+    plain.train()
+    valued.train()
+    assert furthest(weights(plain.model), weights(valued.model)) < 1e-6
+
+
+@pytest.mark.parametrize("extra", [{"loss_type": "dft"}, {"neftune_noise_alpha": 5.0}, {"packing": True}])
+def test_ratio_one_equals_trl_under_its_options(tmp_path: Path, extra: dict[str, Any]) -> None:
+    plain = sft(tmp_path / "trl", alpha=False, **extra)
+    plain.train()
+    # Made only now: both begin with the random state that their constructor sets.
+    valued = sft(tmp_path / "alpha", keep_ratio=1.0, **extra)
+    valued.train()
+    expected, found = weights(plain.model), weights(valued.model)
+    assert losses(plain) == losses(valued)
+    assert all(torch.equal(expected[n], found[n]) for n in expected)
+
+
+def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
+    """Our cross-entropy of the logits equals the loss that the model computes itself."""
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    rows = sft(tmp_path / "rows", alpha=False).train_dataset
+    rows = rows.select_columns(["input_ids", "labels"])
+    arguments = options(tmp_path, max_steps=8)
+    del arguments["max_length"]
+    collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
+    plain = Trainer(model(), TrainingArguments(**arguments), collator, rows)
+    valued = AlphaTrainer(
+        model(),
+        AlphaConfig(**arguments, **ALPHA, keep_ratio=1.0),
+        collator,
+        rows,
+        processing_class=tokenizer(),
+        validation_dataset=rows.select(range(12)),
+    )
+    plain.train()
+    valued.train()
+    assert losses(valued) == pytest.approx(losses(plain), rel=1e-5)
+    assert furthest(weights(plain.model), weights(valued.model)) < 1e-5
+
+
+# --- the masked step against gradients by hand -----------------------------------------------------
+
+
+def first_batch(trainer: Any) -> dict[str, Tensor]:
+    return dict(next(iter(trainer.get_train_dataloader())))
+
+
+def gradients_of_first_step(trainer: Any) -> dict[str, Tensor]:
+    """Gradients that the trainer's own training step leaves."""
+    trainer.create_optimizer_and_scheduler(10)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.state.max_steps = 10
+    batch = first_batch(trainer)
+    count = (batch["labels"][:, 1:] != IGNORE).sum() if "labels" in batch else None
+    trainer.training_step(trainer.model, batch, count)
+    return {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label", "path"])
+def test_sft_step_is_the_masked_loss(tmp_path: Path, estimator: str, own: bool) -> None:
+    """Scorer, select_top and masked_sft_loss by hand give the trainer's gradient."""
+    trainer = sft(
+        tmp_path,
+        estimator=estimator,
+        retention="none",
+        scoring_forward="own" if own else "auto",
+        gradient_checkpointing=False,
+    )
+    batch = first_batch(trainer)
+    found = gradients_of_first_step(trainer)
+
+    twin = model()
+    pool = trainer.valuation.pool
+    validation = trainer.row_batch([trainer._validation_rows[i] for i in pool.rows(0)])
+    scorer = Scorer(twin, validation, None, ScorerConfig(estimator=estimator, layers=2))
+    values = scorer.score(batch)
+    keep = select_top(values.total, values.mask, 0.5)
+    logits = twin(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    masked_sft_loss(logits, batch["labels"], keep).backward()
+    expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    assert furthest(found, expected) < 1e-6 * max(float(g.abs().max()) for g in expected.values())
+    assert 0 < int(keep.sum()) < int(values.mask.sum())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("ablation", ["", "shared_threshold", "masked_logit"])
+def test_dpo_step_is_the_masked_surrogate(tmp_path: Path, ablation: str, own: bool) -> None:
+    """Omega-scaled values, one threshold a branch, masked_dpo_loss: the trainer's gradient."""
+    more = {ablation: True} if ablation else {}
+    trainer = dpo(
+        tmp_path,
+        retention="none",
+        beta=0.5,
+        scoring_forward="own" if own else "auto",
+        gradient_checkpointing=False,
+        **more,
+    )
+    batch = first_batch(trainer)
+    found = gradients_of_first_step(trainer)
+
+    twin = model()
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE)
+    half = len(labels) // 2
+    arguments = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    pool = trainer.valuation.pool
+    validation = trainer.row_batch([trainer._validation_rows[i] for i in pool.rows(0)])
+    assert isinstance(validation, PreferenceBatch)
+    scorer = Scorer(twin, validation, None, ScorerConfig(layers=2))
+    with torch.no_grad():
+        reference = -token_losses(model()(**arguments).logits, labels).sum(-1)
+    with scorer.observe() as observed:
+        logits = twin(**arguments).logits
+        token = token_losses(logits, labels)
+        # The policy is the reference at the first step: every pair's logit is 0.
+        omega = torch.full((half, 1), 0.25)
+        values = observed.values(logits, labels, token_weights=torch.cat([omega, -omega]) * (labels != IGNORE))
+    parts = [slice(0, 2 * half)] if ablation == "shared_threshold" else [slice(0, half), slice(half, None)]
+    keep = torch.cat([select_top(values.total[p], values.mask[p], 0.5) for p in parts])
+    loss = masked_dpo_loss(
+        token[:half],
+        token[half:],
+        reference[:half],
+        reference[half:],
+        keep[:half],
+        keep[half:],
+        beta=0.5,
+        masked_logit=ablation == "masked_logit",
+    )
+    loss.backward()
+    expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    # The masked logit is a difference of long sums, so its float32 rounding reaches omega.
+    accuracy = 2e-5 if ablation == "masked_logit" else 2e-6
+    assert furthest(found, expected) < accuracy * max(float(g.abs().max()) for g in expected.values())
+    assert int(keep.sum()) < int(values.mask.sum())
+
+
+def test_branches_keep_half_each(tmp_path: Path) -> None:
+    trainer = dpo(tmp_path, retention="none")
+    seen: list[tuple[int, int, int, int]] = []
+    choose = trainer.choose
+
+    def watched(scored: Any, mask: Tensor) -> Tensor:
+        kept = choose(scored, mask)
+        half = len(mask) // 2
+        seen.append(tuple(int(x.sum()) for x in (kept[:half], mask[:half], kept[half:], mask[half:])))  # type: ignore[arg-type]
+        return kept
+
+    trainer.choose = watched
+    trainer.train()
+    assert len(seen) == 4
+    for chosen, all_chosen, rejected, all_rejected in seen:
+        assert chosen == -(-all_chosen // 2)
+        assert rejected == -(-all_rejected // 2)
+
+
+# --- policies, schedules, normalisations -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["top", "random", "bottom"])
+@pytest.mark.parametrize("scope", ["batch", "sequence", "global"])
+def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: str) -> None:
+    trainer = sft(
+        tmp_path, policy=policy, keep_scope=scope, gradient_accumulation_steps=2, retention="none"
+    )
+    trainer.train()
+    shares = [e["alpha/kept_share"] for e in trainer.state.log_history if "alpha/kept_share" in e]
+    assert len(shares) == 4
+    assert all(0.5 <= share < 0.56 for share in shares)
+    assert losses(trainer)[-1] < losses(trainer)[0] or policy == "bottom"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"weighting": "proportional"},
+        {"weighting": "unbiased"},
+        {"interaction_weight": 0.5},
+        {"keep_ratio_start": 1.0, "keep_ratio": 0.3, "stability_weight_start": 0.0},
+        {"kept_normalization": "kept"},
+        {"direction_steps": 2, "reuse_values": 10, "num_train_epochs": 2},
+        {"validation_mode": "pool", "validation_batch_size": 2, "running_mean": 0.9},
+        {"preconditioner": "frozen", "precondition_after": 2},
+        {"preconditioner": "full", "precondition_after": 2},
+        {"objective": "stability"},
+        {"objective": "adaptation", "path": "causal"},
+        {"retention": "kronecker", "path": "direct"},
+        {"validation_micro_batch_size": 2},
+        {"estimator": "label", "value_parameters": "all", "retention": "none"},
+    ],
+    ids=lambda extra: "-".join(map(str, extra)),
+)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
+    trainer = {"sft": sft, "dpo": dpo}[kind](tmp_path, max_steps=5, **extra)
+    before = weights(trainer.model)
+    trainer.train()
+    assert furthest(before, weights(trainer.model)) > 0
+    assert all(map(torch.isfinite, map(torch.tensor, losses(trainer))))
+
+
+def test_ratio_schedule_reaches_the_masks(tmp_path: Path) -> None:
+    trainer = sft(
+        tmp_path, max_steps=8, keep_ratio_start=1.0, keep_ratio=0.25, schedule_share=0.5,
+        retention="none",
+    )  # fmt: skip
+    trainer.train()
+    shares = [e["alpha/kept_share"] for e in trainer.state.log_history if "alpha/kept_share" in e]
+    assert shares[0] == 1.0
+    assert all(after < before + 0.01 for before, after in zip(shares, shares[1:], strict=False))
+    assert shares[-1] == pytest.approx(0.25, abs=0.01)
+
+
+def test_kept_normalisation_scales_the_gradient(tmp_path: Path) -> None:
+    """Divided by the kept half instead of all tokens, the gradient is about twice as long."""
+    found = {
+        kind: gradients_of_first_step(
+            sft(tmp_path / kind, policy="random", kept_normalization=kind, max_grad_norm=0.0)
+        )
+        for kind in ("response", "kept", "sum")
+    }
+    batch = first_batch(sft(tmp_path / "batch"))
+    count = int(label_mask(batch["labels"]).sum())
+    kept = -(-count // 2)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    ratio = found["kept"][name].norm() / found["response"][name].norm()
+    assert float(ratio) == pytest.approx(count / kept, rel=1e-5)
+    ratio = found["sum"][name].norm() / found["response"][name].norm()
+    assert float(ratio) == pytest.approx(count, rel=1e-5)
+
+
+def test_reused_values_are_those_of_the_visit_before(tmp_path: Path) -> None:
+    trainer = sft(
+        tmp_path, train_dataset=sft_rows(4), max_steps=4, reuse_values=2, retention="none"
+    )
+    trainer.train()
+    reused = [e["alpha/reused_share"] for e in trainer.state.log_history if "alpha/reused_share" in e]
+    assert reused == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_zero_drift_means_zero_stability_at_the_first_step(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, max_steps=3)
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    shares = [e["alpha/stability_direct_share"] for e in entries]
+    assert shares[0] == 0.0
+    assert all(share > 0.0 for share in shares[1:])
+    drift = [e["alpha/drift"] for e in entries]  # after the step
+    assert drift == sorted(drift)
+    assert drift[0] > 0.0
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL calls some of these deprecated
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"use_liger_kernel": True}, "iger"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing"),
+        ({"torch_compile": True}, "compile"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"ddp_static_graph": True}, "static_graph"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_cannot_be_honoured_are_refused_by_name(
+    tmp_path: Path, extra: dict[str, Any], name: str
+) -> None:
+    try:
+        made = sft(tmp_path, **extra)
+    except (ConfigError, UnsupportedError) as error:
+        assert name in str(error)
+    except (ImportError, ValueError, TypeError):
+        pytest.fail("not our message")
+    else:
+        pytest.fail(f"accepted: {made.args.output_dir}")
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"policy": "best"}, "policy"),
+        ({"keep_ratio": 0.0}, "ratio"),
+        ({"running_mean": 1.0}, "running_mean"),
+        ({"objective": "stability", "retention": "none"}, "retention"),
+        ({"policy": "random", "weighting": "unbiased"}, "soft weights"),
+        ({"estimator": "label", "path": "direct"}, "path"),
+        ({"score_layers": "three"}, "score_layers"),
+        ({"preconditioner": "fisher"}, "preconditioner"),
+        ({"interaction_weight": 1.0, "keep_scope": "global"}, "interaction_weight"),
+        ({"retention": "data"}, "retention dataset"),
+        ({"score_layers": "9"}, "layers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_options_are_refused_before_work(
+    tmp_path: Path, extra: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=name):
+        sft(tmp_path, **extra)
+
+
+def test_values_need_a_validation_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="validation_dataset"):
+        AlphaSFTTrainer(
+            model(),
+            AlphaSFTConfig(**options(tmp_path, **ALPHA)),
+            train_dataset=sft_rows(8),
+            processing_class=tokenizer(),
+        )
+
+
+def test_optimizer_without_second_moments(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, preconditioner="frozen", optim="sgd", retention="none")
+    with pytest.raises(ConfigError, match="second moment"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, policy="random")
+    with torch.no_grad():
+        trainer.model.lm_head.weight[5] = float("nan")
+    with pytest.raises(NumericalError, match="step 0"):
+        trainer.train()
+
+
+def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) -> None:
+    """Truncation may leave a batch without a single response token: it adds nothing, as in TRL."""
+    long = sft_rows(4).map(lambda row: {"prompt": row["prompt"] * 20})
+    from datasets import concatenate_datasets
+
+    rows = concatenate_datasets([long, sft_rows(4)])
+    trainer = sft(tmp_path, train_dataset=rows, retention="none", max_steps=4)
+    trainer.train()
+    assert len(losses(trainer)) == 4

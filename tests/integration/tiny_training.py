@@ -1,0 +1,109 @@
+"""A tiny random decoder, a character tokenizer and made-up rows, for runs of real trainers."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ALPHABET = string.ascii_lowercase + string.digits + " +=?.-"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", "<unk>", *ALPHABET])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+def model(seed: int = 0, *, layers: int = 3, dropout: float = 0.0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=4 + len(ALPHABET),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attention_dropout=dropout,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", **LORA)
+
+
+def sums(rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompt and completion: additions, of differing lengths."""
+    numbers = torch.randint(1, 999, (rows, 2), generator=torch.Generator().manual_seed(seed))
+    return [
+        {"prompt": f"{a}+{b}=?", "completion": f" {a} plus {b} is {a + b}."}
+        for a, b in numbers.tolist()
+    ]
+
+
+def sft_rows(rows: int = 48, seed: int = 0) -> Dataset:
+    return Dataset.from_list(sums(rows, seed))
+
+
+def preference_rows(rows: int = 32, seed: int = 0) -> Dataset:
+    found = []
+    for i, row in enumerate(sums(rows, seed)):
+        wrong = f" it is {i * 7 % 100}." if i % 2 else " i do not know, ask me again."
+        found.append(
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": wrong}
+        )
+    return Dataset.from_list(found)
+
+
+def options(folder: Any, **more: Any) -> dict[str, Any]:
+    """Arguments that every run of these tests shares."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "max_length": 64,
+        "seed": 3,
+        **more,
+    }
+
+
+ALPHA: dict[str, Any] = {
+    "score_layers": "2",
+    "validation_batch_size": 6,
+    "fisher_samples": 4,
+    "fisher_max_new_tokens": 8,
+    "held_out_steps": 2,
+}
+"""Small values of our own options."""
+
+
+def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trained.named_parameters()}

@@ -1,0 +1,508 @@
+"""Claims about the scorer's options: objective, path, the full preconditioner, a run's changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.oracle import gradients, influence, utility
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
+from tests.property.properties import (
+    LAMBDA,
+    MODEL,
+    Setup,
+    Sides,
+    compare_values,
+    drift_of,
+    forward_of,
+    make_scorer,
+    oracle_influence,
+    parameters_of,
+    propagated,
+    quiet,
+    quiet_score,
+    readout,
+    scored,
+    zeros,
+)
+from tests.property.properties_scorer import summed_loss
+from tests.property.tolerance import close
+
+# --- which components -----------------------------------------------------------------------------
+
+
+def check_objective_and_path(setup: Setup, estimator: str, objective: str, path: str) -> None:
+    """The chosen components are the oracle's, the others zero, the total is the chosen ones'."""
+    model = setup.case.model()
+    direct = readout(setup, influence.diagonal)
+    causal: Sides | None = propagated(setup, window=None)
+    if estimator == "direct":
+        causal = zeros(setup)
+    elif estimator in ("label", "path"):
+        direct = readout(
+            setup, influence.row_sums if estimator == "label" else influence.column_sums
+        )
+        causal = None
+    elif estimator == "paper_literal":
+        direct = readout(setup, influence.column_sums)
+        causal = propagated(setup, window=None, head_reduction="mean", aggregated=True)
+    config = ScorerConfig(
+        estimator=estimator,
+        objective=objective,
+        path=path,
+        layers=setup.layers,
+        window=None,
+        stability_weight=LAMBDA,
+        score_bias=setup.score_bias,
+        max_relative_drift=None,
+    )
+    validation = None if objective == "stability" else setup.case.validation
+    scorer = Scorer(model, validation, FisherDrift(*drift_of(setup, model)), config)
+    with quiet():
+        values = scorer.score(setup.case.batch)
+    keep_direct, keep_causal = path != "causal", path != "direct"
+    compare_values(
+        values,
+        setup,
+        _chosen(setup, direct, objective, keep_direct),
+        None if causal is None else _chosen(setup, causal, objective, keep_causal),
+        name=f"{estimator}, {objective}, {path}",
+    )
+    together = sum(values.components().values(), torch.zeros_like(values.total))
+    close(values.total, together, together.abs(), MODEL, name="sum of the components")
+
+
+def _chosen(setup: Setup, sides: Sides, objective: str, wanted: bool) -> Sides:
+    """The sides that the options ask for; nothing in the place of the others."""
+    none = zeros(setup)[0]
+    gain = sides[0] if wanted and objective != "stability" else none
+    keep = sides[1] if wanted and objective != "adaptation" else none
+    return gain, keep
+
+
+def check_direct_only_is_the_direct_estimator(setup: Setup) -> None:
+    """path="direct" of the paper's estimator is "direct", bit by bit: nothing else is computed."""
+    expected = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
+    for estimator in ("alphatoken", "same_layer_hop"):
+        found = quiet_score(make_scorer(setup, estimator, path="direct"), setup.case.batch)
+        assert torch.equal(found.total, expected.total)
+        assert torch.equal(found.unassigned, expected.unassigned)
+
+
+# --- the full preconditioner ----------------------------------------------------------------------
+
+BETAS, EPS = (0.8, 0.97), 1e-3
+
+
+def stepped(setup: Setup, steps: int, kind: str) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
+    """A model after some real optimizer steps, and the optimizer."""
+    model = setup.case.model()
+    make = torch.optim.AdamW if kind == "AdamW" else torch.optim.Adam
+    decay = 0.0 if kind == "Adam" else 0.05  # coupled under "Adam, L2"
+    optimizer = make(model.parameters(), lr=1e-3, betas=BETAS, eps=EPS, weight_decay=decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        summed_loss(model, setup.case.batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def full_scorer(
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, estimator: str, **options: Any
+) -> Scorer:
+    """Values of the optimizer's step; stability is the loss on given retention data."""
+    config = ScorerConfig(
+        estimator=estimator,
+        layers=setup.layers,
+        score_bias=setup.score_bias,
+        stability_weight=LAMBDA,
+        window=None,
+        preconditioner="full",
+        precondition_after=1,
+        **options,
+    )
+    data = setup.case.validation
+    return Scorer(model, data, [setup.case.batch], config, optimizer=optimizer)
+
+
+def random_weights(setup: Setup) -> Tensor:
+    """(b, t) weights of token losses in the step's loss, some zero, some negative."""
+    generator = torch.Generator().manual_seed(setup.case.seed)
+    shape = setup.case.batch["labels"].shape
+    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return weights * (torch.rand(shape, generator=generator) < 0.8)
+
+
+def mean_weights(batch: Mapping[str, Tensor]) -> Tensor:
+    """The default step: the mean over response tokens."""
+    tokens = gradients.response_tokens(batch["labels"])
+    weights = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for b, i in tokens:
+        weights[b, i] = 1 / len(tokens)
+    return weights
+
+
+def step_gradient(
+    model: nn.Module, batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor], weights: Tensor
+) -> dict[str, Tensor]:
+    """Gradient of the weighted token losses, by the oracle's token gradients."""
+    total = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    places = gradients.response_tokens(batch["labels"])
+    rows = gradients.per_token_gradients(model, forward_of(model), batch, parameters, places)
+    for (b, i), row in zip(places, rows, strict=True):
+        for name, g in row.items():
+            total[name] += weights[b, i] * g
+    return total
+
+
+def adam_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], steps: int
+) -> utility.AdamState:
+    """The oracle's copy of the optimizer's state."""
+    group = optimizer.param_groups[0]
+    return utility.AdamState(
+        steps,
+        {n: optimizer.state[p]["exp_avg"].clone() for n, p in parameters.items()},
+        {n: optimizer.state[p]["exp_avg_sq"].clone() for n, p in parameters.items()},
+        BETAS,
+        EPS,
+        group["weight_decay"],
+        isinstance(optimizer, torch.optim.AdamW),
+    )
+
+
+def check_full_values_are_the_steps_derivative(
+    setup: Setup, steps: int, kind: str, parameters: str, given: bool
+) -> None:
+    """label: value_k = -d(J_val + lambda J_ret)/dw_k / lr after the optimizer's own step.
+
+    Token by token, by the oracle's derivative of Adam's step in one token's weight; ``given``: the
+    step's loss has weights of its own, else it is the mean over response tokens.
+    """
+    model, optimizer = stepped(setup, steps, kind)
+    scorer = full_scorer(setup, model, optimizer, "label", parameters=parameters)
+    batch = setup.case.batch
+    weights = random_weights(setup) if given else mean_weights(batch)
+    with quiet():
+        values = scorer.score(batch, step_weights=weights if given else None)
+    chosen = scorer.parameters
+    sides = [
+        gradients.validation_gradient(model, forward_of(model), data, chosen)
+        for data in (setup.case.validation, [batch])
+    ]
+    g = step_gradient(model, batch, chosen, weights)
+    state = adam_state(optimizer, chosen, steps)
+    current = {n: p.detach() for n, p in chosen.items()}
+    places = gradients.response_tokens(batch["labels"])
+    rows = gradients.per_token_gradients(model, forward_of(model), batch, chosen, places)
+    for (b, i), row in zip(places, rows, strict=True):
+        move = utility.adam_step_derivative(g, row, state, current)
+        for found, side in zip((values.adaptation, values.stability), sides, strict=True):
+            terms = torch.cat([(side[n] * move[n]).flatten() for n in move])
+            # Each entry of P is a difference of two terms of order 1 / (sqrt(v^) + eps).
+            rough = torch.cat([(side[n] * row[n]).flatten() for n in move])
+            size = terms.abs().sum() + rough.abs().sum()
+            close(found[b, i], terms.sum(), size, MODEL, name=f"full, {kind}, {parameters}")
+
+
+def check_full_values_predict_a_real_step(setup: Setup, steps: int, kind: str) -> None:
+    """Finite differences: move one token's weight, let torch.optim step, look at the objective."""
+    model, optimizer = stepped(setup, steps, kind)
+    scorer = full_scorer(setup, model, optimizer, "label", parameters="all")
+    batch, weights = setup.case.batch, mean_weights(setup.case.batch)
+    with quiet():
+        values = scorer.score(batch)
+    lr, by = 1e-6, 1e-4
+    places = gradients.response_tokens(batch["labels"])
+    before, saved = _state(model), copy.deepcopy(optimizer.state_dict())
+    for b, i in places[:: max(1, len(places) // 3)]:
+        objective = []
+        for side in (1.0, -1.0):
+            moved = weights.clone()
+            moved[b, i] += side * by
+            _restore(model, before)
+            fresh = type(optimizer)(model.parameters())
+            fresh.load_state_dict(copy.deepcopy(saved))
+            fresh.param_groups[0]["lr"] = lr
+            losses = gradients.run_losses(forward_of(model), dict(batch))
+            loss = torch.stack([moved[place] * x for place, x in losses.items()]).sum()
+            loss.backward()
+            fresh.step()
+            fresh.zero_grad()
+            objective.append(_objective(model, setup))
+        _restore(model, before)
+        slope = -(objective[0] - objective[1]) / (2 * by) / lr
+        size = float(values.total.abs().max()) + 1e-3
+        assert abs(slope - float(values.total[b, i])) < 2e-3 * size, (slope, values.total[b, i])
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, state: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), state, strict=True):
+        p.copy_(value)
+
+
+@torch.no_grad()
+def _objective(model: nn.Module, setup: Setup) -> float:
+    """J_val + lambda J_ret, means over response tokens."""
+    means = []
+    for data in (setup.case.validation, [setup.case.batch]):
+        losses = [
+            loss
+            for batch in data
+            for loss in gradients.run_losses(forward_of(model), dict(batch)).values()
+        ]
+        means.append(float(torch.stack(losses).mean()))
+    return means[0] + LAMBDA * means[1]
+
+
+def check_full_scales_the_direction_of_captured_estimators(
+    setup: Setup, steps: int, given: bool
+) -> None:
+    """path along P o G and P o V, P the oracle's; the same values under score and observe."""
+    model, optimizer = stepped(setup, steps, "AdamW")
+    adapter = ReferenceAdapter(model)
+    parameters = parameters_of(setup, adapter)
+    batch = setup.case.batch
+    weights = random_weights(setup) if given else mean_weights(batch)
+    p = utility.adam_preconditioner(
+        step_gradient(model, batch, parameters, weights),
+        adam_state(optimizer, parameters, steps),
+        "full",
+        {n: w.detach() for n, w in parameters.items()},
+    )
+    scorer = full_scorer(setup, model, optimizer, "path")
+    asked = {"step_weights": weights} if given else {}
+    with quiet():
+        values = scorer.score(batch, **asked)
+        with scorer.observe() as observed:
+            logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+            seen = observed.values(logits, batch["labels"], **asked)
+    assert torch.equal(seen.total, values.total)
+    for data, found in (
+        (setup.case.validation, values.adaptation), ([batch], values.stability)
+    ):  # fmt: skip
+        g = gradients.validation_gradient(model, forward_of(model), data, parameters)
+        psi = oracle_influence(setup, model, {n: p[n] * g[n] for n in g})
+        rough = oracle_influence(setup, model, g)
+        expected = influence.to_token_index(influence.column_sums(psi.matrix)) * values.mask
+        scale = influence.to_token_index(
+            influence.column_sums(psi.absolute_scale + rough.absolute_scale)
+        )
+        close(found, expected, scale, MODEL, name="path, full")
+
+
+def check_full_waits_for_the_optimizer(setup: Setup) -> None:
+    """Before ``precondition_after`` steps P = 1: the values of no preconditioner, bit by bit."""
+    model, optimizer = stepped(setup, 1, "Adam")
+    scorer = full_scorer(setup, model, optimizer, "path")
+    patient = Scorer(
+        model,
+        setup.case.validation,
+        [setup.case.batch],
+        replace(scorer.config, precondition_after=2),
+        optimizer=optimizer,
+    )
+    plain = Scorer(
+        model,
+        setup.case.validation,
+        [setup.case.batch],
+        replace(scorer.config, preconditioner=None, contraction="projected"),
+    )
+    early, expected = (quiet_score(s, setup.case.batch).total for s in (patient, plain))
+    assert torch.equal(early, expected)
+
+
+# --- what changes over a run ----------------------------------------------------------------------
+
+
+def check_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> None:
+    """set_validation, set_retention, set_stability_weight: the values of a scorer made that way."""
+    model = setup.case.model()
+    batch, validation = setup.case.batch, setup.case.validation
+    scorer = make_scorer(setup, estimator, model=model)
+    quiet_score(scorer, batch)
+    other, data = [batch], [*validation, batch]
+    config = replace(scorer.config, stability_weight=-0.25)
+    scorer.set_validation(other)
+    scorer.set_retention(data)
+    scorer.set_stability_weight(-0.25)
+    found = quiet_score(scorer, batch)
+    expected = quiet_score(Scorer(model, other, data, config), batch)
+    assert torch.equal(found.total, expected.total)
+    assert found.stability_weight == -0.25
+    assert found.balance == expected.balance
+    scorer.set_stability_weight(2.0)
+    again = quiet_score(scorer, batch)
+    assert torch.equal(again.stability, found.stability)
+    assert torch.equal(again.total, again.adaptation + 2.0 * again.stability)
+    assert again.balance == {n: 8 * ratio for n, ratio in found.balance.items()}
+
+
+def check_pinned_direction(setup: Setup, estimator: str) -> None:
+    """A pinned version keeps G and V whatever the weights do; another one builds them anew."""
+    model = setup.case.model()
+    scorer = make_scorer(setup, estimator, model=model, contraction=_projected(estimator))
+    scorer.pin("first")
+    quiet_score(scorer, setup.case.batch)
+    kept = scorer.direction
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.mul_(1.1)
+    quiet_score(scorer, setup.case.batch)
+    assert scorer.direction.adaptation is kept.adaptation
+    scorer.pin("second")
+    found = quiet_score(scorer, setup.case.batch)
+    fresh = Scorer(
+        model,
+        setup.case.validation,
+        FisherDrift(*drift_of(setup, setup.case.model())),
+        scorer.config,
+    )
+    assert torch.equal(found.total, quiet_score(fresh, setup.case.batch).total)
+    scorer.pin(None)
+    next(model.parameters()).data.mul_(1.0)
+    scorer.refresh()
+    assert torch.equal(quiet_score(scorer, setup.case.batch).total, found.total)
+
+
+def _projected(estimator: str) -> str:
+    return "auto" if estimator == "label" else "projected"
+
+
+def check_reduced_gradient(setup: Setup, estimator: str) -> None:
+    """Sums and counts of two processes, added up by ``reduce``, are one with all batches."""
+    model = setup.case.model()
+    batch, validation = setup.case.batch, setup.case.validation
+    data = [*validation, batch]
+    config = ScorerConfig(
+        estimator=estimator, layers=setup.layers, score_bias=setup.score_bias,
+        stability_weight=LAMBDA, window=None, contraction=_projected(estimator),
+    )  # fmt: skip
+    expected = quiet_score(Scorer(model, data, data, config), batch)
+    sent: dict[str, tuple[dict[str, Tensor], float]] = {}
+
+    def keep(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        sent[role] = ({n: s.clone() for n, s in sums.items()}, count)
+        return {n: s / count for n, s in sums.items()}
+
+    def add(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        others, more = sent[role]
+        return {n: (s + others[n]) / (count + more) for n, s in sums.items()}
+
+    quiet_score(Scorer(model, data[:1], data[:1], config, reduce=keep), batch)
+    assert set(sent) == {"validation", "retention"}
+    found = quiet_score(Scorer(model, data[1:], data[1:], config, reduce=add), batch)
+    size = oracle_influence(setup, model, _mean_size(setup, model, data)).absolute_scale.sum()
+    for part in ("adaptation", "stability", "total"):
+        one, two = getattr(found, part), getattr(expected, part)
+        close(one, two, size, MODEL, name=f"reduced {part}, {estimator}")
+
+
+def _mean_size(
+    setup: Setup, model: ReferenceDecoder, data: list[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    sizes = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    count = 0
+    for one in data:
+        for row in gradients.per_token_gradients(model, forward_of(model), one, parameters):
+            count += 1
+            for name, g in row.items():
+                sizes[name] += g.abs()
+    return {n: s / count for n, s in sizes.items()}
+
+
+# --- interaction ----------------------------------------------------------------------------------
+
+
+def check_interaction(setup: Setup, estimator: str, weighted: bool) -> None:
+    """G_kl = <g_k, g_l>, g_k made token by token of one loss's errors at its own position."""
+    model = setup.case.model()
+    batch = setup.case.batch
+    weights = random_weights(setup) if weighted else None
+    scorer = make_scorer(setup, estimator, model=model)
+    with quiet(), scorer.observe(interaction=True) as observed:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+        observed.values(logits, batch["labels"], token_weights=weights)
+        found = observed.interaction()
+    rows, sizes = _own_gradients(setup, model, weights)
+    close(found, rows @ rows.T, sizes @ sizes.T, MODEL, name=f"interaction, {estimator}")
+
+
+def _own_gradients(
+    setup: Setup, model: ReferenceDecoder, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(n, parameters) gradient of each token through its own position, and absolute terms.
+
+    The loss at a position has no other position to reach through what comes later, so an ordinary
+    backward of one token's loss has, at that position, the error that is its own.
+    """
+    linears = scored(setup, ReferenceAdapter(model))
+    uses: list[tuple[Any, Tensor, Tensor]] = []
+    handles = [
+        linear.module.register_forward_hook(
+            lambda _, args, out, linear=linear: uses.append((linear, args[0].detach(), out))
+        )
+        for linear in linears
+    ]
+    losses = gradients.run_losses(forward_of(model), dict(setup.case.batch))
+    for handle in handles:
+        handle.remove()
+    names = parameters_of(setup, ReferenceAdapter(model))
+    by_identity = {id(p): n for n, p in names.items()}
+    rows, sizes = [], []
+    for (b, i), loss in losses.items():
+        factor = 1.0 if weights is None else float(weights[b, i])
+        errors = torch.autograd.grad(
+            loss, [s for _, _, s in uses], retain_graph=True, allow_unused=True
+        )
+        row = {n: torch.zeros_like(p) for n, p in names.items()}
+        size = {n: torch.zeros_like(p) for n, p in names.items()}
+        for (linear, x, _), error in zip(uses, errors, strict=True):
+            if error is None:
+                continue
+            outer = factor * torch.outer(error[b, i - 1], x[b, i - 1])
+            outer = outer.T if linear.transposed else outer
+            parts = [(linear.weight, outer)]
+            if setup.score_bias and linear.bias is not None:
+                parts.append((linear.bias, factor * error[b, i - 1]))
+            for parameter, part in parts:
+                row[by_identity[id(parameter)]] += part
+                size[by_identity[id(parameter)]] += part.abs()
+        rows.append(torch.cat([p.detach().flatten() for p in row.values()]))
+        sizes.append(torch.cat([p.flatten() for p in size.values()]))
+    return torch.stack(rows), torch.stack(sizes)
+
+
+# --- label beside an observed pass ----------------------------------------------------------------
+
+
+def check_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
+    """The trunk is not run again, and the values are those of a pass of its own."""
+    model = setup.case.model()
+    batch = setup.case.batch
+    scorer = make_scorer(setup, "label", model=model)
+    expected = quiet_score(scorer, batch)
+    calls: list[int] = []
+    handle = model.layers[0].attention.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
+    with quiet(), scorer.observe() as observed:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+        trunk = len(calls)
+        values = observed.values(logits, batch["labels"])
+    handle.remove()
+    assert torch.equal(values.total, expected.total)
+    first, layers = scorer.target.first, list(model.layers)
+    skipped = first and not any(block in layers[first:] for block in layers[:first])
+    assert (len(calls) == trunk) == bool(skipped)

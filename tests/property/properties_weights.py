@@ -1,0 +1,773 @@
+"""Claims about weights of token losses, schedules, and selection with interaction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from alphatoken import batch as batches
+from alphatoken import capture, estimators, interaction, schedule, selection, weights
+from alphatoken.adapter import ScoredLinear
+from alphatoken.oracle import gradients, influence
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder, TransposedLinear
+from tests.property.properties import MODEL, Setup, forward_of, response_mask, scored
+from tests.property.strategies import SEEDS
+from tests.property.tolerance import close
+
+EXACT = 1e-12
+UNIT = 2.0**-20
+"""Proportional weights are multiples of this."""
+CHANCE = 2**40
+"""Probabilities are multiples of one over this."""
+Z = 4.8
+"""Two-sided 1.6e-6 a comparison; the seeds are pinned, so a pass stays a pass."""
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightCase:
+    """Values of one kind and a mask: ties, heavy tails, one sign only, or a single positive one."""
+
+    rows: int
+    length: int
+    kind: str
+    seed: int
+    hundredths: int = 50
+    cap: float = 4.0
+
+    @property
+    def ratio(self) -> float:
+        return self.hundredths / 100
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.rows, self.length)
+        mask = torch.rand(shape, generator=generator) < 0.8
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        values = {
+            "normal": noise,
+            "ties": noise.round(),
+            "heavy": noise * noise.abs().exp() ** 4,
+            "tiny": noise * 1e-300,
+            "positive": noise.abs(),
+            "negative": -noise.abs(),
+            "zero": 0 * noise,
+            "one": -noise.abs() + 9.0 * (torch.arange(self.length) == self.length // 2),
+        }[self.kind]
+        return values, mask
+
+    def count(self, n: int) -> int:
+        return -(-self.hundredths * n // 100)
+
+    def weights(self, values: Tensor, mask: Tensor, scope: str = "batch", **options: Any) -> Tensor:
+        options = {"cap": self.cap, "generator": seeded(self.seed), **options}
+        return weights.token_weights(values, mask, self.ratio, scope=scope, **options)
+
+
+KINDS = ("normal", "ties", "heavy", "tiny", "positive", "negative", "zero", "one")
+
+
+def weight_cases(**pins: Any) -> st.SearchStrategy[WeightCase]:
+    options: dict[str, Any] = {
+        "rows": st.integers(1, 4),
+        "length": st.integers(1, 9),
+        "kind": st.sampled_from(KINDS),
+        "seed": SEEDS,
+        "hundredths": st.integers(1, 100),
+        "cap": st.sampled_from([4.0, 1.0, 1.5, 30.0]),
+    }
+    options |= {
+        name: pin if isinstance(pin, st.SearchStrategy) else st.just(pin)
+        for name, pin in pins.items()
+    }
+    return st.builds(WeightCase, **options)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def groups(case: WeightCase, mask: Tensor, scope: str) -> list[Tensor]:
+    """Masks of the tokens that are weighed together."""
+    if scope == "batch":
+        return [mask]
+    rows = torch.arange(case.rows).unsqueeze(-1)
+    return [mask & (rows == row) for row in range(case.rows)]
+
+
+def level(sizes: list[float], total: float, cap: float) -> float:
+    """The s at which ``sum min(cap, s size)`` is the total, by bisection."""
+    low, high = 0.0, 2 * cap / min(size for size in sizes if size > 0)
+    for _ in range(200):
+        middle = (low + high) / 2
+        poor = math.fsum(min(cap, middle * size) for size in sizes) < total
+        low, high = (middle, high) if poor else (low, middle)
+    return high
+
+
+def filled(values: list[float], total: float, cap: float) -> list[float]:
+    """min(cap, s max(v, 0)) with that total; if all positive ones are full, the rest is shared."""
+    sizes = [max(value, 0.0) for value in values]
+    top = max(sizes)
+    sizes = [size / top for size in sizes] if top > 0 else sizes
+    full = sum(size > 0 for size in sizes)
+    if full * cap <= total:
+        rest = (total - full * cap) / max(len(sizes) - full, 1)
+        return [cap if size > 0 else rest for size in sizes]
+    s = level(sizes, total, cap)
+    return [min(cap, s * size) for size in sizes]
+
+
+def check_proportional_weights(case: WeightCase, scope: str, policy: str) -> None:
+    """w = min(cap, s max(v, 0)): total exactly ceil(ratio n), never above the cap, zero outside."""
+    values, mask = case.draw()
+    found = case.weights(values, mask, scope, policy=policy, weighting="proportional")
+    sign = -1.0 if policy == "bottom" else 1.0
+    assert not bool(found[~mask].any())
+    for group in groups(case, mask, scope):
+        mine = found[group]
+        count = case.count(len(mine))
+        assert float(mine.sum()) == count  # multiples of 2^-20: the sum is exact
+        assert float(mine.float().double().sum()) == count
+        assert bool((mine >= 0).all())
+        assert bool((mine <= case.cap).all())
+        if len(mine):
+            expected = filled((sign * values[group]).tolist(), count, case.cap)
+            near = torch.tensor(expected, dtype=torch.float64)
+            assert bool(((mine - near).abs() <= 2 * UNIT).all()), (mine, near)
+            require_order(sign * values[group], mine)
+
+
+def require_order(values: Tensor, found: Tensor) -> None:
+    """More value, no less weight; equal values differ by a unit at most, in favour of the first."""
+    tokens = sorted(zip((-values).tolist(), range(len(values)), found.tolist(), strict=True))
+    for (_, _, before), (_, _, after) in itertools.pairwise(tokens):
+        assert before >= after
+    for one, two in itertools.pairwise(tokens):
+        if one[0] == two[0]:
+            assert one[2] - two[2] <= UNIT
+
+
+def check_probabilities(case: WeightCase) -> None:
+    """p sums to m exactly, is monotone in the value, at least m / (n cap), and proportional."""
+    values, mask = case.draw()
+    values = values[mask]
+    n, m = len(values), case.count(len(values))
+    if n == 0:
+        return
+    p = weights.inclusion_probabilities(values, m, cap=case.cap)
+    assert bool(torch.isfinite(p).all())
+    exact = [Fraction(x) for x in p.tolist()]
+    assert sum(exact) == m
+    assert max(exact) <= 1
+    floor = Fraction(m, n) / Fraction(case.cap)
+    assert 0 <= floor - min(floor, *exact) < Fraction(1, CHANCE)
+    require_order(values, p)
+    above = filled(values.tolist(), m - n * float(floor), 1 - float(floor))
+    expected = torch.tensor(above, dtype=torch.float64)
+    # What rounding of the floors leaves over, up to n units, goes the way of the rest.
+    close(p - float(floor), expected, n + 2.0, 1 / CHANCE, name="inclusion probabilities")
+
+
+def starts_of(chances: Tensor) -> list[tuple[int, int]]:
+    """(start, number of starts) of the stretches of starts on which one and the same set is hit."""
+    ends = [0, *itertools.accumulate(chances.tolist())]
+    breaks = sorted({end % CHANCE for end in ends})
+    return [(a, b - a) for a, b in itertools.pairwise([*breaks, CHANCE])]
+
+
+def check_unbiased_by_enumeration(case: WeightCase) -> None:
+    """Over all starts of the draw, in every order: m kept each time, p_k exactly, E[w_k] = 1."""
+    values, mask = case.draw()
+    values = values[mask][:4]
+    n, m = len(values), case.count(len(values))
+    if n == 0:
+        return
+    chances = weights._chances(values, m, case.cap)
+    for order in map(list, itertools.permutations(range(n))):
+        kept = [0] * n
+        for start, width in starts_of(chances[order]):
+            hit = weights._systematic(chances[order], start)
+            assert int(hit.sum()) == m
+            assert torch.equal(hit, weights._systematic(chances[order], start + width - 1))
+            for place, token in enumerate(order):
+                kept[token] += width * bool(hit[place])
+        assert kept == chances.tolist()
+        means = [Fraction(k, int(c)) for k, c in zip(kept, chances, strict=True)]
+        assert means == [1] * n  # k / CHANCE times the weight CHANCE / c
+
+
+def check_unbiased_draw(case: WeightCase, scope: str, policy: str) -> None:
+    """Exactly m kept, each at 1 / p of its value; the same generator state, the same draw."""
+    values, mask = case.draw()
+    draw: Callable[[], Tensor] = lambda: case.weights(  # noqa: E731
+        values, mask, scope, policy=policy, weighting="unbiased"
+    )
+    found = draw()
+    assert torch.equal(found, draw())
+    assert not bool(found[~mask].any())
+    sign = -1.0 if policy == "bottom" else 1.0
+    for group in groups(case, mask, scope):
+        mine = found[group]
+        n, m = len(mine), case.count(len(mine))
+        assert int((mine > 0).sum()) == m
+        if n:
+            p = weights.inclusion_probabilities(sign * values[group], m, cap=case.cap)
+            kept = mine > 0
+            close(mine[kept] * p[kept], torch.ones(m).double(), 1.0, EXACT, name="1 / p")
+            assert bool((mine <= case.cap * n / m * (1 + 1e-6)).all())
+
+
+def draws_of(values: Tensor, ratio: float, number: int, seed: int, policy: str = "top") -> Tensor:
+    """(number, n) unbiased weights of one row of values, from one generator."""
+    generator = seeded(seed)
+    mask = torch.ones(1, len(values), dtype=torch.bool)
+    return torch.stack(
+        [
+            weights.token_weights(
+                values[None], mask, ratio, policy=policy, weighting="unbiased", generator=generator
+            )[0]
+            for _ in range(number)
+        ]
+    )
+
+
+def check_unbiased_mean(seed: int, ratio: float, policy: str, number: int = 1500) -> None:
+    """z-test at fixed n: E[w_k] = 1 for every token, and Var[w_k] = 1 / p_k - 1."""
+    n = 4  # few, so that a draw that forgets its random start shows
+    values = torch.randn(n, generator=seeded(seed), dtype=torch.float64)
+    sign = -1.0 if policy == "bottom" else 1.0
+    p = weights.inclusion_probabilities(sign * values, -(-int(100 * ratio) * n // 100))
+    drawn = draws_of(values, ratio, number, seed, policy)
+    deviation = (1 / p - 1).sqrt()
+    z = (drawn.mean(0) - 1) / deviation.clamp(min=1e-9) * math.sqrt(number)
+    assert bool((z.abs() < Z).all()), z
+    # (w - 1)^2 takes two values, so the variance of its mean is known too.
+    square = (drawn - 1) ** 2
+    spread = ((1 - p) * p).sqrt() * ((1 / p - 1) ** 2 - 1).abs()
+    z = (square.mean(0) - deviation**2) / spread.clamp(min=1e-9) * math.sqrt(number)
+    assert bool((z.abs() < Z).all()), z
+
+
+def check_random_is_unbiased(seed: int, number: int = 1500) -> None:
+    """Under "random" every token has the mean chance m / n, and E[w_k] = 1 still."""
+    values = torch.randn(8, generator=seeded(seed), dtype=torch.float64)
+    drawn = draws_of(values, 0.5, number, seed, "random")
+    p = weights.inclusion_probabilities(values, 4)
+    z = (drawn.mean(0) - 1) / math.sqrt(float((1 / p).mean()) - 1) * math.sqrt(number)
+    assert bool((z.abs() < Z).all()), z
+    z = ((drawn > 0).double().mean(0) - 0.5) / 0.5 * math.sqrt(number)
+    assert bool((z.abs() < Z).all()), z
+
+
+def check_equal_chances_are_a_simple_random_sample(seed: int, number: int = 1500) -> None:
+    """Equal values: every pair is kept with chance m (m - 1) / (n (n - 1)), neighbours too."""
+    n, m = 6, 3
+    kept = (draws_of(torch.zeros(n).double(), 0.5, number, seed) > 0).double()
+    pairs = kept.T @ kept / number
+    chance = m * (m - 1) / (n * (n - 1))
+    z = (pairs - chance) / math.sqrt(chance * (1 - chance) / number)
+    off = z[~torch.eye(n, dtype=torch.bool)]
+    assert bool((off.abs() < Z).all()), z
+
+
+def check_mask_weights_are_the_selection(case: WeightCase, scope: str, policy: str) -> None:
+    """ "mask" is select_top, select_bottom or select_random, as numbers."""
+    values, mask = case.draw()
+    found = case.weights(values, mask, scope, policy=policy)
+    if policy == "random":
+        expected = selection.select_random(
+            mask, case.ratio, generator=seeded(case.seed), scope=scope
+        )
+    else:
+        select = selection.select_top if policy == "top" else selection.select_bottom
+        expected = select(values, mask, case.ratio, scope=scope)
+    assert torch.equal(found, expected.double())
+
+
+def check_random_weights_lose_only_their_assignment(case: WeightCase, scope: str) -> None:
+    """The control of soft weights: those of "top" in each group, in another order."""
+    values, mask = case.draw()
+    pair = [
+        case.weights(values, mask, scope, policy=policy, weighting="proportional")
+        for policy in ("top", "random")
+    ]
+    for group in groups(case, mask, scope):
+        one, two = (x[group].sort().values for x in pair)
+        assert torch.equal(one, two)
+
+
+def check_scope_is_row_by_row(case: WeightCase, weighting: str) -> None:
+    """scope="sequence" is one call a row, with the generator going on."""
+    values, mask = case.draw()
+    together = case.weights(values, mask, "sequence", weighting=weighting)
+    generator = seeded(case.seed)
+    rows = [
+        case.weights(v[None], m[None], weighting=weighting, generator=generator)
+        for v, m in zip(values, mask, strict=True)
+    ]
+    assert torch.equal(together, torch.cat(rows))
+
+
+def check_only_ranks_and_ratios_of_values_count(case: WeightCase, weighting: str) -> None:
+    """Neither the scale of the values nor what stands outside the mask changes a weight."""
+    values, mask = case.draw()
+    expected = case.weights(values, mask, weighting=weighting)
+    for other in (values * 64, values / 4, values.masked_fill(~mask, float("nan"))):
+        assert torch.equal(case.weights(other, mask, weighting=weighting), expected)
+    narrow = case.weights(values.float(), mask, weighting=weighting)
+    assert narrow.dtype == torch.float32
+
+
+def check_all_gives_ones(case: WeightCase, weighting: str) -> None:
+    """policy="all": weight 1 at every response token, whatever else is asked for."""
+    values, mask = case.draw()
+    assert torch.equal(case.weights(values, mask, policy="all", weighting=weighting), mask.double())
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleCase:
+    """Ends in hundredths, so that the oracle can count in whole numbers."""
+
+    start: int
+    end: int
+    step: int
+    total: int
+    share: int
+
+    def value(self, shape: str, step: int | None = None) -> float:
+        return schedule.scheduled(
+            self.start / 100, self.end / 100, self.step if step is None else step, self.total,
+            share=self.share / 100, shape=shape,
+        )  # fmt: skip
+
+
+def schedule_cases() -> st.SearchStrategy[ScheduleCase]:
+    return st.builds(
+        ScheduleCase,
+        start=st.integers(-200, 200),
+        end=st.integers(-200, 200),
+        step=st.integers(0, 60),
+        total=st.integers(1, 50),
+        share=st.integers(1, 100),
+    )
+
+
+def check_schedule(case: ScheduleCase) -> None:
+    """The line in exact arithmetic; the cosine by its formula; both within the ends."""
+    gone = min(Fraction(1), Fraction(100 * case.step, case.share * case.total))
+    line = Fraction(case.start, 100) + Fraction(case.end - case.start, 100) * gone
+    assert case.value("linear") == float(line)
+    u = float(gone)
+    curve = case.start + (case.end - case.start) * (1 - math.cos(math.pi * u)) / 2
+    close(case.value("cosine"), curve / 100, 4.0, 1e-12, name="cosine schedule")
+    for shape in schedule.SHAPES:
+        assert case.value(shape, 0) == case.start / 100
+        assert case.value(shape, case.total) == case.end / 100
+        before, after = case.value(shape), case.value(shape, case.step + 1)
+        low, high = sorted((case.start / 100, case.end / 100))
+        assert low <= before <= high
+        assert (after - before) * (case.end - case.start) >= 0
+
+
+def check_scheduled_ratio_keeps_the_exact_count(case: ScheduleCase) -> None:
+    """A ratio on its way keeps ceil(ratio n) of the exact line, where its decimals are short."""
+    first, last = abs(case.start) % 100 + 1, abs(case.end) % 100 + 1
+    steps = abs(last - first)
+    for step in range(steps + 1):
+        ratio = schedule.scheduled(first / 100, last / 100, step, max(steps, 1), share=1.0)
+        hundredths = first + (step if last > first else -step)
+        assert selection.keep_count(ratio, 100) == hundredths
+
+
+# --- Gram matrix of token gradients --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GramCase:
+    """Uses of linears with small-integer factors: some share a weight, some have no error.
+
+    ``sharing`` names, use by use, the weight and how it is used: "a" once more, "A" through a
+    linear that stores it the other way round, "b" by another one, "-" without an error.
+    """
+
+    rows: int
+    length: int
+    width: int
+    sharing: str
+    seed: int
+
+    def parameters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        names = self.sharing.lower().replace("-", "")
+        shape = (self.width, self.width)
+        return {
+            name: (nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(self.width)))
+            for name in names
+        }
+
+    def uses(self) -> tuple[list[capture.LinearUse], list[Tensor | None]]:
+        parameters = self.parameters()
+        uses: list[capture.LinearUse] = []
+        errors: list[Tensor | None] = []
+        for index, kind in enumerate(self.sharing):
+            weight, bias = parameters.get(kind.lower(), next(iter(parameters.values())))
+            module = TransposedLinear(1, 1, True) if kind.isupper() else nn.Linear(1, 1)
+            module.weight, module.bias = weight, bias
+            linear = ScoredLinear(f"use{index}", module, 0, transposed=kind.isupper())
+            x, delta = (self.integers(2 * index + j) for j in (0, 1))
+            uses.append(capture.LinearUse(linear, x, delta, index))
+            errors.append(None if kind == "-" else delta)
+        return uses, errors
+
+    def integers(self, salt: int) -> Tensor:
+        shape = (self.rows, self.length, self.width)
+        return torch.randint(-3, 4, shape, generator=seeded(self.seed + 2**16 * salt)).double()
+
+    def mask(self) -> Tensor:
+        mask = torch.rand((self.rows, self.length), generator=seeded(self.seed)) < 0.7
+        mask[:, 0] = False
+        return mask
+
+
+def gram_cases() -> st.SearchStrategy[GramCase]:
+    return st.builds(
+        GramCase,
+        rows=st.integers(1, 3),
+        length=st.integers(1, 6),
+        width=st.integers(1, 3),
+        sharing=st.sampled_from(["a", "ab", "aa", "aA", "aba", "a-A", "aAba", "-ab"]),
+        seed=SEEDS,
+    )
+
+
+def check_gram_of_integers(case: GramCase, block: int, bias: bool) -> None:
+    """Outer products written out per token, summed per parameter, multiplied: bit for bit."""
+    uses, errors = case.uses()
+    mask = case.mask()
+    rows = []
+    for b, i in mask.nonzero().tolist():
+        gradient: dict[int, Tensor] = {}
+        for use, error in zip(uses, errors, strict=True):
+            if error is None:
+                continue
+            part = torch.outer(error[b, i - 1], use.x[b, i - 1])
+            part = part.T if use.linear.transposed else part
+            w, at_bias = id(use.linear.weight), id(use.linear.bias)
+            gradient[w] = gradient.get(w, torch.zeros_like(part)) + part
+            if bias:
+                before = gradient.get(at_bias, torch.zeros(case.width).double())
+                gradient[at_bias] = before + error[b, i - 1]
+        rows.append(torch.cat([gradient[key].flatten() for key in sorted(gradient)]))
+    found = interaction.token_gram(uses, errors, mask, score_bias=bias, block=block)
+    assert found.dtype == torch.float64
+    assert found.shape == (len(rows), len(rows))
+    if rows:
+        matrix = torch.stack(rows)
+        assert torch.equal(found, matrix @ matrix.T)
+
+
+def recorded_gram(
+    setup: Setup, model: ReferenceDecoder, batch: dict[str, Tensor], block: int = 512
+) -> Tensor:
+    """``token_gram`` of one recorded forward of a real decoder."""
+    adapter = ReferenceAdapter(model)
+    scope = capture.find_scope(adapter, setup.layers)
+    mask = response_mask(batch["labels"])
+    with capture.record(adapter, scope) as recorder:
+        with capture.graph_from_layer(adapter, scope.first):
+            logits = adapter.forward({k: v for k, v in batch.items() if k != "labels"})
+        loss = batches.token_losses(logits, batch["labels"]).sum()
+        errors = estimators.token_errors(
+            recorder, loss, "direct", window=None, head_reduction="per_head"
+        )
+        return interaction.token_gram(
+            recorder.linears, errors.direct, mask, score_bias=setup.score_bias, block=block
+        )
+
+
+def direct_gradients(setup: Setup, model: ReferenceDecoder, batch: dict[str, Tensor]) -> Tensor:
+    """(n, parameters): each token's outer products at the position that predicts it.
+
+    One ``autograd.grad`` a token: at its own position the full error of its loss is the self-only
+    one.
+    """
+    linears = {x.name: x for x in scored(setup, ReferenceAdapter(model))}
+    modules = {name: x.module for name, x in linears.items()}
+    with influence.recorded_uses(modules) as uses:
+        losses = gradients.run_losses(forward_of(model), batch)
+    rows = []
+    for (b, i), loss in losses.items():
+        deltas = torch.autograd.grad(loss, [use.s for use in uses], retain_graph=True,
+                                     allow_unused=True)  # fmt: skip
+        gradient: dict[int, Tensor] = {}
+        for linear in linears.values():
+            gradient.setdefault(id(linear.weight), torch.zeros_like(linear.weight))
+            if setup.score_bias and linear.bias is not None:
+                gradient.setdefault(id(linear.bias), torch.zeros_like(linear.bias))
+        for use, delta in zip(uses, deltas, strict=True):
+            if delta is None:
+                continue
+            linear = linears[use.name]
+            part = torch.outer(delta[b, i - 1], use.x[b, i - 1])
+            gradient[id(linear.weight)] += part.T if linear.transposed else part
+            if id(linear.bias) in gradient:
+                gradient[id(linear.bias)] += delta[b, i - 1]
+        rows.append(torch.cat([g.detach().flatten() for g in gradient.values()]))
+    return torch.stack(rows)
+
+
+def check_gram_is_the_product_of_direct_gradients(setup: Setup, block: int) -> None:
+    """G = J J^T with J the tokens' direct gradients by autograd, per parameter, uses summed."""
+    model, batch = setup.case.model(), setup.case.batch
+    found = recorded_gram(setup, model, batch, block)
+    j = direct_gradients(setup, model, batch)
+    close(found, j @ j.T, j.abs() @ j.abs().T, MODEL, name="Gram of direct gradients")
+    assert torch.equal(found, found.T)
+    least = torch.linalg.eigvalsh(found).amin()
+    assert float(least) >= -MODEL * float(found.diagonal().sum())
+
+
+def check_gram_of_one_position(setup: Setup) -> None:
+    """Rows of two tokens have one predicting position: direct is all, and G that of autograd.
+
+    The third way: <g_k, g_l> is how fast loss k falls when the weights move along g_l, by central
+    differences.
+    """
+    model = setup.case.model()
+    batch = setup.case.batch
+    assert batch["input_ids"].shape[1] == 2
+    found = recorded_gram(setup, model, batch)
+    names = {id(p): n for n, p in model.named_parameters()}
+    chosen: dict[str, Tensor] = {}
+    for linear in scored(setup, ReferenceAdapter(model)):
+        chosen[names[id(linear.weight)]] = linear.weight
+        if setup.score_bias and linear.bias is not None:
+            chosen[names[id(linear.bias)]] = linear.bias
+    losses = list(gradients.run_losses(forward_of(model), batch).values())
+    each = [
+        torch.autograd.grad(x, list(chosen.values()), retain_graph=True, materialize_grads=True)
+        for x in losses
+    ]
+    j = torch.stack([torch.cat([g.flatten() for g in row]) for row in each])
+    scale = j.abs() @ j.abs().T
+    close(found, j @ j.T, scale, MODEL, name="Gram of one position")
+
+    def moved(step: float, along: tuple[Tensor, ...]) -> Tensor:
+        with torch.no_grad():
+            for p, g in zip(chosen.values(), along, strict=True):
+                p += step * g
+            after = torch.stack(list(gradients.run_losses(forward_of(model), batch).values()))
+            for p, g in zip(chosen.values(), along, strict=True):
+                p -= step * g
+        return after
+
+    along = each[-1]
+    size = float(torch.cat([g.flatten() for g in along]).norm())
+    if size > 1e-6:
+        step = 1e-5 / size
+        slope = (moved(step, along) - moved(-step, along)) / (2 * step)
+        close(found[:, -1], slope, scale[:, -1] + size, 1e-5, name="Gram, finite differences")
+
+
+# --- selection with interaction ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiverseCase:
+    """Small-integer values and gradients of one or two rows; everything is exact in float64."""
+
+    rows: int
+    length: int
+    width: int
+    weight: float
+    seed: int
+    hundredths: int
+    positive: bool = False
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (b, t), mask (b, t) and gradients (n, d)."""
+        generator = seeded(self.seed)
+        shape = (self.rows, self.length)
+        values = torch.randint(-6, 9, shape, generator=generator).double()
+        mask = torch.rand(shape, generator=generator) < 0.8
+        g = torch.randint(-2, 3, (int(mask.sum()), self.width), generator=generator).double()
+        return values, mask, g.abs() if self.positive else g
+
+    @property
+    def ratio(self) -> float:
+        return self.hundredths / 100
+
+    def keep(self, scope: str = "batch", **options: Any) -> Tensor:
+        values, mask, g = self.draw()
+        options = {"weight": self.weight, **options}
+        return interaction.select_diverse(
+            values,
+            mask,
+            self.ratio,
+            g @ g.T,
+            scope=scope,
+            **options,
+        )
+
+
+def diverse_cases(**pins: Any) -> st.SearchStrategy[DiverseCase]:
+    options: dict[str, Any] = {
+        "rows": st.integers(1, 3),
+        "length": st.integers(1, 5),
+        "width": st.integers(1, 3),
+        "weight": st.sampled_from([0.5, 0.0, 0.25, 1.0, 4.0]),
+        "seed": SEEDS,
+        "hundredths": st.integers(1, 100),
+    }
+    options |= {
+        name: pin if isinstance(pin, st.SearchStrategy) else st.just(pin)
+        for name, pin in pins.items()
+    }
+    return st.builds(DiverseCase, **options)
+
+
+def objective(values: Tensor, g: Tensor, weight: float, kept: list[int]) -> float:
+    """sum v - w / 2 ||sum g||^2 of a set, from the gradients themselves."""
+    return float(values[kept].sum() - weight / 2 * g[kept].sum(0).square().sum())
+
+
+def greedy_by_objective(values: Tensor, g: Tensor, weight: float, count: int) -> set[int]:
+    """Add, each time, the first of the tokens after which the objective is largest."""
+    kept: list[int] = []
+    for _ in range(count):
+        left = [k for k in range(len(values)) if k not in kept]
+        kept.append(max(left, key=lambda k: (objective(values, g, weight, [*kept, k]), -k)))
+    return set(kept)
+
+
+def check_greedy_by_the_objective(case: DiverseCase, scope: str) -> None:
+    """Each token added is the best by the objective re-evaluated; exactly ceil(ratio n) are."""
+    values, mask, g = case.draw()
+    keep = case.keep(scope)
+    assert keep.dtype == torch.bool
+    assert not bool((keep & ~mask).any())
+    start = 0
+    for length, row in zip(
+        mask.sum(1).tolist() if scope == "sequence" else [int(mask.sum())],
+        range(case.rows) if scope == "sequence" else [slice(None)],
+        strict=True,
+    ):
+        count = -(-case.hundredths * length // 100)
+        part = slice(start, start + length)
+        v = values[row][mask[row]]
+        expected = greedy_by_objective(v, g[part], case.weight, count)
+        assert set(keep[row][mask[row]].nonzero().flatten().tolist()) == expected
+        assert len(expected) == count
+        start += length
+
+
+def check_weight_zero_is_select_top(case: DiverseCase, scope: str, units: str) -> None:
+    """Without interaction: select_top, bit for bit."""
+    values, mask, _ = case.draw()
+    top = selection.select_top(values, mask, case.ratio, scope=scope)
+    assert torch.equal(case.keep(scope, weight=0.0, units=units), top)
+
+
+def best_by_enumeration(values: Tensor, g: Tensor, weight: float, count: int) -> float:
+    """The largest objective of any set of this size."""
+    sets = itertools.combinations(range(len(values)), count)
+    return max(objective(values, g, weight, list(kept)) for kept in sets)
+
+
+def check_greedy_against_the_optimum(case: DiverseCase) -> None:
+    """Never above the best set. At least 1 - 1/e of it where no product and no gain is negative.
+
+    Orthogonal gradients: the objective is a sum over tokens, and greedy is the best.
+    """
+    values, mask, g = case.draw()
+    values, g = values[mask][:7], g[:7]
+    n, count = len(values), -(-case.hundredths * min(len(values), 7) // 100)
+    if n == 0:
+        return
+    everyone = torch.ones(1, n, dtype=torch.bool)
+
+    def reached(v: Tensor, vectors: Tensor, weight: float) -> tuple[float, float]:
+        keep = interaction.select_diverse(
+            v[None], everyone, case.ratio, vectors @ vectors.T, weight
+        )[0]
+        kept = keep.nonzero().flatten().tolist()
+        return objective(v, vectors, weight, kept), best_by_enumeration(v, vectors, weight, count)
+
+    found, best = reached(values, g, case.weight)
+    assert found <= best
+    found, best = reached(values, torch.diag(torch.arange(n).double()), case.weight)
+    assert found == best
+    positive = g.abs()
+    gram = positive @ positive.T
+    lift = case.weight * (gram.sum(1) + gram.diagonal() / 2)  # no gain is negative then
+    found, best = reached(values.abs() + lift, positive, case.weight)
+    assert found >= (1 - 1 / math.e) * best
+
+
+def check_gain_is_the_decrease_of_a_quadratic(case: DiverseCase) -> None:
+    """With J = h/2 ||theta - c||^2 and w = eta h, eta times the objective is J's decrease, exactly.
+
+    J is evaluated before and after the step -eta sum g; values are <g, grad J>.
+    """
+    g = case.draw()[2]
+    n = len(g)
+    if n == 0:
+        return
+    h, eta = 2.0, 0.25
+    away = torch.randint(-4, 5, (case.width,), generator=seeded(case.seed + 1)).double()
+
+    def j(theta: Tensor) -> float:
+        return h / 2 * float(theta.square().sum())  # c = 0
+
+    values = g @ (h * away)
+    keep = interaction.select_diverse(
+        values[None], torch.ones(1, n, dtype=torch.bool), case.ratio, g @ g.T, eta * h
+    )[0]
+    kept = keep.nonzero().flatten().tolist()
+    decrease = j(away) - j(away - eta * g[kept].sum(0))
+    assert eta * objective(values, g, eta * h, kept) == decrease
+    # And greedily so: the last token added was the one after which J is smallest.
+    expected = greedy_by_objective(values, g, eta * h, len(kept))
+    assert set(kept) == expected
+
+
+def check_relative_weight(case: DiverseCase) -> None:
+    """w = weight sum v / ||sum g||^2 of the top tokens: at weight 1 their step is the best one."""
+    values, mask, g = case.draw()
+    v = values[mask]
+    if len(v) == 0:
+        return
+    count = -(-case.hundredths * len(v) // 100)
+    w = interaction.absolute_weight(v, g @ g.T, count, 1.0)
+    top = sorted(range(len(v)), key=lambda k: (-float(v[k]), k))[:count]
+    gain, step = float(v[top].sum()), g[top].sum(0)
+    if gain > 0 and bool(step.any()):
+        sizes = [0.5, 0.9, 1.0, 1.1, 2.0]
+        gains = [a * gain - w / 2 * float((a * step).square().sum()) for a in sizes]
+        assert max(gains) == gains[2]
+        close(gains[4], 0.0, gain, EXACT, name="twice the best step gains nothing")
+    else:
+        assert w == 0.0
+    twice = interaction.absolute_weight(v, g @ g.T, count, 2.0)
+    assert twice == 2 * w
+    relative = case.keep(weight=0.5, units="relative")
+    assert torch.equal(relative, case.keep(weight=0.5 * w))
+    gram = g @ g.T
+    for a, b in ((4.0, 1.0), (0.5, 16.0)):
+        scaled = interaction.select_diverse(
+            a * values, mask, case.ratio, b * gram, 0.5, units="relative"
+        )
+        assert torch.equal(scaled, relative)
