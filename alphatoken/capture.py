@@ -28,13 +28,12 @@ __all__ = [
     "ObservedForward",
     "Recorder",
     "Scope",
-    "can_start_at",
     "evaluation_mode",
     "find_scope",
     "graph_from_layer",
+    "hidden_of",
     "record",
     "resolve_layers",
-    "start_at",
     "used_outside",
 ]
 
@@ -180,7 +179,7 @@ class ObservedForward:
     """Arguments of one call of the model, and where its scored part began.
 
     ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
-    below pass on a bare tensor, so that ``start_at`` can stand in for them.
+    below pass on a bare tensor, so that ``trunk.start_at`` can stand in for them.
     """
 
     args: tuple[Any, ...]
@@ -247,7 +246,7 @@ class Recorder:
     ) -> None:
         """Before the first scored layer runs: keep its input, once a pass."""
         if self.begun is not None and self.begun.hidden is None:
-            hidden = _hidden_of(args, kwargs)
+            hidden = hidden_of(args, kwargs)
             self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
 
     def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -364,11 +363,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among the arguments of a decoder block."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
 def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_grad_enabled():  # a block used at two depths: only the first call cuts
         return None
     torch.set_grad_enabled(True)
-    hidden = _hidden_of(args, kwargs).detach().requires_grad_()
+    hidden = hidden_of(args, kwargs).detach().requires_grad_()
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}
@@ -388,49 +392,3 @@ def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
             yield
     finally:
         handle.remove()
-
-
-def can_start_at(adapter: DecoderAdapter, first: int) -> bool:
-    """Whether ``start_at`` can stand in for the blocks below: some, and none used again above."""
-    blocks = adapter.layers()
-    above = {id(block) for block in blocks[first:]}
-    return first > 0 and all(id(block) not in above for block in blocks[:first])
-
-
-def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("hidden_states")
-
-
-@contextmanager
-def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[None]:
-    """Forwards inside begin at the input ``hidden`` of layer ``first``; the trunk is not run.
-
-    Embeddings, masks and position tables are computed as ever. A model that hands more than the
-    hidden states from block to block (shared keys and values, say) will not give the same losses;
-    whoever uses this compares them.
-    """
-    blocks = adapter.layers()
-
-    def pass_on(*args: Any, **kwargs: Any) -> Any:
-        return _hidden_of(args, kwargs)
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handle.remove()  # a block used at two depths: only the first call starts here
-        if args:
-            return (hidden, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": hidden}
-
-    missing = object()
-    before = {block: block.__dict__.get("forward", missing) for block in blocks[:first]}
-    handle = blocks[first].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        for block in before:
-            block.__dict__["forward"] = pass_on
-        yield
-    finally:
-        handle.remove()
-        for block, own in before.items():
-            if own is missing:
-                del block.__dict__["forward"]
-            else:
-                block.__dict__["forward"] = own

@@ -9,7 +9,6 @@ gives it for every token at once, through every module type.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,11 @@ from torch.func import functional_call
 from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.attention import forward_mode_attention
 from alphatoken.batch import LabelledBatch, require_finite, token_losses
-from alphatoken.capture import can_start_at, evaluation_mode, start_at
+from alphatoken.capture import evaluation_mode
 from alphatoken.precision import wide
+from alphatoken.trunk import Start, can_start_at, start_at
 
-__all__ = ["Start", "label_values"]
+__all__ = ["label_values"]
 
 
 def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
@@ -41,26 +41,6 @@ def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if id(parameter) in duals
     }
-
-
-@dataclass
-class Start:
-    """A forward that has run already: the input of layer ``first``, and the losses it led to.
-
-    ``refused`` is set when starting there did not give these losses again.
-    """
-
-    hidden: Tensor
-    losses: Tensor
-    refused: bool = False
-
-    def gives(self, losses: Tensor, mask: Tensor) -> bool:
-        """Whether two forwards were one function; rounding may differ (a fused head, autocast)."""
-        half = self.hidden.dtype in (torch.bfloat16, torch.float16)
-        narrow = half or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-        tolerance = 5e-2 if narrow else 1e-3
-        found, known = losses[mask].double(), self.losses[mask].double()
-        return bool(torch.isclose(found, known, rtol=tolerance, atol=tolerance).all())
 
 
 def label_values(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,7 @@ from alphatoken.losses import dpo_coefficient
 from alphatoken.precision import wide
 from alphatoken.readout import captured_gradients
 from alphatoken.sharding import Sharding
+from alphatoken.trunk import Start, losses_from, remember_start
 
 __all__ = [
     "GradientReducer",
@@ -96,12 +98,29 @@ def weighted_losses(
         yield batch, lambda: forward_losses(adapter, batch, role), ones, batch.response_tokens
         return
     branches = [read_batch(b, max_length=limit, role=role) for b, _, _ in item.branches()]
-    with evaluation_mode(adapter.model), torch.no_grad():
-        omega = preference_weights(item, *(forward_losses(adapter, b, role) for b in branches))
-    for batch, sign in zip(branches, (1, -1), strict=True):
+    losses, starts = _known(adapter, branches, first, role)
+    omega = preference_weights(item, *losses)
+    for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
         count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2
         weights = (sign * omega).unsqueeze(-1) * batch.mask.to(omega.dtype)
-        yield batch, lambda b=batch: forward_losses(adapter, b, role), weights, count  # type: ignore[misc]
+
+        def again(batch: LabelledBatch = batch, start: Start | None = start) -> Tensor:
+            run = partial(forward_losses, adapter, batch, role)
+            return losses_from(adapter, first, start, batch.mask, run)
+
+        yield batch, again, weights, count
+
+
+@torch.no_grad()
+def _known(
+    adapter: DecoderAdapter, branches: Sequence[LabelledBatch], first: int | None, role: str
+) -> tuple[list[Tensor], list[Start | None]]:
+    """Token losses of each branch, and where the forward that is sent back can start."""
+    with evaluation_mode(adapter.model), remember_start(adapter, first or 0) as trunk:
+        losses = [forward_losses(adapter, branch, role) for branch in branches]
+    if not trunk.plain or len(trunk.hidden) != len(branches):  # a block that is used twice
+        return losses, [None] * len(branches)
+    return losses, [Start(h, x) for h, x in zip(trunk.hidden, losses, strict=True)]
 
 
 @runtime_checkable

@@ -34,13 +34,14 @@ from alphatoken.estimators import (
     self_only_errors,
     token_errors,
 )
-from alphatoken.forward_mode import Start, label_values
+from alphatoken.forward_mode import label_values
 from alphatoken.interaction import token_gram
 from alphatoken.objective import GradientReducer, forward_losses, scoring_forward
 from alphatoken.proofs import CoverageReport, Witness, require_self_rule
 from alphatoken.readout import Columns, Side, assign_columns, combine, contract_columns
 from alphatoken.sharding import Sharding
 from alphatoken.target import Target
+from alphatoken.trunk import Start
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
@@ -267,14 +268,20 @@ class Scorer:
         target = self.target
         if self.config.preconditioner != "full":
             return target.sides, target.balance
+        direction, balance = self._at_step(recorder, losses, mask, weights)
+        gain = Side(direction.adaptation) if target.adapts else None
+        keep = None if direction.stability is None else Side(direction.stability)
+        return (gain, keep), balance
+
+    def _at_step(
+        self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
+    ) -> tuple[Direction, dict[str, float]]:
+        """M for the step that these losses make, and its balance."""
         with torch.enable_grad():
             loss = (losses * weights.of_step(mask).to(losses)).sum()
         if not loss.requires_grad:
             raise foreign_scores("a detached tensor")
-        direction, balance = target.at_step(target.step_gradient(loss, recorder))
-        gain = Side(direction.adaptation) if target.adapts else None
-        keep = None if direction.stability is None else Side(direction.stability)
-        return (gain, keep), balance
+        return self.target.at_step(self.target.step_gradient(loss, recorder))
 
     def _errors(self, recorder: Recorder, losses: Tensor, weights: Tensor | None) -> TokenErrors:
         self._witness.require_rule(recorder)
@@ -296,12 +303,40 @@ class Scorer:
             )
         return errors
 
-    def columns(self, batch: LabelledBatch, *, weights: Tensor | None = None) -> Columns:
-        """Columns by position of use for the total direction M, with weighted losses.
+    def direction_for(
+        self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None
+    ) -> Direction:
+        """M's two sides as ``score`` takes them for this batch; needs whole weights.
+
+        The same as ``direction`` unless ``preconditioner="full"``, which depends on the batch.
+        """
+        if self.config.preconditioner != "full":
+            return self.direction
+        checked = read_batch(batch, max_length=self.adapter.max_positions())
+        weights = Weights.read(checked.mask, None, step_weights)
+        self._prepare(tokens=None)
+        with self._witness.recording() as recorder:
+            with scoring_forward(self.adapter, self.target.first):
+                losses = forward_losses(self.adapter, checked, "batch")
+            return self._at_step(recorder, losses, checked.mask, weights)[0]
+
+    def columns(
+        self,
+        batch: LabelledBatch,
+        *,
+        weights: Tensor | None = None,
+        direction: Mapping[str, Tensor] | None = None,
+    ) -> Columns:
+        """Columns by position of use for one direction, with weighted losses.
 
         For diagnostics; needs a captured estimator (label has rows, no columns), and whole weights.
+
+        Args:
+            batch: checked.
+            weights: (b, t) factors on the token losses.
+            direction: parameter name -> M; by default the total of ``direction``.
         """
-        side = Side(self.direction.total())
+        side = Side(self.direction.total() if direction is None else direction)
         with self._witness.recording() as recorder:
             with scoring_forward(self.adapter, self.target.first):
                 losses = forward_losses(self.adapter, batch, "batch")

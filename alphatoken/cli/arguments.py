@@ -220,6 +220,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     found, unknown = parser.parse_known_args(list(words))
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
+    _settle(found, words)
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
@@ -229,6 +230,18 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if found.dry_run and not _has_gpu():
         changed.pop("use_cpu", None)
     return Arguments(command, data, config, model, mixture, run, recipe, changed, tuple(words))
+
+
+def _settle(found: argparse.Namespace, words: Sequence[str]) -> None:
+    """Text "null" where an option may be none; and rows named here instead of the recipe's."""
+    ours = (*dataclasses.fields(AlphaOptions), *dataclasses.fields(DataArguments))
+    for option in ours:
+        if option.default is None and getattr(found, option.name) in ("null", "none"):
+            setattr(found, option.name, None)
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word[:2] == "--"}
+    for name, other in (("train_file", "dataset_name"), ("dataset_name", "train_file")):
+        if name in given and other not in given and getattr(found, name) is not None:
+            setattr(found, other, None)
 
 
 def _recipe(command: str, words: Sequence[str]) -> Recipe | None:

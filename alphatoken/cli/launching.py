@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -55,13 +56,27 @@ def launch(arguments: Arguments) -> int:
         "--config_file", str(path), "--num_processes", str(count),
         "-m", "alphatoken.cli", arguments.command, *arguments.words,
     ]  # fmt: skip
-    environment = {**os.environ, "ALPHATOKEN_LAUNCHED": "1"}
+    return _wait_for(command, {**os.environ, "ALPHATOKEN_LAUNCHED": "1"})
+
+
+_PATIENCE = 60.0
+"""Seconds that interrupted processes get to end by themselves."""
+
+
+def _wait_for(command: list[str], environment: dict[str, str]) -> int:
+    """Run to the end. A SIGTERM goes on to the processes, an interrupt reaches them by itself."""
     process = subprocess.Popen(command, env=environment)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     try:
         return process.wait()
     except KeyboardInterrupt:
-        process.wait()  # the signal went to all of them
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.terminate()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require_devices(arguments: Arguments, config: dict[str, Any], count: int) -> None:

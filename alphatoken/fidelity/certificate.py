@@ -117,7 +117,7 @@ def certify(
     adapter = scorer.adapter
     checked = read_batch(batch, max_length=adapter.max_positions())
     values = scorer.score(batch)
-    direction = scorer.direction.total()
+    direction = scorer.direction_for(batch).total()
     chosen = _sample(checked, tokens, seed)
     label = label_values(adapter, checked, direction, first=scorer.target.first or 0)
     causal: float | None = None
@@ -205,7 +205,7 @@ def _captured_error(
         transposed=[linear.name for linear in scorer.scope.linears if linear.transposed],
     )
     matrix, scale = psi.matrix, psi.absolute_scale
-    columns = scorer.columns(batch, weights=chosen.to(wide(matrix.dtype)))
+    columns = scorer.columns(batch, weights=chosen.to(wide(matrix.dtype)), direction=direction)
     direct, causal = columns.direct.double().cpu(), columns.causal.double().cpu()
     diagonal, column = influence_oracle.diagonal(matrix), influence_oracle.column_sums(matrix)
     if scorer.config.estimator in ("path", "paper_literal"):

@@ -266,7 +266,8 @@ class CheckpointMixin(_Base):
             getattr(self, "_metrics")["train"][name][:0] = found  # noqa: B009
         if since_log["tokens"] is not None:
             self._total_train_tokens = since_log["tokens"]
-        own = {name.removeprefix("alpha/"): tensor for name, tensor in tensors.items()}
+        # Copies: what is read stays mapped to a file that rotation will remove.
+        own = {name.removeprefix("alpha/"): tensor.clone() for name, tensor in tensors.items()}
         self.load_alpha_state(own, json.loads(metadata["alpha"]))
 
     # --- saving -------------------------------------------------------------------------------

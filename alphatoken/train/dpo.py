@@ -31,7 +31,7 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
         if self.kept_normalization == "sum":
             raise ConfigError(
@@ -111,14 +111,14 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """With the reference's log-probabilities, so that the scoring graph sees one model."""
         found = dict(inputs)
         if _REFERENCE[0] not in found:
-            reference = self.compute_ref_log_probs(self._reference_model(), found)
+            reference = self.compute_ref_log_probs(self._reference_model(), found)  # type: ignore[no-untyped-call]
             found.update(zip(_REFERENCE, reference, strict=True))
         return found
 
     def _reference_model(self) -> Any:
         return self.model if self.ref_model is None else self.ref_model
 
-    def value_weights(self, coefficients: Tensor, mask: Tensor) -> Tensor | None:
+    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
         """``+omega`` on chosen and ``-omega`` on rejected tokens: the loss's own, per pair."""
         return -by_token(coefficients) * (coefficients.shape[0] // 2)
 
@@ -139,7 +139,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         assert gate.log_probs is not None
         reference = [t.to(coefficients) for t in map(self.own_inputs(inputs).get, _REFERENCE)]  # type: ignore[union-attr]
         kept = (gate.log_probs.detach() * weights[:, 1:].to(gate.log_probs)).sum(-1)
-        omega = dpo_coefficient(*kept.chunk(2), *reference, self.beta)
+        chosen, rejected = kept.chunk(2)
+        omega = dpo_coefficient(chosen, rejected, reference[0], reference[1], self.beta)
         signed = torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
         return signed * (coefficients != 0)
 
@@ -175,7 +176,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             torch.as_tensor([float(row[name]) for row in rows], device=self.args.device)
             for name in _REFERENCE
         ]
-        return PreferenceBatch(parts[0], parts[1], *reference, beta=self.beta)
+        return PreferenceBatch(parts[0], parts[1], reference[0], reference[1], beta=self.beta)
 
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Reference log-probabilities of the pool, once; the reference does not move."""
@@ -185,7 +186,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             if _REFERENCE[0] in part[0]:
                 continue
             batch = self._prepare_inputs(self.data_collator([dict(row) for row in part]))
-            found = self.compute_ref_log_probs(self._reference_model(), batch)
+            found = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
             for row, chosen, rejected in zip(part, *(f.tolist() for f in found), strict=True):
                 row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
 

@@ -112,46 +112,68 @@ def fitted_fisher(
         And whatever :func:`alphatoken.fit_fisher` raises, in the main process.
     """
     _require_whole(model)
-    main = PartialState().is_main_process if main is None else main
     folder = Path(folder)
-    settings = fisher_settings(options)
-    launch: list[Any] = [None, None]
+    if main is None:
+        main = PartialState().is_main_process
     if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        launch = [cache_key(model, prompts, settings), secrets.token_hex(4)]
-    if not main:
-        broadcast_object_list(launch)
-        key, token = launch
-        return _on(model, _wait(folder, key, folder / f"{key}.{token}.json"))
-    key, token = launch
-    status = folder / f"{key}.{token}.json"
-    with _announced(status, launch):
-        entry = _entry(model, prompts, settings, folder, key, progress)
+        entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
+    else:
+        entry = _as_other(folder)
     return _on(model, entry)
 
 
 # --- the main process ---------------------------------------------------------------------------
 
 
+def _as_main(
+    model: nn.Module,
+    prompts: Any,
+    settings: dict[str, Any],
+    folder: Path,
+    progress: bool | ProgressSink | None,
+) -> FisherDrift:
+    told: list[Any] = [None, None]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = cache_key(model, prompts, settings)
+    except BaseException as problem:
+        told[1] = _described(problem)
+        broadcast_object_list(told)
+        if isinstance(problem, OSError):
+            raise FisherError(
+                f"the folder '{folder}' of the Fisher cache cannot be made",
+                got=str(problem),
+                remedy="give another one: fisher_cache=...",
+            ) from problem
+        raise
+    told[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
+    with _announced(told):
+        return _entry(model, prompts, settings, folder, key, progress)
+
+
 @contextmanager
-def _announced(status: Path, launch: list[Any]) -> Iterator[None]:
+def _announced(told: list[Any]) -> Iterator[None]:
     """Tell the other processes where to look, and how the fit ended; tidy up when they know."""
-    several = PartialState().num_processes > 1
-    if not several:
+    if PartialState().num_processes == 1:
         yield
         return
+    status: Path = told[0][1]
     with _held(status.with_suffix(".alive")):
         _write(status, {"state": "fitting"})
-        broadcast_object_list(launch)
+        broadcast_object_list(told)
         try:
             yield
         except BaseException as problem:
-            _write(status, {"state": "failed", "error": f"{type(problem).__name__}: {problem}"})
+            _write(status, {"state": "failed", "error": _described(problem)})
             raise
         _write(status, {"state": "done"})
         PartialState().wait_for_everyone()
     for path in (status, status.with_suffix(".alive")):
         path.unlink(missing_ok=True)
+
+
+def _described(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"
 
 
 def _entry(
@@ -213,6 +235,15 @@ def _load(path: Path, key: str) -> FisherDrift | None:
 # --- the others ---------------------------------------------------------------------------------
 
 
+def _as_other(folder: Path) -> FisherDrift:
+    told: list[Any] = [None, None]
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise _main_failed(told[1])
+    key, status = told[0]
+    return _wait(folder, key, folder / status.name)
+
+
 def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
     """Poll until the main process is done, then read its entry."""
     start = time.monotonic()
@@ -231,12 +262,16 @@ def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
             PartialState().wait_for_everyone()
             return entry
         if found is not None and (found["state"] == "failed" or _died(status)):
-            raise FisherError(
-                "the main process could not fit the Fisher",
-                got=str(found.get("error", "it ended without a word")),
-                remedy="see its own message; the fit is resumed by the next run",
-            )
+            raise _main_failed(str(found.get("error", "it ended without a word")))
         time.sleep(_POLL)
+
+
+def _main_failed(told: str) -> FisherError:
+    return FisherError(
+        "the main process could not fit the Fisher",
+        got=told,
+        remedy="see its own message; the next run goes on with the fit",
+    )
 
 
 def _died(status: Path) -> bool:
@@ -315,13 +350,18 @@ def _require_whole(model: nn.Module) -> None:
 
 
 def _on(model: nn.Module, fisher: FisherDrift) -> FisherDrift:
-    """The same, on the model's device."""
+    """The same, on the model's device, in memory of its own.
+
+    What was read is still mapped to its file: if that changed, so would the numbers.
+    """
     device = next(model.parameters()).device
 
-    def there(entries: Any) -> dict[str, Tensor]:
-        return {name: entry.to(device) for name, entry in entries.items()}
+    def there(entry: Tensor) -> Tensor:
+        return entry.to(device, copy=True)
 
-    factors = {n: (a.to(device), b.to(device)) for n, (a, b) in fisher.factors.items()}
     return replace(
-        fisher, fisher=there(fisher.fisher), reference=there(fisher.reference), factors=factors
+        fisher,
+        fisher={name: there(entry) for name, entry in fisher.fisher.items()},
+        reference={name: there(entry) for name, entry in fisher.reference.items()},
+        factors={name: (there(a), there(b)) for name, (a, b) in fisher.factors.items()},
     )

@@ -156,12 +156,15 @@ def _refused_options(
             remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
             "scoring_forward='own'",
         )
-    if kind == "zero3" and options.scoring_forward == "shared":
+    if options.scoring_forward == "shared" and own:
+        deepspeed = kind.startswith("zero")
         yield ConfigError(
-            "under ZeRO-3 scoring cannot share the training forward",
-            got="scoring_forward='shared'",
-            why="weights are cut up again after the first backward through it",
-            remedy="scoring_forward='auto' or 'own'",
+            "scoring cannot share the training forward here",
+            got=f"scoring_forward='shared', {kind if deepspeed else 'keep_scope=global'}",
+            why="DeepSpeed's engine follows its forward through one backward only"
+            if deepspeed
+            else "a global threshold is known only when the whole step has been scored",
+            remedy="scoring_forward='auto'; it costs about a third of a step",
         )
     if kind in SHARDED and (options.estimator == "label" or options.value_parameters == "all"):
         yield ConfigError(

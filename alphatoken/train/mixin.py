@@ -32,6 +32,7 @@ from alphatoken.batch import label_mask
 from alphatoken.capture import find_scope
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.interaction import select_diverse
 from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
 from alphatoken.train.checkpoint import CheckpointMixin
@@ -51,7 +52,6 @@ from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
 from alphatoken.values import TokenValues
-from alphatoken.interaction import select_diverse
 from alphatoken.weights import token_weights
 
 if TYPE_CHECKING:
@@ -86,6 +86,12 @@ class Scored:
 class AlphaTrainerMixin(CheckpointMixin, _Base):
     """Token valuation and selection for a trainer; see the module's text."""
 
+    # Of the trainers' own classes, which type each of these differently.
+    args: Any
+    model: Any
+    processing_class: Any
+    train_dataset: Any
+
     # --- what a trainer says of itself ----------------------------------------------------------
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -99,14 +105,15 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """The trainer's own loss, with the gate in the model's place."""
-        loss: Tensor = super().compute_loss(model, inputs, num_items_in_batch=num_items)
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
+        assert isinstance(loss, Tensor)
         return loss
 
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of a pass that is not the training forward."""
         return dict(inputs)
 
-    def value_weights(self, coefficients: Tensor, mask: Tensor) -> Tensor | None:
+    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
         """Factor on each token's loss in its value (b, t); None for 1."""
         return None
 
@@ -311,7 +318,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The trainer's micro-batches of one step; under a global threshold they are scored here."""
+        """Micro-batches of one step; under a global threshold they are scored here."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._alpha_active and self.args.keep_scope == "global" and samples:
             self.current_gradient_accumulation_steps = len(samples)
@@ -341,7 +348,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             scored, weights, extra = self._planned.pop(0)
             return self._gated(model, {**inputs, **extra}, num_items_in_batch, scored, weights)
         scored = self._known(inputs, mask)
-        if scored is None and self.args.needs_values and bool(mask.any()):
+        if self._must_score(scored, mask):
             if not self.own_forward:
                 return self._shared(model, inputs, num_items_in_batch, mask)
             inputs = self.own_inputs(inputs)
@@ -365,6 +372,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             inputs, mask, self.state.global_step, max_age=self.args.reuse_values
         )
         return None if totals is None else Scored(totals.to(mask.device), mask)
+
+    def _must_score(self, known: Scored | None, mask: Tensor) -> bool:
+        """Whether this micro-batch is scored. Where one process must, all do: it is collective."""
+        if not self.args.needs_values:
+            return False
+        return Ranks(self.accelerator).any(known is None and bool(mask.any()))
 
     def _shared(self, model: Any, inputs: dict[str, Any], num_items: Any, mask: Tensor) -> Tensor:
         """Score and train on one forward."""
@@ -418,15 +431,22 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     ) -> Scored:
         started = time.perf_counter()
         labels = self.response_labels(inputs)
+        mask = label_mask(labels)
+        empty = not bool(mask.any())
+        if empty:  # on another process there is a response; this one takes part, and counts nothing
+            labels = labels.clone()
+            labels[0, -1] = inputs["input_ids"][0, -1]
         assert gate.log_probs is not None
         values = observed.values(
             gate.log_probs,
             labels,
-            token_weights=self.value_weights(coefficients, label_mask(labels)),
+            token_weights=self.value_weights(coefficients, label_mask(labels), num_items),
             step_weights=-by_token(coefficients) * self.step_scale(num_items)
             if self.args.preconditioner == "full"
             else None,
         )
+        if empty:
+            return Scored(torch.zeros_like(values.total), mask)
         gram = observed.interaction() if self.args.interaction_weight > 0 else None
         return Scored(values.total, values.mask, values, gram, time.perf_counter() - started)
 
@@ -463,7 +483,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         step, count = self._micro
         count = count + 1 if step == self.state.global_step else 0
         self._micro = (self.state.global_step, count)
-        parts = (self.args.value_seed, self.state.global_step, count, self.accelerator.process_index)
+        parts = (
+            self.args.value_seed,
+            self.state.global_step,
+            count,
+            self.accelerator.process_index,
+        )
         return hash(parts) & (2**63 - 1)
 
     def _normalised(self, weights: Tensor, mask: Tensor, num_items: Any) -> Tensor:
@@ -525,7 +550,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         for sample in samples:
             inputs = self._prepare_inputs(sample)
             masks.append(label_mask(self.response_labels(inputs)))
-            if not self.args.needs_values:
+            if not self._must_score(None, masks[-1]):
                 scores.append(None)
                 extras.append({})
                 continue
@@ -587,8 +612,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             values=values,
             reused=scored is not None and values is None,
             seconds=0.0 if scored is None else scored.seconds,
+            tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
-        if values is not None and (self.args.export_values or self.args.reuse_values):
+        if scored is not None and (self.args.export_values or self.args.reuse_values):
             self.ledger.add(
                 {**inputs, "labels": self.response_labels(inputs)},
                 mask,

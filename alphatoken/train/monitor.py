@@ -243,4 +243,4 @@ def console_line(step: int, logs: Mapping[str, Any]) -> str:
     parts += [text.format(logs[name]) for name, text in _SHOWN if name in logs]
     if logs.get("alpha/validation_alarm"):
         parts.append("held-out validation loss is rising: the run fits the validation rows")
-    return ", ".join(parts)
+    return ", ".join(parts).replace(", \u00b1", " \u00b1")

@@ -250,7 +250,9 @@ class AlphaOptions:
             path=self.path,
             layers=read_layers(self.score_layers),
             window=self.window,
-            stability_weight=self.stability_weight if stability_weight is None else stability_weight,
+            stability_weight=self.stability_weight
+            if stability_weight is None
+            else stability_weight,
             head_reduction=self.head_reduction,
             causal_position=self.causal_position,
             preconditioner=self.preconditioner,

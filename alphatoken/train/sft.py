@@ -27,7 +27,7 @@ class AlphaSFTConfig(AlphaOptions, SFTConfig):
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
 
@@ -73,9 +73,7 @@ def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]
     Raises:
         InputError: none has.
     """
-    kept = [
-        row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())
-    ]
+    kept = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
     if not kept:
         raise InputError(
             f"no row of the {name} dataset has a response token",
@@ -138,12 +136,16 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
                     remedy="leave it off, or policy='all' in TRL's own SFTTrainer",
                 )
 
-    def value_weights(self, coefficients: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """1 for cross-entropy; other losses weigh each token by itself, up to the common scale."""
+    def value_weights(
+        self, coefficients: torch.Tensor, mask: torch.Tensor, num_items: Any
+    ) -> torch.Tensor | None:
+        """1 for cross-entropy; other losses weigh each token by what they make of it."""
         if self.args.loss_type == "nll":
             return None
-        weights = -by_token(coefficients)
-        return weights / weights.abs().amax().clamp(min=1e-30)
+        count = float(mask.sum() if num_items is None else num_items)
+        if num_items is not None and self.args.average_tokens_across_devices:
+            count /= self.accelerator.num_processes  # TRL multiplies the loss by it
+        return -by_token(coefficients) * count
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """TRL's own preparation, without packing."""

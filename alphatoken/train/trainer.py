@@ -26,7 +26,7 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
 
     def __post_init__(self) -> None:
         """transformers' checks, then ours."""
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
 

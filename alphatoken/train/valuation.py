@@ -135,9 +135,7 @@ class Valuation:
         if self.pool is None or not self.pool.held_out:
             return {}
         sides = {"pool": self.pool.rows(step), "held_out": self.pool.held_out}
-        found = {
-            name: self._objective(rows) for name, rows in sides.items()
-        }
+        found = {name: self._objective(rows) for name, rows in sides.items()}
         return {**found, "gap": found["held_out"] - found["pool"]}
 
     @torch.no_grad()

@@ -99,7 +99,7 @@ class Run:
         if self.kind == "plain":
             args = SFTConfig(**tiny.options(self.out, **given))
             return PlainTrainer(args=args, train_dataset=tiny.sft_rows(24), **arguments)
-        named = {**tiny.ALPHA, "max_relative_drift": None, "fisher_cache": str(self.folder.parent / "fisher"), **given}
+        named = {**tiny.ALPHA, "fisher_cache": str(self.folder.parent / "fisher"), **given}
         if self.kind == "sft":
             return train.AlphaSFTTrainer(
                 args=train.AlphaSFTConfig(**tiny.options(self.out, **named)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
 from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train.datasets import (
     check_preference_rows,
@@ -196,6 +198,16 @@ def test_sources_that_are_none(words: tuple[str, ...], said: str, tmp_path: Path
 def test_a_hub_that_is_not_reached_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the data set cannot be loaded"):
         load("sft", tmp_path, "--dataset_name", "no-such-owner/no-such-rows")
+
+
+def test_rows_named_here_replace_the_recipes() -> None:
+    words = ["--config", "magicoder-llama", "--use_cpu", "--train_file", "mine.jsonl"]
+    arguments = read_arguments("sft", words, AlphaSFTConfig)
+    assert (arguments.data.train_file, arguments.data.dataset_name) == ("mine.jsonl", None)
+    both = read_arguments("sft", [*words, "--dataset_name", "a/b"], AlphaSFTConfig)
+    assert both.data.dataset_name == "a/b"  # refused later, with both names
+    none = read_arguments("sft", ["--use_cpu", "--retention_data", "null"], AlphaSFTConfig)
+    assert none.data.retention_data is None
 
 
 def test_sources_may_be_folders_of_the_hubs_form(tmp_path: Path) -> None:
@@ -600,3 +612,108 @@ def test_two_processes_are_launched(data_dir: Path, tmp_path: Path) -> None:
     done = run(tmp_path, *words)
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
+
+
+# --- the paper's recipes, on tiny models of their families --------------------------------------
+
+_MARKS = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>",
+          "<end_of_turn>", "<|im_start|>", "<|im_end|>")  # fmt: skip
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 96, **_HEADS}
+_EYES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"model_type": "llama", "num_hidden_layers": 4, **_WIDTHS}),
+    "gemma": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                **_WIDTHS, "num_hidden_layers": 7, "query_pre_attn_scalar": 16,
+                "sliding_window": 32,
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+                "vision_use_head": False,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "qwen": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "model_type": "qwen3_5",
+            "tie_word_embeddings": False,
+            "text_config": {
+                **_WIDTHS, "num_hidden_layers": 4, "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            },
+            "vision_config": {**_EYES, "depth": 2, "out_hidden_size": 64, "patch_size": 4},
+        },
+    ),
+}  # fmt: skip
+"""The three architectures of the paper's models, as small as they go."""
+
+
+def tiny(family: str, folder: Path) -> Path:
+    import transformers
+
+    kind, shape = FAMILIES[family]
+    shape = json.loads(json.dumps(shape))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None  # pre-trained tokenizers have none
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS)})
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    shape.get("text_config", shape).update(vocab_size=len(tokenizer), **ids)
+    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
+    """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""
+    said = [(e.prompt, " ".join(e.response)) for e in draw_exchanges(40, random.Random(0))]
+    turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
+    write(tmp_path / "rows.jsonl", [{"problem": a, "solution": b} for a, b in said])
+    write(tmp_path / "chats.jsonl", [
+        {"prompt": "unused", "messages": [*a, *b]} for a, b in zip(turns[::2], turns[1::2], strict=True)
+    ])  # fmt: skip
+    write(tmp_path / "pairs.jsonl", [
+        {"instruction": a, "chosen_response": b, "rejected_response": f"{b} {b}"} for a, b in said
+    ])  # fmt: skip
+    model = tiny(family, tmp_path / "model")
+    small = [
+        "--accelerate_config", "none", "--use_cpu", "--bf16", "false", "--max_steps", "2",
+        "--max_length", "96", "--per_device_train_batch_size", "4",
+        "--gradient_accumulation_steps", "2", "--save_strategy", "no",
+    ]  # fmt: skip
+    valued = ["--validation_rows", "8", "--validation_batch_size", "8", "--fisher_prompts", "4",
+              "--fisher_samples", "4", "--fisher_max_new_tokens", "4"]  # fmt: skip
+    runs = [
+        ["sft", "--config", f"magicoder-{family}", "--model_name_or_path", str(model),
+         "--train_file", "rows.jsonl", "--output_dir", "code", *small, *valued],
+        ["sft", "--config", f"ultrachat-{family}", "--model_name_or_path", str(model),
+         "--train_file", "chats.jsonl", "--output_dir", "warm", *small],
+        ["dpo", "--config", f"ultrafeedback-{family}", "--model_name_or_path", "warm",
+         "--train_file", "pairs.jsonl", "--output_dir", "preferred", *small, *valued],
+    ]  # fmt: skip
+    script = (
+        f"import sys\nfrom alphatoken.cli import main\nfor words in {runs!r}:\n"
+        "    status = main(words)\n    if status:\n        sys.exit(status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=540,
+        env=environment(tmp_path), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("2 steps trained") == 3
+    assert differ(tmp_path / "code", model)
+    assert differ(tmp_path / "preferred", tmp_path / "warm")
+    before, after = weights(model), weights(tmp_path / "code")
+    vision = [name for name in before if "vision" in name or "visual" in name]
+    assert (family == "llama") == (not vision)
+    assert all(torch.equal(before[name], after[name]) for name in vision)

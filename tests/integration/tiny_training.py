@@ -68,9 +68,7 @@ def preference_rows(rows: int = 32, seed: int = 0) -> Dataset:
     found = []
     for i, row in enumerate(sums(rows, seed)):
         wrong = f" it is {i * 7 % 100}." if i % 2 else " i do not know, ask me again."
-        found.append(
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": wrong}
-        )
+        found.append({"prompt": row["prompt"], "chosen": row["completion"], "rejected": wrong})
     return Dataset.from_list(found)
 
 

@@ -1004,7 +1004,7 @@ OWN = (
         (claim(real.check_full_is_the_derivative_of_a_real_step, real.cases(AMSGRAD)),),
     ),
     _own(
-        "clip-factor-left-out-of-P",
+        "clip-factor-left-out",
         "the optimizer sees a scaled token gradient",
         (
             Edit(
@@ -1094,8 +1094,8 @@ OWN = (
         "wrong-start-believed",
         "a dual forward starts at hidden states that lead to other losses",
         (
-            Edit("capture.start_at", "(hidden, *args[1:])", "(1.5 * hidden, *args[1:])"),
-            Edit("forward_mode.Start.gives", "return bool(", "return True or bool("),
+            Edit("trunk.start_at", "(start, *args[1:])", "(1.5 * start, *args[1:])"),
+            Edit("trunk.Start.gives", "return bool(", "return True or bool("),
         ),
         (STARTED,),
     ),

@@ -7,11 +7,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, ModelError
 from tests.property import properties_options as claims
 from tests.property.profiles import budget
-from tests.property.properties import Setup, drift_of, quiet_score, setups
+from tests.property.properties import Setup, drift_of, quiet, quiet_score, setups
 from tests.property.properties_scorer import EVERY
 from tests.property.strategies import make_case
 
@@ -213,3 +213,25 @@ def test_one_forward_of_the_validation_batch_serves_proof_and_gradient() -> None
     quiet_score(scorer, CASE.batch)
     assert len(calls) == len(CASE.validation) + 1
     assert scorer.coverage.relative_error is not None
+
+
+def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
+    """The pass that is sent back starts where the pass for omega stood."""
+    model = CASE.model()
+    calls: list[int] = []
+    model.layers[0].attention.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
+    zeros = torch.zeros(1, dtype=torch.float64)
+    pairs = PreferenceBatch(CASE.validation[0], CASE.validation[0], zeros, zeros)
+    scorer = Scorer(model, pairs, None, ScorerConfig("path", layers=2))
+    quiet_score(scorer, CASE.batch)
+    assert len(calls) == 2 + 1
+
+
+@pytest.mark.parametrize("estimator", ["label", "path", "alphatoken"])
+def test_the_certificate_holds_for_full_values(estimator: str) -> None:
+    model, optimizer = claims.stepped(SETUP, 2, "AdamW")
+    scorer = claims.full_scorer(SETUP, model, optimizer, estimator)
+    with quiet():
+        found = scorer.verify(CASE.batch)
+    assert found.passed
+    assert estimator != "label" or found.spearman > 1 - 1e-9

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.train import (
+    AlphaConfig,
     AlphaDPOConfig,
     AlphaDPOTrainer,
     AlphaSFTConfig,
     AlphaSFTTrainer,
+    AlphaTrainer,
 )
 from alphatoken.train.distributed import sharding_of
 from tests.integration.distributed.launch import CLIP, WORLD
@@ -152,20 +155,36 @@ def lora_global(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def half_empty() -> Any:
-    """Every second row is cut off before its response: some micro-batches have no response."""
-    rows = [dict(row) for row in sft_rows(24)]
-    for row in rows[::2]:
-        row["prompt"] = row["prompt"] * 12
+    """Tokenised rows; every second one has no response, as truncation may leave it."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for i in range(24):
+        ids = torch.randint(4, 40, (12 + i % 5,), generator=generator).tolist()
+        labels = [-100] * 4 + ids[4:] if i % 2 else [-100] * len(ids)
+        rows.append({"input_ids": ids, "labels": labels})
     return Dataset.from_list(rows)
 
 
+def plain(layout: str, folder: Path, **more: Any) -> AlphaTrainer:
+    """transformers' own Trainer on tokenised rows, some of them without a response."""
+    found = arguments(layout, folder, per_device_train_batch_size=1, **more)
+    del found["max_length"]
+    return AlphaTrainer(
+        model(),
+        AlphaConfig(**found, retention="none"),
+        DataCollatorForSeq2Seq(tokenizer(), padding=True),
+        half_empty(),
+        processing_class=tokenizer(),
+        validation_dataset=half_empty(),
+    )
+
+
 def empty_global(layout: str, folder: Path) -> dict[str, Any]:
-    single = {"per_device_train_batch_size": 1, "keep_scope": "global", "rows": half_empty()}
-    return run(sft(layout, folder, **single))
+    return run(plain(layout, folder, keep_scope="global"))
 
 
 def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
-    return run(sft(layout, folder, per_device_train_batch_size=1, rows=half_empty()))
+    return run(plain(layout, folder))
 
 
 def reused(layout: str, folder: Path) -> dict[str, Any]:

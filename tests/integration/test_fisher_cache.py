@@ -1,0 +1,326 @@
+"""The Fisher cache: what an entry is bound to, interrupted fits, several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, FisherError, InputError
+from alphatoken.progress import Progress
+from alphatoken.train import fisher_cache
+from alphatoken.train.fisher_cache import (
+    cache_folder,
+    cache_key,
+    fisher_settings,
+    fitted_fisher,
+)
+from alphatoken.train.options import AlphaOptions
+from tests.integration import tiny_training as tiny
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.integration.killed_run"])
+PROMPTS = [[1, 5, 9, 7], [1, 8], [1, 30, 31]]
+PATIENCE = 240.0
+
+
+def options(**more: Any) -> AlphaOptions:
+    small = {"fisher_samples": 4, "fisher_max_new_tokens": 6, "score_layers": "2"}
+    return AlphaOptions(**{**small, **more})
+
+
+def equal(first: FisherDrift, second: FisherDrift) -> bool:
+    return first.fisher.keys() == second.fisher.keys() and all(
+        torch.equal(first.fisher[name], second.fisher[name])
+        and torch.equal(first.reference[name], second.reference[name])
+        for name in first.fisher
+    )
+
+
+class Count:
+    """A progress sink that counts samples and can stop the fit."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.seen: list[int] = []
+        self._stop = stop
+
+    def __call__(self, progress: Progress) -> None:
+        self.seen.append(progress.done)
+        if progress.done == self._stop:
+            raise KeyboardInterrupt
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def test_fitted_once_and_found_again(tmp_path: Path) -> None:
+    first, second = Count(), Count()
+    fitted = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path, progress=first)
+    found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path, progress=second)
+    assert (first.seen, second.seen) == ([1, 2, 3, 4], [])
+    assert equal(fitted, found)
+    assert fitted.metadata == found.metadata
+    assert entries(tmp_path) == [".lock", ".safetensors"]
+
+
+def test_settings_are_those_of_the_options() -> None:
+    settings = fisher_settings(options(fisher_labels="token", retention="kronecker"))
+    assert settings["samples"] == 4
+    assert settings["labels"] == "token"
+    assert settings["structure"] == "kronecker"
+    assert settings["layers"] == 2
+    import inspect
+
+    from alphatoken.fisher import fit_fisher
+
+    own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
+    assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
+
+
+def test_folder_is_shared_by_runs_of_one_experiment() -> None:
+    assert cache_folder(options(), "runs/a/") == Path.cwd() / "runs" / "fisher"
+    assert cache_folder(options(fisher_cache="x"), "runs/a") == Path("x")
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "samples": {"fisher_samples": 5},
+    "layers": {"score_layers": "1"},
+    "structure": {"retention": "kronecker"},
+    "labels": {"fisher_labels": "token"},
+    "tokens": {"fisher_max_new_tokens": 7},
+    "batch": {"fisher_batch_size": 2},
+    "bias": {"score_bias": True},
+}
+
+
+def test_key_depends_on_everything_that_the_fit_does() -> None:
+    def key(model: torch.nn.Module, prompts: Any = PROMPTS, **more: Any) -> str:
+        return cache_key(model, prompts, fisher_settings(options(**more)))
+
+    moved, frozen = tiny.model(), tiny.model()
+    with torch.no_grad():
+        moved.model.layers[0].mlp.up_proj.weight[3, 2] += 1e-3
+    frozen.model.layers[2].mlp.up_proj.weight.requires_grad_(False)
+    keys = [
+        key(tiny.model()),
+        key(moved),
+        key(frozen),
+        key(tiny.model(), [[1, 5, 9, 7], [1, 8], [1, 30, 32]]),
+        key(tiny.model(), [[1, 5, 9, 7, 1], [8], [1, 30, 31]]),
+        key(tiny.model(), PROMPTS[:2]),
+        *(key(tiny.model(), **change) for change in CHANGES.values()),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == key(tiny.model())
+    assert keys[0] == key(tiny.model(), [torch.tensor(prompt) for prompt in PROMPTS])
+    assert keys[0] == key(tiny.model(), value_seed=7, keep_ratio=0.3), "no part in the fit"
+
+
+def test_entry_of_something_else_is_never_used(tmp_path: Path) -> None:
+    right = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "right")
+    (good,) = (tmp_path / "right").glob("*.safetensors")
+    fitted_fisher(tiny.model(seed=1), PROMPTS, options(), tmp_path / "other")
+    (foreign,) = (tmp_path / "other").glob("*.safetensors")
+    shutil.copy(foreign, good)
+    with pytest.warns(UserWarning, match="another model"):
+        found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "right")
+    assert equal(found, right)
+
+
+@pytest.mark.parametrize("harm", [lambda b: b[:-1], lambda b: b[:-9] + b"\x00" * 9, lambda b: b""])
+def test_damaged_entry_is_fitted_again(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
+    right = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
+    (entry,) = tmp_path.glob("*.safetensors")
+    entry.write_bytes(harm(entry.read_bytes()))
+    with pytest.warns(UserWarning, match="is fitted again"):
+        found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
+    assert equal(found, right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path), right)
+
+
+LONG = {"fisher_samples": 60, "fisher_max_new_tokens": 2}
+
+
+def test_interrupted_fit_goes_on(tmp_path: Path) -> None:
+    whole = fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path / "whole")
+    folder = tmp_path / "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        fitted_fisher(tiny.model(), PROMPTS, options(**LONG), folder, progress=Count(stop=55))
+    assert ".partial" in entries(folder)
+    again = Count()
+    found = fitted_fisher(tiny.model(), PROMPTS, options(**LONG), folder, progress=again)
+    assert again.seen == list(range(51, 61))
+    assert equal(found, whole)
+    assert ".partial" not in entries(folder)
+
+
+def test_damaged_partial_fit_is_started_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path, progress=Count(stop=55))
+    (partial,) = tmp_path.glob("*.partial")
+    partial.write_bytes(partial.read_bytes()[:-5])
+    count = Count()
+    with pytest.warns(UserWarning, match="started again"):
+        fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path, progress=count)
+    assert count.seen == list(range(1, 61))
+
+
+def test_bad_input_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        fitted_fisher(tiny.model(), [[1, 2], []], options(), tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    (tmp_path / "file").touch()
+    with pytest.raises(FisherError, match="cannot be made"):
+        fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "file" / "folder")
+
+
+def test_sharded_weights_are_refused(tmp_path: Path) -> None:
+    model = tiny.model()
+    model.lm_head.weight.ds_id = 0  # as ZeRO-3 marks its parameters
+    with pytest.raises(ConfigError, match="lm_head"):
+        fitted_fisher(model, PROMPTS, options(), tmp_path)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+class _Slow:
+    """Notes that this process fits, and takes its time."""
+
+    def __init__(self, mark: Path, seconds: float) -> None:
+        self._mark, self._seconds = mark, seconds
+
+    def __call__(self, progress: Progress) -> None:
+        self._mark.touch()
+        time.sleep(self._seconds)
+
+
+def _work(folder: Path, out: Path, rank: int, world: int, port: int, more: dict[str, Any]) -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    if world > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+    torch.set_num_threads(1)
+    fisher_cache._SHARED_WITHIN = more.get("shared_within", 60.0)
+    try:
+        if world > 1:
+            from accelerate import PartialState
+
+            PartialState(cpu=True, backend="gloo")
+        found = fitted_fisher(
+            tiny.model(),
+            more.get("prompts", PROMPTS),
+            options(**more.get("options", {})),
+            more.get("folders", {}).get(rank, folder),
+            progress=_Slow(out.with_suffix(".fits"), more.get("seconds", 0.05)),
+        )
+        found.save(out)
+    except BaseException as problem:
+        out.with_suffix(".error").write_text(f"{type(problem).__name__}: {problem}")
+        os._exit(1)
+    os._exit(0)  # the other end of the process group may be gone
+
+
+def start(folder: Path, outs: list[Path], *, world: int, **more: Any) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank, out in enumerate(outs):
+        arguments = (folder, out, rank if world > 1 else 0, world, port, more)
+        started.append(_SERVER.Process(target=_work, args=arguments))
+        started[-1].start()
+    return started
+
+
+def join(processes: list[Any]) -> None:
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode is not None, "still running"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> FisherDrift:
+    return fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path_factory.mktemp("alone"))
+
+
+def test_two_launches_at_once_fit_once(tmp_path: Path, alone: FisherDrift) -> None:
+    outs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    join(start(tmp_path / "cache", outs, world=1, seconds=0.5))
+    assert equal(FisherDrift.load(outs[0]), alone)
+    assert equal(FisherDrift.load(outs[1]), alone)
+    assert len(list(tmp_path.glob("*.fits"))) == 1
+
+
+def test_killed_fit_leaves_no_lock_and_is_gone_on_with(tmp_path: Path) -> None:
+    folder, out = tmp_path / "cache", tmp_path / "a.safetensors"
+    (process,) = start(folder, [out], world=1, options=LONG, seconds=0.02)
+    end = time.monotonic() + PATIENCE
+    while not list(folder.glob("*.partial")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9
+    count = Count()
+    found = fitted_fisher(tiny.model(), PROMPTS, options(**LONG), folder, progress=count)
+    assert count.seen[0] == 51
+    assert equal(found, fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path / "w"))
+
+
+def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
+    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    join(start(tmp_path / "cache", outs, world=2, seconds=0.3))
+    assert all(equal(FisherDrift.load(out), alone) for out in outs)
+    assert [path.name for path in tmp_path.glob("*.fits")] == ["0.fits"]
+    assert entries(tmp_path / "cache") == [".lock", ".safetensors"], "nothing else is left"
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2], []], [["no", "ids"]]])
+def test_all_processes_stop_when_the_main_one_fails(tmp_path: Path, prompts: Any) -> None:
+    outs = [tmp_path / "0", tmp_path / "1"]
+    join(start(tmp_path / "cache", outs, world=2, prompts=prompts))
+    first, second = ((tmp_path / f"{rank}.error").read_text() for rank in (0, 1))
+    assert second.startswith("FisherError: the main process could not fit"), second
+    assert first.split(":")[0] in second
+
+
+def test_others_notice_that_the_main_process_was_killed(tmp_path: Path) -> None:
+    outs = [tmp_path / "0", tmp_path / "1"]
+    processes = start(tmp_path / "cache", outs, world=2, seconds=60)
+    end = time.monotonic() + PATIENCE
+    while not (tmp_path / "0.fits").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(1.0)  # the other one polls
+    processes[0].kill()
+    join(processes)
+    assert "ended without a word" in (tmp_path / "1.error").read_text()
+
+
+def test_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    outs = [tmp_path / "0", tmp_path / "1"]
+    folders = {1: tmp_path / "elsewhere"}
+    processes = start(
+        tmp_path / "cache", outs, world=2, folders=folders, shared_within=1.0, seconds=60
+    )
+    processes[1].join(PATIENCE)
+    processes[0].kill()
+    processes[0].join()
+    assert "is not shared" in (tmp_path / "1.error").read_text()

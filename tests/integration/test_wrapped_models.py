@@ -1,0 +1,201 @@
+"""A scorer on models as trainers hand them over: wrapped, with a fused head and keywords."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.adapter import find_adapter
+from alphatoken.errors import NumericalError
+from alphatoken.estimators import CAPTURED, ESTIMATORS
+from alphatoken.objective import scoring_forward
+from tests.integration.snapshot import Snapshot
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+from tests.property.tolerance import close
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+
+
+def scorer_for(model: nn.Module, estimator: str, **options: Any) -> Scorer:
+    sharding = options.pop("sharding", None)
+    config = ScorerConfig(estimator, layers=2, contraction=_route(estimator), **options)
+    return Scorer(model, VALIDATION, config=config, sharding=sharding)
+
+
+def _route(estimator: str) -> str:
+    return "auto" if estimator == "label" else "projected"
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_inside_ddp(one_process: None) -> None:
+    model = BY_NAME["llama"].build(1)
+    expected = scorer_for(model, "alphatoken").score(BATCH).total
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert find_adapter(wrapped).model is model
+    assert torch.equal(scorer_for(wrapped, "alphatoken").score(BATCH).total, expected)
+
+
+@pytest.mark.parametrize("estimator", CAPTURED)
+def test_a_model_under_fsdp2(one_process: None, estimator: str) -> None:
+    """Its class is another one by then, made on the fly; its weights are DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from alphatoken.train.shards import Fsdp2Sharding
+
+    plain, model = (BY_NAME["llama"].build(1) for _ in range(2))
+    mesh = init_device_mesh("cpu", (1,))
+    for block in [*model.model.layers, model]:
+        fully_shard(block, mesh=mesh)
+    assert type(model).__name__ == "FSDPLlamaForCausalLM"
+    assert find_adapter(model).identity() == find_adapter(plain).identity()
+    expected = scorer_for(plain, estimator).score(BATCH).total
+    scorer = scorer_for(model, estimator, sharding=Fsdp2Sharding(model))
+    close(scorer.score(BATCH).total, expected, expected.abs().max(), 1e-7, name="FSDP2")
+    with scorer.observe() as observed:
+        logits = model(**_inputs()).logits
+        seen = observed.values(logits, BATCH["labels"]).total
+        logits.sum().backward()
+    close(seen, expected, expected.abs().max(), 1e-7, name="FSDP2, observed")
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_inside_a_deepspeed_engine() -> None:
+    engine_module = pytest.importorskip("deepspeed.runtime.engine")
+    model = BY_NAME["llama"].build(1)
+    engine = engine_module.DeepSpeedEngine.__new__(engine_module.DeepSpeedEngine)
+    nn.Module.__init__(engine)  # the engine's class and attribute; its set-up is not at issue
+    engine.module = model
+    assert find_adapter(engine).model is model
+
+
+def test_lora_inside_ddp(one_process: None) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(BY_NAME["llama"].build(1), config)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    expected = scorer_for(model, "alphatoken").score(BATCH).total
+    assert bool(expected.any())
+    assert torch.equal(scorer_for(wrapped, "alphatoken").score(BATCH).total, expected)
+
+
+# --- a trainer's forward --------------------------------------------------------------------------
+
+
+def _inputs() -> dict[str, Tensor]:
+    return {k: v for k, v in BATCH.items() if k != "labels"}
+
+
+def _fused(name: str) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    utils = pytest.importorskip("trl.trainer.utils")
+    model = BY_NAME[name].build(1, dtype=torch.float32)
+    utils.add_fused_lm_head(model)
+    return model
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_values_of_a_forward_with_trls_fused_head(estimator: str, own: bool) -> None:
+    """Token log-probabilities come back, no logits; trainers' keywords are in the call."""
+    model = _fused("llama")
+    scorer = scorer_for(model, estimator)
+    expected = scorer.score(BATCH).total
+    before = Snapshot(model)
+    with scorer.observe() as observed:
+        if own:
+            with scoring_forward(scorer.adapter, scorer.target.first):
+                output = _fused_call(model)
+        else:
+            output = _fused_call(model)
+        values = observed.values(output.log_probs, BATCH["labels"])
+    before.check()
+    close(values.total, expected, expected.abs().max(), 1e-5, name=f"fused, {estimator}")
+
+
+def _fused_call(model: Any) -> Any:
+    return model(
+        **_inputs(), labels=BATCH["labels"], fused_lm_head=True, num_items_in_batch=7,
+        use_cache=False, return_dict=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["label", "path"])
+def test_values_are_of_the_labels_that_are_passed(estimator: str) -> None:
+    """The call's own labels may be others: those of ``values`` count."""
+    model = _fused("llama")
+    fewer = BATCH["labels"].clone()
+    fewer[0, 3:] = -100
+    scorer = scorer_for(model, estimator)
+    expected = scorer.score({**BATCH, "labels": fewer}).total
+    with scorer.observe() as observed:
+        output = _fused_call(model)
+        values = observed.values(output.log_probs, fewer)
+    assert torch.equal(values.mask, (fewer != -100))
+    close(values.total, expected, expected.abs().max(), 1e-5, name=f"fewer labels, {estimator}")
+
+
+def test_label_of_a_pass_with_dropout_is_that_of_a_pass_without() -> None:
+    """Where the observed pass was another function, the trunk is run again, dropout off."""
+    model = BY_NAME["gpt2"].build(1)
+    expected = scorer_for(model, "label").score(BATCH).total
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    model.train()
+    scorer = scorer_for(model, "label")
+    calls: list[int] = []
+    model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        with scorer.observe() as observed:
+            logits = model(**_inputs()).logits
+            before = len(calls)
+            values = observed.values(logits, BATCH["labels"])
+        assert len(calls) == before + 1
+        assert torch.equal(values.total, expected)
+
+
+def test_label_does_not_run_the_trunk_again_in_half_precision_either() -> None:
+    model = BY_NAME["llama"].build(1, dtype=torch.float32).train()
+    scorer = scorer_for(model, "label")
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16), scorer.observe() as observed:
+        logits = model(**_inputs()).logits
+        before = len(calls)
+        observed.values(logits, BATCH["labels"])
+    assert len(calls) == before
+
+
+def test_label_names_a_loss_that_is_not_finite() -> None:
+    model = BY_NAME["llama"].build(1)
+    scorer = scorer_for(model, "label")
+    with scorer.observe() as observed:
+        logits = model(**_inputs()).logits.clone()
+        logits[1, 3] = float("nan")
+        with pytest.raises(NumericalError, match="row 1, token 4"):
+            observed.values(logits, BATCH["labels"])
