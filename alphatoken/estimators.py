@@ -97,7 +97,7 @@ def token_errors(
             part = value_errors(recorder, attention, error, window, reduction)
         for index, found in part.items():
             causal[index] = found
-    direct = errors[:uses] if outputs else [None] * uses
+    direct: list[Tensor | None] = errors[:uses] if outputs else [None] * uses
     return TokenErrors(direct, causal, any(error is not None for error in errors))
 
 

@@ -75,6 +75,9 @@ class Scorer:
         sharding: how to reach weights that are spread over processes (FSDP2, ZeRO-3). G is then
             built from captured errors, and M is gathered one matrix at a time.
 
+    Attributes:
+        warn: say so once when one side of M decides the ranking alone; True at first.
+
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
     state are afterwards as before, also after an exception. G and V are rebuilt when a parameter
     has changed (in-place version counters; writing through ``.data`` does not count, call
@@ -498,7 +501,8 @@ class Observed:
             step_weights: (b, t) ``dL / dl_i`` of the loss L that the optimizer will see with all
                 tokens kept, taken as constant; for ``preconditioner="full"``, which contains the
                 gradient of L. Default: L is the mean over the response tokens of this batch.
-                With accumulation, scale them so that this batch stands for the whole step.
+                With accumulation, scale them so that this batch stands for the whole step; with
+                gradient clipping, also by the factor that the step's gradient is expected to get.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as

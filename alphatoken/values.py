@@ -15,7 +15,8 @@ class TokenValues:
 
     Positive: training on the token lowers the composite validation objective, to first order.
     Unit: validation loss times training loss per squared weight unit; within one batch the scale
-    is common. float32 or wider; 0 where ``mask`` is False.
+    is common. float32 or wider; 0 where ``mask`` is False. What the options leave out (a side by
+    ``objective``, a part by ``path``) is not computed, and zero.
 
     Attributes:
         total: ``adaptation + lambda * stability``.

@@ -198,20 +198,21 @@ def even_micro_batches(
 
     Sharded weights are gathered in every forward, so a process that ran one forward less would
     leave the others waiting. Every ``world``-th row is this process's; ``size`` is the most rows
-    of one micro-batch, None for all at once.
+    of one micro-batch, None for all at once. Where the rows cannot be dealt out evenly, some
+    micro-batches have one row more.
 
     Raises:
-        ConfigError: some process would have nothing in some micro-batch.
+        ConfigError: fewer rows than processes.
     """
-    longest = -(-len(rows) // world)
-    pieces = 1 if size is None else -(-longest // size)
-    own = tuple(rows[rank::world])
-    if len(rows) // world < pieces:
+    if len(rows) < world:
         raise ConfigError(
             "under sharded weights every process needs rows for every validation forward",
-            got=f"{len(rows)} rows, {world} processes, {pieces} forwards each",
+            got=f"{len(rows)} rows, {world} processes",
             why="each forward gathers the weights from all processes",
-            remedy=f"use a multiple of {world} validation rows, or a larger micro-batch",
+            remedy="give more validation rows, or a larger validation_batch_size",
         )
+    longest = -(-len(rows) // world)
+    pieces = 1 if size is None else min(-(-longest // size), len(rows) // world)
+    own = tuple(rows[rank::world])
     bounds = [len(own) * i // pieces for i in range(pieces + 1)]
     return [own[a:b] for a, b in itertools.pairwise(bounds)]

@@ -107,8 +107,9 @@ def _some_numbers(parameter: Tensor) -> bytes:
 def data_fingerprint(dataset: Any) -> str | None:
     """Digest of a data set's content; None where it cannot be known (streams).
 
-    A ``datasets.Dataset``: every row, through its columns. Another sequence: its length and 256
-    evenly spread items. The same for the same content, however it is stored or cached.
+    A ``datasets.Dataset``: every row, through its columns. A tensor: shape, dtype and 1,024 evenly
+    spread numbers. Another sequence: its length and 256 evenly spread items. Mappings: part by
+    part. The same for the same content, however it is stored or cached.
     """
     if dataset is None:
         return None
@@ -116,7 +117,9 @@ def data_fingerprint(dataset: Any) -> str | None:
         parts = {name: data_fingerprint(part) for name, part in sorted(dataset.items())}
         return hashlib.sha256(repr(parts).encode()).hexdigest()
     digest = hashlib.sha256()
-    if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
+    if isinstance(dataset, Tensor):
+        digest.update(f"{dataset.dtype} {tuple(dataset.shape)}".encode() + _some_numbers(dataset))
+    elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
         if not hasattr(dataset, "__len__"):
             return None
         _add_table(digest.update, dataset)

@@ -31,7 +31,7 @@ from alphatoken.adapter import find_adapter
 from alphatoken.batch import label_mask
 from alphatoken.capture import find_scope
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.interaction import select_diverse
 from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
@@ -197,6 +197,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._valuation: Valuation | None = None
         self._planned: list[tuple[Scored | None, Tensor, dict[str, Any]]] = []
         self._micro = (-1, 0)
+        self._clip = 1.0  # by which the last step's gradient was cut
         self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
         self._fisher = fisher
         self._reference: dict[str, Tensor] = {}
@@ -209,6 +210,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if not self._alpha_active:
             return
         check_layout(self.accelerator, self.args, options, self.model)
+        self._refuse_virtual_tokens()
         if not options.needs_values:
             return
         self._reference = self._scored_weights()
@@ -231,6 +233,15 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if options.retention in ("diagonal", "kronecker") and options.objective != "adaptation":
             self._fisher = self.fit_or_load_fisher(fisher)
             self._reference = dict(self._fisher.reference)
+
+    def _refuse_virtual_tokens(self) -> None:
+        if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedError(
+                "prompt learning does not work with token values",
+                got=type(self.model.active_peft_config).__name__,
+                why="its virtual tokens shift every position, and it trains no linear of a layer",
+                remedy="LoRA, or full fine-tuning",
+            )
 
     def _scored_weights(self) -> dict[str, Tensor]:
         """The scored layers' weights before training: the only copy that is kept.
@@ -382,7 +393,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def _shared(self, model: Any, inputs: dict[str, Any], num_items: Any, mask: Tensor) -> Tensor:
         """Score and train on one forward."""
         gate = TokenGate(model)
-        with self.valuation.scorer.observe() as observed:
+        with self.valuation.scorer.observe(interaction=self._interacts) as observed:
             loss = self.base_loss(gate, inputs, num_items)
             self._require_finite(loss)
             coefficients = gate.coefficients(loss)
@@ -441,13 +452,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             gate.log_probs,
             labels,
             token_weights=self.value_weights(coefficients, label_mask(labels), num_items),
-            step_weights=-by_token(coefficients) * self.step_scale(num_items)
+            step_weights=-by_token(coefficients) * (self.step_scale(num_items) * self._clip)
             if self.args.preconditioner == "full"
             else None,
         )
         if empty:
             return Scored(torch.zeros_like(values.total), mask)
-        gram = observed.interaction() if self.args.interaction_weight > 0 else None
+        gram = observed.interaction() if self._interacts else None
         return Scored(values.total, values.mask, values, gram, time.perf_counter() - started)
 
     def choose(self, scored: Scored | None, mask: Tensor) -> Tensor:
@@ -473,6 +484,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             )
             parts.append(kept.to(totals.dtype))
         return torch.cat(parts)
+
+    @property
+    def _interacts(self) -> bool:
+        return bool(self.args.interaction_weight > 0)
 
     @property
     def _ratio(self) -> float:
@@ -519,7 +534,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         gate = TokenGate(self.model)
         with (
             self._untouched_metrics(),
-            valuation.scorer.observe() as observed,
+            valuation.scorer.observe(interaction=self._interacts) as observed,
             scoring_forward(valuation.adapter, target.first),
         ):
             loss = self.base_loss(gate, dict(inputs), num_items)
@@ -595,6 +610,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             generator=generator,
         )
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """As in transformers; the factor is kept, for values of the optimizer's next step."""
+        norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        self._clip = min(1.0, self.args.max_grad_norm / (float(norm) + 1e-6))
+        return norm
+
     # --- records --------------------------------------------------------------------------------
 
     def _record(
@@ -634,7 +655,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 state = self._valuation.running.state_tensors()
                 tensors |= {f"running/{name}": tensor for name, tensor in state.items()}
         tensors |= {f"ledger/{n}": t for n, t in self.ledger.state_tensors().items()}
-        return tensors, {"monitor": self.monitor.state_values()}
+        return tensors, {"monitor": self.monitor.state_values(), "clip": self._clip}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave."""
@@ -645,6 +666,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._resumed = parts["running"]
         self.ledger.load_tensors(parts["ledger"])
         self.monitor.load_values(values["monitor"])
+        self._clip = float(values["clip"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Training, validation and retention rows: a resumed run must have the same."""

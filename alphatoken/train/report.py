@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, count, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ REPORT = "alphatoken-report.html"
 _STATE = "trainer_state.json"
 _VALUES = ("values.parquet", "values.jsonl", "values/values.parquet", "values/values.jsonl")
 _ROWS_SHOWN = 60
+_STRETCH = 10_000
+
+MOST_TOKENS = 500_000
+"""Tokens whose values are read for the page: keeps it to seconds for any size of run."""
 
 _ACCUMULATED = (
     Component(
@@ -132,10 +136,17 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
     """The page as text."""
     summary = ValueSummary() if run.values is None else summarise(token_values(run.values))
     logs = [_finite(entry) for entry in history]
+    notes = []
+    if run.values is not None and (whole := count_tokens(run.values)) > MOST_TOKENS:
+        notes.append(
+            f"The value file holds {whole:,} tokens; what is said about them here is of "
+            f"{summary.response_tokens:,}, in evenly spread stretches."
+        )
     variables = page_variables(
         summary,
         f"Run {run.name}",
         {**run.options, **{f"{name} version": text for name, text in run.versions.items()}},
+        notes,
         known=_ACCUMULATED,
         history=logs,
         options=dict(run.options),
@@ -211,20 +222,24 @@ def _table(logs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]
 # --- values -------------------------------------------------------------------------------------
 
 
-def token_values(path: str | Path) -> Iterator[ScoredExample]:
+def token_values(path: str | Path, *, most: int = MOST_TOKENS) -> Iterator[ScoredExample]:
     """The exported values of a run as sequences: the response tokens of one document each.
 
     Values are accumulated over visits and weighted by the step size; a token counts as kept if
     its mean weight is at least one half.
+
+    Args:
+        path: the Parquet or JSONL file.
+        most: of a file with more tokens, evenly spread stretches of about so many are read.
 
     Raises:
         DataError: the file cannot be read, or is none that the trainer exported.
     """
     path = Path(path)
     try:
-        records = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-        for index, (_, group) in enumerate(groupby(records, key=lambda record: record["document"])):
-            yield _example(index, list(group))
+        every = max(1, -(-count_tokens(path) // most))
+        for index, records in enumerate(_documents(_stretches(path, every), cut=every > 1)):
+            yield _example(index, records)
     except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
         raise DataError(
             "a file of token values cannot be read",
@@ -233,18 +248,48 @@ def token_values(path: str | Path) -> Iterator[ScoredExample]:
         ) from problem
 
 
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
-
-
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def count_tokens(path: Path) -> int:
+    """Records of a value file, without reading them."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=4096):
-            yield from batch.to_pylist()
+    return int(pq.read_metadata(path).num_rows)
+
+
+def _documents(
+    stretches: Iterator[list[dict[str, Any]]], *, cut: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of one document after the other; with ``cut``, of the whole ones in a stretch."""
+
+    def key(record: dict[str, Any]) -> Any:
+        return record["document"]
+
+    if not cut:
+        yield from (list(group) for _, group in groupby(chain.from_iterable(stretches), key))
+        return
+    for stretch in stretches:
+        yield from [list(group) for _, group in groupby(stretch, key)][1:-1]
+
+
+def _stretches(path: Path, every: int) -> Iterator[list[dict[str, Any]]]:
+    """Every n-th stretch of records."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            for number in count():
+                lines = list(islice(file, _STRETCH))
+                if not lines:
+                    return
+                if number % every == 0:
+                    yield [json.loads(line) for line in lines]
+    else:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(path) as file:
+            for number, batch in enumerate(file.iter_batches(batch_size=_STRETCH)):
+                if number % every == 0:
+                    yield batch.to_pylist()
 
 
 def _example(index: int, records: list[dict[str, Any]]) -> ScoredExample:

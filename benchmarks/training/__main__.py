@@ -76,6 +76,7 @@ def work(folder: WorkFolder, cells: list[Cell]) -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    os.environ["TQDM_DISABLE"] = "1"
 
     def timed(cell: Cell) -> dict[str, object]:
         started = time.perf_counter()

@@ -17,7 +17,7 @@ from benchmarks.training.tasks import Stories, Task, load_stories, load_task, wi
 from benchmarks.training.trainers import alpha_trainer, wrong_places
 
 STEPS = {"sft_code": 100, "sft_math": 100, "dpo": 100}
-RATES = {"sft_code": 2e-3, "sft_math": 2e-3, "dpo": 5e-4}
+RATES = {"sft_code": 2e-3, "sft_math": 2e-3, "dpo": 3e-5}
 BETA = 0.1
 
 OPTIONS: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _options(cell: Cell) -> dict[str, Any]:
         **cell.options,
     }
     if cell.task == "dpo":
-        options = {"beta": BETA, **options}
+        options = {"beta": BETA, "precompute_ref_log_probs": True, **options}
     return options
 
 

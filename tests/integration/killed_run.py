@@ -29,7 +29,7 @@ from alphatoken import train
 from alphatoken.train.checkpoint import STAGING, CheckpointMixin
 from tests.integration import tiny_training as tiny
 
-__all__ = ["Moment", "PlainTrainer", "Run", "fails", "finish", "kill"]
+__all__ = ["PATIENCE", "Moment", "PlainTrainer", "Run", "fails", "finish", "kill"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(

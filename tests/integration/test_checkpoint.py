@@ -24,7 +24,8 @@ from alphatoken.train import identity, manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from tests.integration import tiny_training as tiny
-from tests.integration.killed_run import Moment, Run, fails, finish, kill
+from tests.integration.distributed.launch import launch
+from tests.integration.killed_run import PATIENCE, Moment, Run, fails, finish, kill
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 WRITES = 153  # file operations of a run's three saves
@@ -200,6 +201,23 @@ def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
     alone = fails(replace(run, processes=1), resume=True)
     assert "ConfigError" in alone[0]
     assert "1 now, 2 in" in alone[0]
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="minutes a layout: the nightly profile")
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_killed_in_other_layouts(tmp_path: Path, layout: str) -> None:
+    whole = launch(layout, tmp_path, "resume.whole", timeout=PATIENCE)
+    with pytest.raises(AssertionError, match="ended with"):
+        launch(layout, tmp_path, "resume.killed", timeout=PATIENCE)
+    assert (tmp_path / "interrupted/out/checkpoint-2").is_dir()
+    again = launch(layout, tmp_path, "resume.resumed", timeout=PATIENCE)
+    for first, second in zip(whole, again, strict=True):
+        same(timeless(first["whole"]), timeless(second["resumed"]))
+    ends = [tmp_path / name / "out/checkpoint-4" for name in ("whole", "interrupted")]
+    files = [verify(end).files for end in ends]
+    for name in files[0]:
+        if name.startswith(("model", "global_step", "rng_state", "scheduler", "pytorch_model")):
+            assert files[0][name] == files[1][name], name
 
 
 # --- in this process ----------------------------------------------------------------------------
@@ -553,6 +571,13 @@ def test_data_fingerprint_of_other_sequences() -> None:
     assert identity.data_fingerprint(iter(rows)) is None
     assert identity.data_fingerprint(None) is None
     assert identity.data_fingerprint({"a": rows}) != identity.data_fingerprint({"b": rows})
+    weights = {"w": torch.arange(12.0).reshape(3, 4)}
+    digest = identity.data_fingerprint(weights)
+    assert digest == identity.data_fingerprint({"w": torch.arange(12.0).reshape(3, 4)})
+    assert digest != identity.data_fingerprint({"w": torch.arange(12.0).reshape(4, 3)})
+    assert digest != identity.data_fingerprint(
+        {"w": weights["w"].clone().index_fill_(0, torch.tensor(1), 0)}
+    )
 
 
 def test_options_are_plain_and_complete(tmp_path: Path) -> None:

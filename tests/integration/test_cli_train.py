@@ -536,6 +536,7 @@ def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_pa
     assert shares
     assert all(abs(share - 0.5) < 0.05 for share in shares)
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
+    assert list((tmp_path / "out").glob("values*"))  # the values of the training tokens
     # The trained model is one that the next command can start from.
     again = run(
         tmp_path, *real(data_dir, task, tmp_path / "more", max_steps=1, policy="random",
@@ -614,6 +615,22 @@ def test_two_processes_are_launched(data_dir: Path, tmp_path: Path) -> None:
     assert done.stderr.count("rows drawn for validation") == 1
 
 
+def test_a_terminated_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
+    worker = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(120)"]
+    script = (
+        "import os\nfrom alphatoken.cli.launching import _wait_for\n"
+        f"print('status', _wait_for({worker!r}, dict(os.environ)))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert said == f"status {-signal.SIGTERM}\n"
+
+
 # --- the paper's recipes, on tiny models of their families --------------------------------------
 
 _MARKS = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>",
@@ -680,7 +697,8 @@ def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
     write(tmp_path / "rows.jsonl", [{"problem": a, "solution": b} for a, b in said])
     write(tmp_path / "chats.jsonl", [
-        {"prompt": "unused", "messages": [*a, *b]} for a, b in zip(turns[::2], turns[1::2], strict=True)
+        {"prompt": "unused", "messages": [*a, *b]}
+        for a, b in zip(turns[::2], turns[1::2], strict=True)
     ])  # fmt: skip
     write(tmp_path / "pairs.jsonl", [
         {"instruction": a, "chosen_response": b, "rejected_response": f"{b} {b}"} for a, b in said

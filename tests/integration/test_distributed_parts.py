@@ -1,25 +1,230 @@
-"""The pieces that distributed runs are made of, on two real processes."""
+"""The pieces of distributed runs that one process can show, and what no layout takes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.train.distributed import Ranks, even_micro_batches, global_selection
-from alphatoken.weights import token_weights
-from tests.integration.distributed.launch import WORLD, launch
+from alphatoken.train.distributed import (
+    Ranks,
+    check_layout,
+    even_micro_batches,
+    global_selection,
+    layout,
+    needs_own_forward,
+    sharding_of,
+)
+from alphatoken.train.options import AlphaOptions
 
-SHARDED = {"fsdp2", "zero3"}
+SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_parts_sums_and_one_threshold(layout: str, tmp_path: Path) -> None:
-    """The worker checks; see tests/integration/distributed/parts.py."""
-    found = launch(layout, tmp_path, "parts", "selection")
-    assert [rank["parts"]["rank"] for rank in found] == list(range(WORLD))
-    assert {rank["parts"]["world"] for rank in found} == {WORLD}
-    assert {rank["parts"]["sharded"] for rank in found} == {layout in SHARDED}
-    assert found[0]["selection"] == found[1]["selection"]
+@given(*SIZES)
+def test_micro_batches_are_even(count: int, world: int, size: int | None) -> None:
+    """Every row once, as many micro-batches on every process, none empty, none much too large."""
+    rows = list(range(100, 100 + count))
+    if count < world:
+        with pytest.raises(ConfigError, match="every process needs rows"):
+            even_micro_batches(rows, 0, world, size)
+        return
+    dealt = [even_micro_batches(rows, rank, world, size) for rank in range(world)]
+    assert len({len(own) for own in dealt}) == 1
+    assert sorted(row for own in dealt for part in own for row in part) == rows
+    assert all(part for own in dealt for part in own)
+    if size is not None:
+        assert max(len(part) for own in dealt for part in own) <= size + (count % world != 0)
+    else:
+        assert len(dealt[0]) == 1
+
+
+def keep_half(values: Tensor, mask: Tensor) -> Tensor:
+    """By definition: sort the values, ties in the order in which they come."""
+    assert mask.all()
+    order = sorted(range(values.shape[1]), key=lambda i: (-float(values[0, i]), i))
+    weights = torch.zeros_like(values)
+    weights[0, order[: math.ceil(values.shape[1] / 2)]] = 1.0
+    return weights
+
+
+def test_one_process_ranks_its_micro_batches_together() -> None:
+    values = [torch.tensor([[1.0, 5.0, 2.0]]), torch.tensor([[2.0, 9.0], [2.0, 0.0]])]
+    masks = [torch.tensor([[True, False, True]]), torch.tensor([[True, False], [True, True]])]
+    found = global_selection(Ranks(), values, masks, keep_half)
+    # Of 1, 2 | 2 | 2, 0 three are kept: the 2s. The masked 5 and 9 have no say.
+    assert torch.equal(found[0], torch.tensor([[0.0, 0.0, 1.0]]))
+    assert torch.equal(found[1], torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    assert [w.dtype for w in found] == [torch.float32] * 2
+
+
+def test_ties_fall_to_the_earlier_micro_batch() -> None:
+    same = [torch.ones(1, 3), torch.ones(1, 2)]
+    found = global_selection(Ranks(), same, [v > 0 for v in same], keep_half)
+    assert [w.sum() for w in found] == [3, 0]
+
+
+def test_padding_changes_nothing() -> None:
+    values = torch.tensor([[3.0, 1.0, 2.0]])
+    padded = torch.tensor([[-7.0, 3.0, 1.0, 2.0, 99.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    wide = torch.tensor([[False, True, True, True, False]])
+    [short] = global_selection(Ranks(), [values], [mask], keep_half)
+    [long] = global_selection(Ranks(), [padded], [wide], keep_half)
+    assert torch.equal(long[:, 1:4], short)
+    assert long[0, 0] == long[0, 4] == 0
+
+
+def test_nothing_to_select_from() -> None:
+    assert global_selection(Ranks(), [], [], keep_half) == []
+    none = [torch.zeros(2, 3)]
+    [found] = global_selection(Ranks(), none, [none[0] > 0], keep_half)
+    assert torch.equal(found, none[0])
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 2), torch.ones(2, 3, dtype=torch.bool)])
+def test_shapes_of_values_and_masks(mask: Tensor) -> None:
+    with pytest.raises(InputError, match="one shape"):
+        global_selection(Ranks(), [torch.zeros(2, 2)], [mask], keep_half)
+
+
+def test_one_process_communicates_nothing() -> None:
+    ranks = Ranks()
+    sums = {"w": torch.ones(2)}
+    assert ranks.sum_gradients(sums, 3.0) == (sums, 3.0)
+    assert ranks.gather_objects("x") == ["x"]
+    assert ranks.broadcast_object("x") == "x"
+    assert ranks.any(True)
+    assert not ranks.any(False)
+    ranks.wait()
+    assert (ranks.rank, ranks.world, ranks.main) == (0, 1, True)
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """A real one; what a GPU or a second process would have put into its state is put there."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {}
+
+
+def arguments(**changed: Any) -> Any:
+    return SimpleNamespace(n_gpu=0, gradient_checkpointing=True, **changed)
+
+
+def refuse(
+    accelerator: Accelerator,
+    *parts: str,
+    args: Any = None,
+    options: AlphaOptions | None = None,
+    model: nn.Module | None = None,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(
+            accelerator,
+            args or arguments(),
+            options or AlphaOptions(),
+            model or nn.Linear(2, 2),
+        )
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert caught.value.why
+    assert caught.value.remedy
+
+
+def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
+    assert layout(accelerator) == "single"
+    assert sharding_of(accelerator, nn.Linear(2, 2)) is None
+    check_layout(accelerator, arguments(), AlphaOptions(), nn.Linear(2, 2))
+    assert not needs_own_forward(accelerator, AlphaOptions())
+    assert needs_own_forward(accelerator, AlphaOptions(keep_scope="global"))
+    assert needs_own_forward(accelerator, AlphaOptions(scoring_forward="own"))
+
+
+def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator) -> None:
+    options = AlphaOptions(keep_scope="global", scoring_forward="shared")
+    refuse(accelerator, "scoring_forward='shared'", "global", options=options)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ({"ddp_static_graph": True}, "static_graph"),
+        ({"torch_compile": True}, "compile"),
+        ({"use_liger_kernel": True}, "Liger"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
+    ],
+)
+def test_arguments_are_refused(accelerator: Accelerator, args: dict[str, Any], part: str) -> None:
+    refuse(accelerator, part, args=arguments(**args))
+
+
+def test_reentrant_checkpointing_goes_with_an_own_forward(accelerator: Accelerator) -> None:
+    args = arguments(gradient_checkpointing_kwargs={"use_reentrant": True})
+    check_layout(accelerator, args, AlphaOptions(scoring_forward="own"), nn.Linear(2, 2))
+
+
+def test_data_parallel(accelerator: Accelerator) -> None:
+    args = SimpleNamespace(n_gpu=2)
+    refuse(accelerator, "DataParallel", "2 GPUs", args=args)
+
+
+def test_static_graph_by_accelerate() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    handler = DistributedDataParallelKwargs(static_graph=True)
+    refuse(Accelerator(cpu=True, kwargs_handlers=[handler]), "static_graph")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_compiled_models(accelerator: Accelerator) -> None:
+    whole = torch.compile(nn.Linear(2, 2), backend="eager")
+    refuse(accelerator, "torch.compile", model=whole)
+    inside = nn.Linear(2, 2)
+    inside.compile(backend="eager")
+    refuse(accelerator, "torch.compile", model=inside)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
+def test_parallel_within_a_layer(accelerator: Accelerator, kind: str) -> None:
+    axis = f"{kind[0]}p_size"
+    accelerator.state.parallelism_config = ParallelismConfig(**{axis: 2})
+    refuse(accelerator, f"{kind} parallelism", f"{axis}=2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "name", "remedy"),
+    [
+        (DistributedType.FSDP, 1, "fsdp1", "fsdp_version: 2"),
+        (DistributedType.MEGATRON_LM, 2, "megatron_lm", "FSDP2"),
+        (DistributedType.XLA, 2, "xla", "DDP"),
+    ],
+)
+def test_other_backends(
+    accelerator: Accelerator, kind: DistributedType, version: int, name: str, remedy: str
+) -> None:
+    accelerator.state.distributed_type = kind
+    accelerator.state.fsdp_plugin = SimpleNamespace(
+        fsdp_version=version, activation_checkpointing=False
+    )
+    assert layout(accelerator) == name
+    refuse(accelerator, name, remedy)
+
+
+def test_activation_checkpointing_of_fsdp(accelerator: Accelerator) -> None:
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=True)
+    refuse(accelerator, "activation_checkpointing", "gradient_checkpointing=True")

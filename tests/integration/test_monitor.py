@@ -6,7 +6,9 @@ import json
 import os
 import pty
 import random
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,15 +308,17 @@ def test_logs_are_over_all_processes(tmp_path: Path) -> None:
         assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-3, abs=1e-6), name
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+@contextmanager
+def terminal() -> Iterator[int]:
     """Standard error becomes a real terminal; its other end."""
     master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as stream:
-        monkeypatch.setattr("sys.stderr", stream)
-        yield master
-        monkeypatch.undo()
-    os.close(master)
+    before = sys.stderr
+    try:
+        with os.fdopen(slave, "w") as sys.stderr:
+            yield master
+    finally:
+        sys.stderr = before
+        os.close(master)
 
 
 def _read(master: int) -> str:
@@ -327,14 +331,15 @@ def _read(master: int) -> str:
             return b"".join(parts).decode()
 
 
-def test_console_on_a_terminal(tmp_path: Path, terminal: int) -> None:
+def test_console_on_a_terminal(tmp_path: Path) -> None:
     options = {"disable_tqdm": False, "max_steps": 3, "logging_steps": 2, "save_strategy": "no"}
-    trainer = Run("sft", tmp_path, options=options).trainer()
-    _read(terminal)
+    with terminal() as other_end:
+        trainer = Run("sft", tmp_path, options=options).trainer()
+        _read(other_end)
+        trainer.train()
+        text = _read(other_end)
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     assert ProgressCallback not in kinds
-    trainer.train()
-    text = _read(terminal)
     lines = [part.replace("\x1b[K", "") for part in text.replace("\r\n", "\n").split("\r")]
     stays = [part for part in lines if "step 2, loss" in part]
     assert len(stays) == 1

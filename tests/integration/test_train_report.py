@@ -18,7 +18,14 @@ import torch
 from alphatoken.errors import DataError
 from alphatoken.train.curves import COLOURS, DASHES, charts
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.report import REPORT, main, read_run, token_values, write_run_report
+from alphatoken.train.report import (
+    REPORT,
+    count_tokens,
+    main,
+    read_run,
+    token_values,
+    write_run_report,
+)
 from alphatoken.values import TokenValues
 from tests.integration.browser import Browser
 from tests.integration.tiny_training import sums, tokenizer
@@ -177,6 +184,28 @@ def test_exported_values_are_read_back(tmp_path: Path, kind: str) -> None:
         assert "".join(one.tokens[1:]) == row["completion"]
         assert not one.response[0]
         assert one.response[1:].all()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_large_value_files_are_read_in_stretches(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ledger(40).export(tmp_path / f"values.{kind}", tokenizer=tokenizer())
+    every = {tuple(one.values["total"]) for one in token_values(path)}
+    tokens = sum(len(row["completion"]) for row in sums(40))
+    assert count_tokens(path) == tokens
+    monkeypatch.setattr("alphatoken.train.report._STRETCH", 100)
+    some = [tuple(one.values["total"]) for one in token_values(path, most=tokens // 3)]
+    assert set(some) < every, "whole documents only"
+    assert len(set(some)) == len(some) > 5
+    assert len(list(token_values(path))) == 40
+    monkeypatch.setattr("alphatoken.train.report.MOST_TOKENS", tokens // 3)
+    folder = run_folder(tmp_path / "run", kind=kind)
+    text = write_run_report(folder).read_text(encoding="utf-8")
+    assert "evenly spread stretches" not in text, "this one is small"
+    ledger(40).export(folder / f"values.{kind}", tokenizer=tokenizer())
+    text = write_run_report(folder).read_text(encoding="utf-8")
+    assert f"holds {tokens:,} tokens" in text
 
 
 def test_newest_state_is_read(tmp_path: Path) -> None:

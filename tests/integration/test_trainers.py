@@ -407,6 +407,20 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
         sft(tmp_path, **extra)
 
 
+def test_prompt_learning_is_refused(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig
+
+    with pytest.raises((ConfigError, UnsupportedError), match="prompt learning|PromptTuning"):
+        AlphaSFTTrainer(
+            model(),
+            AlphaSFTConfig(**options(tmp_path, **ALPHA)),
+            train_dataset=sft_rows(8),
+            validation_dataset=sft_rows(8),
+            processing_class=tokenizer(),
+            peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        )
+
+
 @pytest.mark.parametrize(
     ("extra", "name"),
     [
@@ -498,7 +512,7 @@ def test_padding_free_rows_have_the_values_of_padded_ones(tmp_path: Path, estima
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_bf16_autocast(tmp_path: Path, estimator: str) -> None:
-    """Ratio 1 is still TRL's step bit for bit, and the values are those of float32 but for noise."""
+    """Ratio 1 is still TRL's step bit for bit; the values are those of float32 but for noise."""
     plain = sft(tmp_path / "trl", alpha=False, bf16=True)
     plain.train()
     same = sft(tmp_path / "alpha", bf16=True, keep_ratio=1.0, estimator=estimator)

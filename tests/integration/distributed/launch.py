@@ -58,7 +58,7 @@ def accelerate_config(layout: str) -> dict[str, Any]:
     return {**config, "distributed_type": "NO", "num_processes": 1, "use_cpu": True}
 
 
-def launch(layout: str, folder: Path, *jobs: str, timeout: float = 240) -> list[dict[str, Any]]:
+def launch(layout: str, folder: Path, *jobs: str, timeout: float = 540) -> list[dict[str, Any]]:
     """What each process of ``worker.py`` saved, in the order of ranks.
 
     Raises:
@@ -102,5 +102,10 @@ def launch(layout: str, folder: Path, *jobs: str, timeout: float = 240) -> list[
             started.wait()
     said = output.read_text().partition("torch/distributed/elastic")[0]  # the launcher's own trace
     assert code == 0, f"{layout} ended with {code}:\n{said[-4000:]}"
+    return saved(layout, folder)
+
+
+def saved(layout: str, folder: Path) -> list[dict[str, Any]]:
+    """What a launch left in its folder."""
     world = 1 if layout == "single" else WORLD
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]

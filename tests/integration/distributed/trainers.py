@@ -86,9 +86,7 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
     decided: list[dict[str, Any]] = []
     record = trainer._record
 
-    def keep(
-        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor
-    ) -> None:
+    def keep(inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor) -> None:
         decided.append(
             {
                 "step": trainer.state.global_step,
@@ -190,3 +188,25 @@ def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
 def reused(layout: str, folder: Path) -> dict[str, Any]:
     """Rows come again soon, but not on the same rank: values are reused on some ranks only."""
     return run(sft(layout, folder, rows=sft_rows(12), reuse_values=3, max_steps=5))
+
+
+def resumed(layout: str, folder: Path) -> dict[str, Any]:
+    """Six steps at once, and three and three: the same, with a running mean kept in parts."""
+    more = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "validation_mode": "pool",
+        "validation_batch_size": 4,
+        "running_mean": 0.5,
+    }
+    whole = run(sft(layout, folder / "whole", **more))
+    trainer = sft(layout, folder / "whole", **more)
+    decided = watched(trainer)
+    trainer.train(str(folder / "whole" / "checkpoint-3"))
+    again = parameters(trainer)
+    return {
+        "steps": [d["step"] for d in decided],
+        "equal": all(torch.equal(again[n], p) for n, p in whole["parameters"].items()),
+        "furthest": max(float((again[n] - p).abs().max()) for n, p in whole["parameters"].items()),
+    }

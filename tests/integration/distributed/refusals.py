@@ -1,0 +1,34 @@
+"""What each layout refuses, asked of real trainers there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alphatoken.errors import AlphaTokenError
+from tests.integration.distributed.trainers import sft
+
+ASKED: dict[str, tuple[dict[str, Any], ...]] = {
+    "ddp": ({"ddp_static_graph": True},),
+    "fsdp1": ({},),
+    "fsdp2": (
+        {"estimator": "label"},
+        {"estimator": "label", "value_parameters": "all"},
+        {"preconditioner": "frozen"},
+    ),
+    "zero2": ({"scoring_forward": "shared"}, {"preconditioner": "full"}),
+    "zero3": ({"scoring_forward": "shared"}, {"estimator": "label"}),
+}
+
+
+def refusals(layout: str, folder: Path) -> dict[str, str]:
+    """Options -> what the trainer says to them, before any work."""
+    found = {}
+    for options in ASKED[layout]:
+        try:
+            made = sft(layout, folder, retention="none", **options)
+        except AlphaTokenError as error:
+            found[str(options)] = f"{type(error).__name__}: {error}"
+        else:
+            found[str(options)] = f"accepted by {type(made).__name__}"
+    return found
