@@ -106,7 +106,7 @@ def prepare_output(arguments: Any) -> None:
                 shutil.rmtree(path)
         return
     going_on = arguments.run.resume or arguments.training.resume_from_checkpoint
-    if any(folder.iterdir()) and not going_on:
+    if os.listdir(folder) and not going_on:
         raise ConfigError(
             "the output folder is not empty",
             got=str(folder),

@@ -238,8 +238,9 @@ class CheckpointMixin(_Base):
         if self._resuming is not None:
             self._load_own(self._resuming)
 
-    def _own_file(self, folder: Path) -> Path:
-        return folder / f"alphatoken-rank{self.args.process_index}.safetensors"
+    def _own_file(self, folder: Path, process: int | None = None) -> Path:
+        index = self.args.process_index if process is None else process
+        return folder / f"alphatoken-rank{index}.safetensors"
 
     def _save_own(self, folder: Path) -> None:
         """The trainer's state, and what transformers and TRL have gathered since the last log."""
@@ -290,7 +291,8 @@ class CheckpointMixin(_Base):
             shutil.rmtree(run_dir / STAGING, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
-            self._together(final, lambda: self._write(model, trial, staged, final))
+            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+            self._together(final, lambda: self._write(model, trial, staged), collective=sharded)
             self._together(final, lambda: self._complete(staged, final))
         finally:
             if self.args.should_save:
@@ -298,7 +300,7 @@ class CheckpointMixin(_Base):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _write(self, model: nn.Module, trial: Any, staged: Path, final: Path) -> None:
+    def _write(self, model: nn.Module, trial: Any, staged: Path) -> None:
         """Everything of this process, into the staging folder."""
         limit, push = self.args.save_total_limit, self.args.push_to_hub
         self.args.save_total_limit, self.args.push_to_hub, self._staging = None, False, True
@@ -308,7 +310,7 @@ class CheckpointMixin(_Base):
             self.args.save_total_limit, self.args.push_to_hub = limit, push
             self._staging = False
         if self.state.best_model_checkpoint == str(staged):
-            self.state.best_model_checkpoint = str(final)
+            self.state.best_model_checkpoint = str(staged.parents[1] / staged.name)
             if self.args.should_save:
                 self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
         staged.mkdir(parents=True, exist_ok=True)
@@ -318,6 +320,8 @@ class CheckpointMixin(_Base):
         """Seal the folder and put it in its place; a former one of that name goes last."""
         if not self.args.should_save:
             return
+        if not self.args.save_on_each_node:
+            self._require_shared(staged)
         assert self._identity is not None
         manifest = Manifest(
             step=self.state.global_step,
@@ -336,11 +340,21 @@ class CheckpointMixin(_Base):
         with suppress(OSError):  # old folders that cannot be removed are no failure to save
             rotate(final.parent, self.args.save_total_limit, final, best, staged.parent)
 
-    def _together(self, final: Path, work: Callable[[], None]) -> None:
+    def _require_shared(self, staged: Path) -> None:
+        """See that every process wrote into this folder, not into one of the same name."""
+        missing = [r for r in range(self.args.world_size) if not self._own_file(staged, r).exists()]
+        if missing:
+            raise DataError(
+                "output_dir is not the same folder for all processes",
+                got=f"nothing from process {missing[0]} arrived",
+                remedy="a shared file system, or save_on_each_node=True",
+            )
+
+    def _together(self, final: Path, work: Callable[[], None], *, collective: bool = False) -> None:
         """Do one part of a save on every process; all fail if one does.
 
-        With sharded weights the parts hold collective calls that a failed process no longer joins:
-        there it raises at once, and the launcher ends the others.
+        A part with ``collective`` calls, which a failed process no longer joins, raises at once
+        there, and the launcher ends the others.
         """
         problem: AlphaTokenError | None = None
         try:
@@ -350,7 +364,7 @@ class CheckpointMixin(_Base):
                 raise
             problem = _not_saved(final, cause)
             problem.__cause__ = cause
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            if collective:
                 raise problem from cause
         problems = gather_object([problem and (self.args.process_index, str(problem.__cause__))])
         if problem is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.train.layouts import check_layout, layout, needs_own_forward, sharding_of
+from alphatoken.train.shards import sharded_drift
 
 __all__ = [
     "Ranks",
@@ -27,6 +28,7 @@ __all__ = [
     "global_selection",
     "layout",
     "needs_own_forward",
+    "sharded_drift",
     "sharding_of",
 ]
 

@@ -41,6 +41,7 @@ from alphatoken.train.distributed import (
     check_layout,
     global_selection,
     needs_own_forward,
+    sharded_drift,
     sharding_of,
 )
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
@@ -256,12 +257,15 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
     def _drift(self) -> dict[str, float]:
-        """How far the scored weights have moved; empty where they are sharded."""
+        """How far the scored weights have moved."""
         parameters = dict(self.model.named_parameters())
         here = {n: parameters[n] for n in self._reference if n in parameters}
-        if not here or sharding_of(self.accelerator, self.model) is not None:
+        if not here:
             return {}
-        return weight_drift(here, self._reference)
+        sharding = sharding_of(self.accelerator, self.model)
+        if sharding is None:
+            return weight_drift(here, self._reference)
+        return sharded_drift(sharding, here, self._reference)
 
     def fit_or_load_fisher(self, fisher: FisherDrift | None) -> FisherDrift:
         """The Fisher handed over, or one fitted on the training prompts and cached."""

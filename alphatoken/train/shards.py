@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
+from alphatoken.sharding import Sharding
 
-__all__ = ["Fsdp2Sharding", "Zero3Sharding"]
+__all__ = ["Fsdp2Sharding", "Zero3Sharding", "sharded_drift"]
 
 
 def _square_sums(parts: Mapping[str, Tensor], copies: Mapping[str, int]) -> dict[str, float]:
@@ -41,6 +43,28 @@ def _whole(spread: Any) -> Tensor:
 def _local(spread: Any) -> Tensor:
     found: Tensor = spread.to_local()
     return found.clone()
+
+
+def sharded_drift(
+    sharding: Sharding, parameters: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """``||theta - theta_ref||_F`` over parameters that lie in parts, and relative to theta_ref.
+
+    Collective. What ``monitor.weight_drift`` is of whole weights.
+
+    Args:
+        sharding: of the parameters.
+        parameters: by name, as the model has them.
+        reference: whole, at least these names, on any device.
+    """
+    moved: dict[str, Tensor] = {}
+    start: dict[str, Tensor] = {}
+    for name, weight in parameters.items():
+        now = sharding.local(name, weight).float()
+        start[name] = sharding.keep(name, reference[name].to(now.device, torch.float32))
+        moved[name] = now - start[name]
+    apart, size = (math.hypot(*sharding.norms(parts).values()) for parts in (moved, start))
+    return {"drift": apart, "relative_drift": apart / size if size > 0 else 0.0}
 
 
 class Fsdp2Sharding:

@@ -145,7 +145,8 @@ class Valuation:
         for item in self._batches(self._validation, rows):
             found, weight = objective_value(self.adapter, item)
             total, count = total + found, count + weight
-        summed, count = self.ranks.sum_gradients({"loss": torch.tensor(total).double()}, count)
+        loss = torch.tensor(total, dtype=torch.float64, device=self.ranks.device)
+        summed, count = self.ranks.sum_gradients({"loss": loss}, count)
         return float(summed["loss"]) / max(count, 1.0)
 
 

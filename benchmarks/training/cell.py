@@ -16,14 +16,14 @@ from benchmarks.training.starts import OWN, load_model, tokenizer
 from benchmarks.training.tasks import Stories, Task, load_stories, load_task, with_noise
 from benchmarks.training.trainers import alpha_trainer, wrong_places
 
-STEPS = {"sft_code": 100, "sft_math": 100, "dpo": 100}
+STEPS = {"sft_code": 60, "sft_math": 60, "dpo": 60}
 RATES = {"sft_code": 2e-3, "sft_math": 2e-3, "dpo": 3e-5}
 BETA = 0.1
 
 OPTIONS: dict[str, Any] = {
     "validation_mode": "pool",
-    "validation_batch_size": 8,
-    "running_mean": 0.9,
+    "validation_batch_size": 16,
+    "running_mean": 0.0,
     "held_out_steps": 0,
     "max_relative_drift": None,
     "export_values": False,

@@ -61,7 +61,7 @@ class WorkFolder:
         try:
             handle = os.open(self._file(cell, "claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
-            return False
+            return False  # of a living process, or dropped at the next start
         with os.fdopen(handle, "w") as file:
             file.write(str(os.getpid()))
         return True

@@ -43,9 +43,9 @@ the reference. Retention loss is measured on 64 held-out stories of the kind the
 pre-trained on. Noise replaces 30 % of each training response's tokens by random ones, on both sides
 of a pair; validation and held-out rows stay clean.
 
-Unless a table says otherwise: rho = 0.5, lambda = 1.5 with the diagonal Fisher, K = 3, W = 32, a
-validation batch of {validation} rows drawn from the pool at each step and a running mean of its
-gradient (decay {decay}). Policies other than "standard" train on equally many tokens.
+Unless a table says otherwise: rho = 0.5, lambda = 1.5 with the diagonal Fisher, K = 3, W = 32, and
+a validation batch of {validation} rows (pairs), drawn from the pool at each step, without a running
+mean. Policies other than "standard" train on equally many tokens.
 
 **How to read.** `mean ± half` is a 95 % t-interval over the seeds (3 seeds: 4.3 standard errors, so
 wide). Runs of one seed share rows, their order, noise and initial weights, so differences to random
@@ -104,7 +104,6 @@ def _introduction(cells: Cells) -> str:
         sizes=sizes,
         samples=FISHER_SAMPLES,
         validation=OPTIONS["validation_batch_size"],
-        decay=OPTIONS["running_mean"],
         noise=0.3,
     )
 

@@ -160,11 +160,14 @@ def _sft(
         rows = (encoder.row(prompt(row), row[response]) for row in _shuffled(test, name))
         held_out, _ = _cut([row for row in rows if size(row) <= sizes.length], sizes.held_out)
     asked, spare = _cut(longer, sizes.prompts)
-    prompts = [_prompt_of(row)[: sizes.length // 2] for row in asked]
+    prompts = [prompt_ids(row)[: sizes.length // 2] for row in asked]
     return Task(name, train, pool, held_out, prompts, rest + [r for r in spare if size(r) <= 512])
 
 
-def _prompt_of(row: Row) -> list[int]:
+def prompt_ids(row: Row) -> list[int]:
+    """What comes before the response."""
+    if "prompt_ids" in row:
+        return row["prompt_ids"]
     return row["input_ids"][: sum(label == IGNORE for label in row["labels"])]
 
 
@@ -259,7 +262,7 @@ def _spoil(row: Row, share: float, vocabulary: int, generator: random.Random) ->
             key: ids if key == "prompt_ids" else _replace(ids, share, vocabulary, generator)
             for key, ids in row.items()
         }
-    first = len(_prompt_of(row))
+    first = len(prompt_ids(row))
     response = _replace(row["input_ids"][first:], share, vocabulary, generator)
     return {
         "input_ids": row["input_ids"][:first] + response,

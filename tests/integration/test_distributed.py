@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
-from torch import Tensor
 
+from tests.integration.distributed.compare import (
+    Ranks,
+    close,
+    decided,
+    kept_of,
+    same_decisions,
+    same_weights,
+)
 from tests.integration.distributed.launch import WORLD, launch, saved
 from tests.integration.tiny_training import lora, model
 
-Ranks = list[dict[str, Any]]
+pytestmark = pytest.mark.timeout(1200)  # whichever test comes first waits for two launches
 
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
@@ -40,9 +46,6 @@ JOBS = {
 }  # fmt: skip
 EMPTY = ("empty_global", "empty_batch")
 TWO = [layout for layout in JOBS if layout != "single"]
-
-ROUNDING = 5e-6
-"""Of the largest value beside it: float32 sums in another order."""
 
 
 @pytest.fixture(scope="session")
@@ -98,13 +101,6 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
         assert sorted(seen) == [0, 1, 2, 3]
 
 
-def close(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    assert torch.isfinite(expected).all()
-    return float((found - expected).abs().max()) <= ROUNDING * float(expected.abs().max())
-
-
 @with_job("parts")
 def test_parts_of_matrices_and_sums(runs: Callable[[str], Ranks], layout: str) -> None:
     """Checked in the workers: tests/integration/distributed/parts.py."""
@@ -121,73 +117,6 @@ def test_one_threshold_for_all(runs: Callable[[str], Ranks], layout: str) -> Non
 
 
 # --- the trainers --------------------------------------------------------------------------------
-
-
-Decided = dict[tuple[Any, ...], tuple[Tensor | None, Tensor]]
-
-
-def decided(ranks: Ranks, job: str) -> Decided:
-    """(step, branch, tokens of the row) -> values and weights of its response tokens."""
-    found: Decided = {}
-    for rank in ranks:
-        for batch in rank[job]["decided"]:
-            half = len(batch["ids"]) // 2
-            for i, ids in enumerate(batch["ids"]):
-                branch = job.startswith("dpo") and i >= half
-                key = (batch["step"], branch, tuple(ids[ids != 0].tolist()))
-                assert key not in found
-                mask = batch["mask"][i]
-                values = None if batch["values"] is None else batch["values"][i][mask]
-                found[key] = (values, batch["weights"][i][mask])
-    return found
-
-
-def same_decisions(expected: Decided, found: Decided) -> None:
-    """The same rows at the same steps, the same values, and the same tokens kept of them.
-
-    A token may be kept here and not there if its value is the threshold, up to rounding.
-    """
-    assert expected.keys() == found.keys()
-    for step in {key[0] for key in expected}:
-        keys = [key for key in expected if key[0] == step]
-        scale = max(float(expected[k][0].abs().max()) for k in keys if len(expected[k][1]))
-        assert scale > 0
-        for key in keys:
-            value, weight = expected[key]
-            if value is None or not len(weight):
-                assert not found[key][1].any()
-                continue
-            assert float((found[key][0] - value).abs().max()) <= ROUNDING * scale
-            flipped = value[weight != found[key][1]]
-            if len(flipped):
-                kept = [v[w > 0] for (s, b, _), (v, w) in expected.items() if (s, b) == key[:2]]
-                threshold = min(float(v.min()) for v in kept if len(v))
-                assert float((flipped - threshold).abs().max()) <= ROUNDING * scale
-
-
-def same_weights(expected: dict[str, Any], ranks: Ranks, job: str, start: Any) -> None:
-    """Bit-equal on all ranks, and equal to one process; the run went somewhere."""
-    first = ranks[0][job]["parameters"]
-    for rank in ranks[1:]:
-        assert all(torch.equal(rank[job]["parameters"][n], p) for n, p in first.items())
-    initial = dict(start.named_parameters())
-    moved = 0.0
-    assert first.keys() == expected["parameters"].keys()
-    for name, p in expected["parameters"].items():
-        assert float((first[name] - p).abs().max()) < 1e-6, name
-        if name in initial:
-            moved = max(moved, float((p - initial[name].detach()).abs().max()))
-    assert moved > 1e-3
-    assert ranks[0][job]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-
-
-def kept_of(found: Decided) -> dict[tuple[int, bool], tuple[float, int]]:
-    """(step, branch) -> kept tokens, response tokens."""
-    counts: dict[tuple[int, bool], tuple[float, int]] = {}
-    for (step, branch, _), (_, weights) in found.items():
-        kept, tokens = counts.get((step, branch), (0.0, 0))
-        counts[step, branch] = kept + float(weights.sum()), tokens + len(weights)
-    return counts
 
 
 @with_job("sft_global")

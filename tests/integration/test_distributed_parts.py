@@ -28,6 +28,7 @@ from alphatoken.train.distributed import (
     sharding_of,
 )
 from alphatoken.train.options import AlphaOptions
+from tests.integration.distributed.compare import Decided, close, same_decisions, same_weights
 
 SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
 
@@ -111,6 +112,60 @@ def test_one_process_communicates_nothing() -> None:
     assert (ranks.rank, ranks.world, ranks.main) == (0, 1, True)
 
 
+# --- what the comparison of runs would notice --------------------------------------------------
+
+
+def decisions() -> Decided:
+    generator = torch.Generator().manual_seed(0)
+    found: Decided = {}
+    for step in range(2):
+        for row in range(3):
+            values = torch.randn(6, generator=generator)
+            found[step, False, (row,)] = (values, (values > 0).float())
+    return found
+
+
+def test_runs_are_the_same_up_to_rounding() -> None:
+    rounded = {k: (v * (1 + 1e-7), w) for k, (v, w) in decisions().items()}
+    same_decisions(decisions(), rounded)
+
+
+@pytest.mark.parametrize("change", ["value", "place", "kept", "row", "swap"])
+def test_runs_that_differ_are_told_apart(change: str) -> None:
+    found = decisions()
+    key = next(iter(found))
+    values, weights = found[key]
+    if change == "value":
+        found[key] = (values * (1 + 1e-4), weights)
+    elif change == "place":
+        found[key] = (values.flip(0), weights.flip(0))
+    elif change == "kept":
+        found[key] = (values, torch.ones_like(weights))
+    elif change == "row":
+        found[9, False, (0,)] = found.pop(key)
+    else:  # two tokens far apart change places, the number kept stays
+        assert 0 < weights.sum() < 6
+        swapped = weights.clone()
+        swapped[int(weights.argmax())], swapped[int(weights.argmin())] = 0.0, 1.0
+        found[key] = (values, swapped)
+    with pytest.raises(AssertionError):
+        same_decisions(decisions(), found)
+
+
+@pytest.mark.parametrize("off", [1e-4, float("nan")])
+def test_values_and_weights_that_differ_are_told_apart(off: float) -> None:
+    values = torch.tensor([1.0, -2.0])
+    assert close(values * (1 + 1e-7), values)
+    assert not close(values + off, values)
+    start, end = nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    one = {"parameters": end, "losses": [1.0]}
+    same_weights(one, [{"job": one}, {"job": one}], "job", start)
+    other = {"parameters": {**end, "bias": end["bias"] + off}, "losses": [1.0]}
+    for ranks in ([one, other], [other, one], [other, other]):
+        with pytest.raises(AssertionError):
+            same_weights(one, [{"job": rank} for rank in ranks], "job", start)
+
+
 # --- layouts -------------------------------------------------------------------------------------
 
 
@@ -139,7 +194,7 @@ def refuse(
             accelerator,
             args or arguments(),
             options or AlphaOptions(),
-            model or nn.Linear(2, 2),
+            nn.Linear(2, 2) if model is None else model,
         )
     assert all(part in str(caught.value) for part in parts), caught.value
     assert caught.value.why

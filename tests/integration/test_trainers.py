@@ -481,7 +481,7 @@ def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) ->
     assert len(losses(trainer)) == 4
 
 
-# --- precision, padding, packing --------------------------------------------------------------------
+# --- precision, padding, packing ------------------------------------------------------------------
 
 
 def totals_of_first_step(trainer: Any) -> Tensor:
