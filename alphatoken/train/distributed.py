@@ -82,6 +82,7 @@ class Ranks:
             )
         if not sharded:
             for name in sorted(sums):
+                sums[name] = sums[name].contiguous()
                 dist.all_reduce(sums[name])
         return sums, total
 

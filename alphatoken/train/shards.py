@@ -35,9 +35,21 @@ def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
         yield from _owners(child, owner)
 
 
+def _summed(full: Tensor) -> Tensor:
+    """Sum over all processes; collectives take no strided views."""
+    total = full.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
 def _whole(spread: Any) -> Tensor:
     found: Tensor = spread.full_tensor()
     return found
+
+
+def _device(spread: Any) -> str:
+    """Kind of device that the model runs on."""
+    return str(spread.device_mesh.device_type)
 
 
 def _local(spread: Any) -> Tensor:
@@ -99,14 +111,15 @@ class Fsdp2Sharding:
     def full(self, name: str, parameter: Tensor) -> Tensor:
         """The whole parameter. Collective outside a forward; inside it is whole already."""
         if isinstance(parameter, self._kind):
-            return _whole(parameter.detach())
+            return _whole(parameter.detach()).to(_device(parameter))
         return parameter.detach().clone()
 
     @torch.no_grad()
     def local(self, name: str, parameter: Tensor) -> Tensor:
         """This process's rows of the parameter."""
         if isinstance(parameter, self._kind):
-            return _local(parameter.detach())
+            # With weights offloaded to the CPU, parts are worked on where the model runs.
+            return _local(parameter.detach()).to(_device(parameter))
         return self.keep(name, parameter)
 
     @torch.no_grad()
@@ -118,15 +131,14 @@ class Fsdp2Sharding:
             return full.detach().clone()
         mesh, placements = self._layout[name]
         # No source rank: every process has the whole tensor, so nothing is sent.
-        spread = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+        whole = full.detach().contiguous()
+        spread = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         return _local(spread)
 
     @torch.no_grad()
     def reduce(self, name: str, full: Tensor) -> Tensor:
         """This process's rows of the sum over all processes."""
-        total = full.detach().clone()
-        dist.all_reduce(total)
-        return self.keep(name, total)
+        return self.keep(name, _summed(full))
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -264,9 +276,7 @@ class Zero3Sharding:
     @torch.no_grad()
     def reduce(self, name: str, full: Tensor) -> Tensor:
         """This process's flat part of the sum over all processes."""
-        total = full.detach().clone()
-        dist.all_reduce(total)
-        return self.keep(name, total)
+        return self.keep(name, _summed(full))
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:

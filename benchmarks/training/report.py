@@ -64,11 +64,20 @@ def write_report(measured: list[dict[str, Any]]) -> None:
     missing = sorted(known - {cell["name"] for cell in measured})
     if missing:
         print(f"the main grid lacks {len(missing)} cells: {', '.join(missing)}")
+    _require_one_setting(measured)
     cells = [_ordered(cell) for cell in measured]
     (DOCS / "results.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     draw_policies(cells, DOCS / "results-policies.svg")
     _draw_causes(cells)
     (DOCS / "results.md").write_text(_text(cells), encoding="utf-8")
+
+
+def _require_one_setting(measured: list[dict[str, Any]]) -> None:
+    """Cells of a task are comparable only after equally many steps at one learning rate."""
+    for task in TASKS:
+        settings = {(c["steps"], c["learning_rate"]) for c in measured if c["task"] == task}
+        if len(settings) > 1:
+            raise SystemExit(f"cells of {task} were measured with {sorted(settings)}: drop the old")
 
 
 def _ordered(cell: dict[str, Any]) -> dict[str, Any]:

@@ -521,6 +521,7 @@ def differ(left: Path, right: Path) -> bool:
     return any(not torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_path: Path) -> None:
     done = run(tmp_path, *real(data_dir, task, tmp_path / "out", max_steps=3))
@@ -545,6 +546,7 @@ def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_pa
     assert "1 steps trained" in again.stdout
 
 
+@pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft"])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     task: str, data_dir: Path, tmp_path: Path
@@ -589,6 +591,7 @@ def test_resume_starts_where_there_is_nothing_to_resume(data_dir: Path, tmp_path
     assert "1 steps trained" in run(tmp_path, *words, "--resume").stdout
 
 
+@pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 def test_adapters_retention_rows_and_evaluation(data_dir: Path, tmp_path: Path) -> None:
     """laptop-lora, with retention rows of plain text, and TRL's own evaluation."""
     words = real(
@@ -602,6 +605,7 @@ def test_adapters_retention_rows_and_evaluation(data_dir: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 def test_two_processes_are_launched(data_dir: Path, tmp_path: Path) -> None:
     layout = tmp_path / "two.yaml"
     layout.write_text(
@@ -690,6 +694,7 @@ def tiny(family: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
     """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""

@@ -252,7 +252,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Written as a user would."""
     folder = run_folder(tmp_path_factory.mktemp("report") / "run", kind="parquet")
     command = [sys.executable, "-m", "alphatoken.train.report", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == str(folder / REPORT)
     return folder / REPORT
 

@@ -57,10 +57,13 @@ def test_interval_is_student_s() -> None:
     assert Mean.of([0.5]).text() == "0.500"
 
 
+SETTINGS = {"start": "base", "accuracy": 0.5, "margin": 0.1, "steps": 60, "learning_rate": 1e-3}
+
+
 def _result(cell: Cell, loss: float) -> dict[str, Any]:
     losses = {"target_loss": loss, "retention_loss": 2 * loss, "validation_gap": 0.1}
     counts = {"kept_tokens": 50, "response_tokens": 100, "wrong_share_of_kept": 0.2}
-    return {**cell.record(), **losses, **counts, "start": "base", "accuracy": 0.5, "margin": 0.1}
+    return {**cell.record(), **losses, **counts, **SETTINGS}
 
 
 def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
@@ -114,6 +117,9 @@ def test_report_holds_every_cell_and_only_measured_ones(
     assert "**+1.000 ± 0.000**" in text  # paired: the seeds' own spread drops out
     assert "2.100 ± 0.248" in text
     assert (tmp_path / "results-policies.svg").read_text().startswith("<?xml")
+    measured[0]["steps"] = 100
+    with pytest.raises(SystemExit, match="drop the old"):
+        report.write_report(measured)
 
 
 def test_parts_of_a_task_share_no_row(data_dir: Path) -> None:

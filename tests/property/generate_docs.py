@@ -246,6 +246,7 @@ def _kill_row(mutant: Mutant, kills: list[Kill]) -> list[str]:
 def _words(source: str, is_code: bool) -> str:
     if not source:
         return "nothing"
+    source = " ".join(source.split())  # a table's row is one line
     return code(source) if is_code else text(source)
 
 

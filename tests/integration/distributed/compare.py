@@ -50,15 +50,15 @@ def same_decisions(expected: Decided, found: Decided) -> None:
     assert expected.keys() == found.keys()
     for step in {key[0] for key in expected}:
         rows = [key for key in expected if key[0] == step and len(expected[key][1])]
-        scale = max(float(expected[key][0].abs().max()) for key in rows)  # type: ignore[union-attr]
+        scale = max(float(expected[key][0].abs().max()) for key in rows)
         assert scale > 0
         gained: list[float] = []
         lost: list[float] = []
         for key in rows:
             (value, weight), (other, chosen) = expected[key], found[key]
-            assert float((other - value).abs().max()) <= ROUNDING * scale, key  # type: ignore[operator]
-            gained += value[chosen > weight].tolist()  # type: ignore[index]
-            lost += value[chosen < weight].tolist()  # type: ignore[index]
+            assert float((other - value).abs().max()) <= ROUNDING * scale, key
+            gained += value[chosen > weight].tolist()
+            lost += value[chosen < weight].tolist()
         assert len(gained) == len(lost)
         for here, there in zip(sorted(gained), sorted(lost), strict=True):
             assert abs(here - there) <= ROUNDING * scale

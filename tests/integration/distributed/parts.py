@@ -88,7 +88,8 @@ def check_parts(sharding: Sharding, model: nn.Module, before: dict[str, Tensor],
         assert torch.equal(sharding.gather(name, sharding.keep(name, wide)), wide)
         product = sharding.keep(name, wide) * part
         assert torch.equal(sharding.gather(name, product), wide * x)
-        total = sharding.reduce(name, wide * (rank + 1))
+        strided = (wide * (rank + 1)).mT.contiguous().mT if wide.ndim == 2 else wide * (rank + 1)
+        total = sharding.reduce(name, strided)
         torch.testing.assert_close(sharding.gather(name, total), wide * 3, rtol=1e-15, atol=0)
         # What comes back is nobody's memory but the caller's.
         for copy in (sharding.full(name, p), sharding.local(name, p), sharding.keep(name, x)):
