@@ -233,6 +233,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             self._retention_rows = self.prepare_rows(retention_dataset, "retention")
         if options.retention in ("diagonal", "kronecker") and options.objective != "adaptation":
             self._fisher = self.fit_or_load_fisher(fisher)
+            if self._reference:  # whole weights, as they are before training
+                self._fisher.check(
+                    find_adapter(self.model),
+                    list(self._reference),
+                    max_relative_drift=options.max_relative_drift,
+                )
             self._reference = dict(self._fisher.reference)
 
     def _refuse_virtual_tokens(self) -> None:

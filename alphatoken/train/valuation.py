@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class Valuation:
             retention
             if retention is None or isinstance(retention, FisherDrift)
             else self._draw(*retention, 0),
-            options.scorer_config(),
+            # The distance to the reference is checked before training; a run may go far from it.
+            replace(options.scorer_config(), max_relative_drift=None),
             optimizer=optimizer if options.preconditioner else None,
             reduce=self._reduce,
             sharding=sharding,

@@ -93,7 +93,21 @@ def _text(cells: Cells) -> str:
         parts.append(CONCLUSIONS.read_text(encoding="utf-8") + "\n")
     parts += [_main(cells), _causes(cells), _ratios(cells), _converged(cells)]
     parts += [_sensitivity(cells), _beta(cells)]
-    return "\n".join(part for part in parts if part)
+    return _without_empty("\n".join(part for part in parts if part))
+
+
+def _without_empty(text: str) -> str:
+    """Leave out tables without a row, then sections without a table, a picture or a sentence."""
+    blocks = [
+        b for b in text.split("\n\n") if not (b.startswith("|") and b.strip().count("\n") < 2)
+    ]
+    kept: list[str] = []
+    for block in reversed(blocks):
+        level = len(block) - len(block.lstrip("#"))
+        below = len(kept[-1]) - len(kept[-1].lstrip("#")) if kept else 1
+        if not (level > 1 and (not kept or 0 < below <= level)):
+            kept.append(block)
+    return "\n\n".join(reversed(kept)).rstrip() + "\n"
 
 
 def _introduction(cells: Cells) -> str:
@@ -186,6 +200,8 @@ def _who(policy: str, estimator: str) -> str:
 
 
 def _converged(cells: Cells) -> str:
+    if not chosen(cells, variant="converged"):
+        return ""
     text = (
         "## A start near convergence\n\nThe model was first trained for 900 plain steps on other "
         "mathematics rows; that model is the Fisher's reference.\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, patch_environment
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +22,8 @@ from alphatoken.weights import token_weights
 
 def accelerator_for(name: str) -> Accelerator:
     gloo = [] if name == "single" else [InitProcessGroupKwargs(backend="gloo")]
-    return Accelerator(cpu=not name.startswith("zero"), kwargs_handlers=gloo)
+    with patch_environment(accelerate_gradient_accumulation_steps=1):  # "auto" is a trainer's
+        return Accelerator(cpu=not name.startswith("zero"), kwargs_handlers=gloo)
 
 
 def odd_model() -> LlamaForCausalLM:
