@@ -20,7 +20,7 @@ class RunData:
     """The data sets of one run, in TRL's forms; None where a run has none.
 
     Attributes:
-        train, validation, retention, fisher, evaluation: ``datasets.Dataset``s.
+        train: a ``datasets.Dataset``; validation, retention, fisher and evaluation likewise.
         several_turns: some rows train on several assistant turns of one chat.
         notes: what was held out, removed and dropped, in sentences.
     """

@@ -108,8 +108,7 @@ def fitted_fisher(
     Raises:
         ConfigError: the weights are sharded already, or the folder is not shared.
         FisherError: the main process failed (then the others say so too), or nothing can be
-            written to ``folder``.
-        And whatever :func:`alphatoken.fit_fisher` raises, in the main process.
+            written to ``folder``; and what :func:`alphatoken.fit_fisher` raises.
     """
     _require_whole(model)
     folder = Path(folder)
