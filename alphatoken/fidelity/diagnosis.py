@@ -1,0 +1,237 @@
+"""What a diagnostic returns: an answer in words, tables, figures; and the files it becomes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alphatoken.errors import DataError
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.storage import replacing
+
+__all__ = ["Cell", "Diagnosis", "Figure", "Table"]
+
+Cell = str | int | float | bool | None
+_FILE = "diagnosis.json"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows.
+
+    Attributes:
+        key: name of its CSV file, without suffix.
+        title: heading.
+        columns: names, unique.
+        rows: one cell a column; NaN and None are shown as a dash.
+        note: what a reader must know of it.
+    """
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, key: str, title: str, records: Sequence[Mapping[str, Any]], note: str = ""
+    ) -> Table:
+        """From records of one kind; an ``Estimate`` becomes four columns.
+
+        Value, low, high and count are then in ``NAME``, ``NAME_low``, ``NAME_high``, ``NAME_n``,
+        so that no number stands without its interval.
+        """
+        flat = [_flat(record) for record in records]
+        columns = tuple(dict.fromkeys(name for record in flat for name in record))
+        rows = tuple(tuple(record.get(name) for name in columns) for record in flat)
+        return cls(key, title, columns, rows, note)
+
+    def csv(self) -> str:
+        """RFC 4180 text with a header; None and NaN are empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([_plain(cell) for cell in row] for row in self.rows)
+        return text.getvalue()
+
+    def records(self) -> list[dict[str, Cell]]:
+        """One mapping a row."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Cell]:
+    found: dict[str, Cell] = {}
+    for name, cell in record.items():
+        if isinstance(cell, Estimate):
+            found[name] = cell.value
+            found |= {f"{name}_low": cell.low, f"{name}_high": cell.high, f"{name}_n": cell.count}
+        else:
+            found[name] = cell
+    return found
+
+
+def _plain(cell: Cell) -> str:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    return f"{cell:.10g}" if isinstance(cell, float) else str(cell)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture with its data.
+
+    Attributes:
+        key: name of its files, without suffix.
+        title: heading.
+        caption: what to look for, in a sentence or two.
+        data: what was drawn; downloadable from the page, and a CSV file.
+        svg: the picture; refers to nothing outside itself.
+        png: the same for places that take no SVG.
+        alt: what it shows, for those who do not see it.
+    """
+
+    key: str
+    title: str
+    caption: str
+    data: Table
+    svg: str
+    png: bytes
+    alt: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of one diagnostic.
+
+    Attributes:
+        name: of the diagnostic, as on the command line.
+        question: what it answers.
+        answer: findings in plain sentences, most important first; computed, not canned.
+        tables: numbers.
+        figures: pictures.
+        notes: what was sampled or left out, and warnings.
+        settings: what the numbers depend on.
+        html: extra HTML that is safe to show as it is (token heatmaps), or "".
+    """
+
+    name: str
+    question: str
+    answer: tuple[str, ...]
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    html: str = ""
+
+    def table(self, key: str) -> Table:
+        """The table named ``key``; KeyError if there is none."""
+        return {table.key: table for table in self.tables}[key]
+
+    def figure(self, key: str) -> Figure:
+        """The figure named ``key``; KeyError if there is none."""
+        return {figure.key: figure for figure in self.figures}[key]
+
+    def save(self, folder: str | Path) -> None:
+        """Write tables (CSV), figures (SVG, PNG, CSV), and ``diagnosis.json`` last.
+
+        Each file is whole or not there; a folder with ``diagnosis.json`` is finished.
+
+        Raises:
+            DataError: a file could not be written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for table in (*self.tables, *(figure.data for figure in self.figures)):
+            _write(folder / f"{table.key}.csv", table.csv().encode())
+        for figure in self.figures:
+            _write(folder / f"{figure.key}.svg", figure.svg.encode())
+            _write(folder / f"{figure.key}.png", figure.png)
+        _write(folder / _FILE, self._json().encode())
+
+    def _json(self) -> str:
+        record = {
+            "name": self.name,
+            "question": self.question,
+            "answer": self.answer,
+            "tables": [_table_record(table) for table in self.tables],
+            "figures": [
+                {
+                    "key": figure.key,
+                    "title": figure.title,
+                    "caption": figure.caption,
+                    "alt": figure.alt,
+                    "data": _table_record(figure.data),
+                }
+                for figure in self.figures
+            ],
+            "notes": self.notes,
+            "settings": dict(self.settings),
+            "html": self.html,
+        }
+        return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Diagnosis:
+        """Read what ``save`` wrote.
+
+        Raises:
+            DataError: it is missing, cut, or something else.
+        """
+        folder = Path(folder)
+        try:
+            record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            figures = tuple(
+                Figure(
+                    **{name: entry[name] for name in ("key", "title", "caption", "alt")},
+                    data=_read_table(entry["data"]),
+                    svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
+                    png=(folder / f"{entry['key']}.png").read_bytes(),
+                )
+                for entry in record["figures"]
+            )
+            return cls(
+                name=record["name"],
+                question=record["question"],
+                answer=tuple(record["answer"]),
+                tables=tuple(_read_table(entry) for entry in record["tables"]),
+                figures=figures,
+                notes=tuple(record["notes"]),
+                settings=record["settings"],
+                html=record["html"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise DataError(
+                "a finished diagnosis cannot be read",
+                got=f"{folder}: {type(problem).__name__}: {problem}",
+                remedy="remove the folder and run it again",
+            ) from problem
+
+
+def _table_record(table: Table) -> dict[str, Any]:
+    rows = [
+        [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row]
+        for row in table.rows
+    ]
+    return {**asdict(table), "rows": rows}
+
+
+def _read_table(record: Mapping[str, Any]) -> Table:
+    return Table(
+        record["key"],
+        record["title"],
+        tuple(record["columns"]),
+        tuple(tuple(row) for row in record["rows"]),
+        record["note"],
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

@@ -1,0 +1,129 @@
+"""A statistic and how far it can be trusted: bootstrap intervals, refused below a size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.errors import InputError
+
+__all__ = ["FEWEST", "Estimate", "bootstrap"]
+
+FEWEST = 8
+"""Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval.
+
+    Attributes:
+        value: on all items; NaN where it is not defined.
+        low: lower end of the interval.
+        high: upper end.
+        count: items.
+        reason: why there is no number, or "".
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+    reason: str = ""
+
+    @classmethod
+    def undefined(cls, count: int, reason: str) -> Estimate:
+        """No number, and why."""
+        return cls(math.nan, math.nan, math.nan, count, reason)
+
+    @property
+    def defined(self) -> bool:
+        """True if there is a number."""
+        return not math.isnan(self.value)
+
+    def __str__(self) -> str:
+        """The number and its interval, never a bare one.
+
+        >>> str(Estimate(0.51, 0.402, 0.61, 90))
+        '0.51 [0.40, 0.61]'
+        >>> str(Estimate.undefined(3, "3 tokens, 8 needed"))
+        'not defined (3 tokens, 8 needed)'
+        """
+        if not self.defined:
+            return f"not defined ({self.reason})"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def bootstrap(
+    statistic: Callable[..., float],
+    *columns: Sequence[float] | Numbers,
+    groups: Sequence[int] | NDArray[np.int64] | None = None,
+    draws: int = 200,
+    seed: int = 0,
+    what: str = "tokens",
+) -> Estimate:
+    """``statistic(*columns)`` with a percentile bootstrap interval (95 %).
+
+    Tokens of one row are not independent, so whole groups are drawn where there are at least
+    ``FEWEST`` of them; otherwise single items, and the interval is then a lower limit of the
+    truth. Draws on which the statistic is not defined are left out.
+
+    Args:
+        statistic: of equally long columns; NaN where not defined.
+        columns: one number an item each.
+        groups: which row an item belongs to.
+        draws: bootstrap samples.
+        seed: of the draws.
+        what: the items, for messages.
+
+    Raises:
+        InputError: columns of different lengths.
+    """
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    count = len(arrays[0])
+    if any(len(array) != count for array in arrays):
+        raise InputError(
+            "columns of a statistic must be equally long",
+            got=", ".join(str(len(array)) for array in arrays),
+        )
+    if count < FEWEST:
+        return Estimate.undefined(count, f"{count} {what}, {FEWEST} needed")
+    value = float(statistic(*arrays))
+    if math.isnan(value):
+        return Estimate.undefined(count, "all values are equal")
+    generator = np.random.default_rng(seed)
+    places = _resamples(count, groups, draws, generator)
+    found = np.array([statistic(*(array[index] for array in arrays)) for index in places])
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Estimate.undefined(count, "not defined on any resample")
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(value, float(min(low, value)), float(max(high, value)), count)
+
+
+def _resamples(
+    count: int,
+    groups: Sequence[int] | NDArray[np.int64] | None,
+    draws: int,
+    generator: np.random.Generator,
+) -> list[NDArray[np.int64]]:
+    members = _members(groups)
+    if len(members) < FEWEST:
+        return [generator.integers(0, count, count) for _ in range(draws)]
+    return [
+        np.concatenate([members[i] for i in generator.integers(0, len(members), len(members))])
+        for _ in range(draws)
+    ]
+
+
+def _members(groups: Sequence[int] | NDArray[np.int64] | None) -> list[NDArray[np.int64]]:
+    if groups is None:
+        return []
+    labels = np.asarray(groups)
+    return [np.flatnonzero(labels == group) for group in np.unique(labels)]

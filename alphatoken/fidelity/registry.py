@@ -1,0 +1,88 @@
+"""The diagnostics by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["DIAGNOSTICS", "Entry", "find"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One diagnostic.
+
+    Attributes:
+        name: on the command line.
+        question: what it answers.
+        module: in ``alphatoken.fidelity``; it has ``Options`` (a frozen dataclass whose fields
+            carry their help in ``metadata["help"]``) and
+            ``diagnose(subject, options=None) -> Diagnosis``.
+    """
+
+    name: str
+    question: str
+    module: str
+
+    def load(self) -> ModuleType:
+        """Import it; heavy libraries come with this."""
+        return import_module(f"alphatoken.fidelity.{self.module}")
+
+
+DIAGNOSTICS: tuple[Entry, ...] = (
+    Entry(
+        "estimators",
+        "Which estimator ranks my tokens as their true first-order utility does, at which cost?",
+        "estimators",
+    ),
+    Entry(
+        "utility",
+        "Does the value of a token predict what really happens to the validation loss when one "
+        "optimizer step is taken without it?",
+        "utility",
+    ),
+    Entry(
+        "value-propagation",
+        "How much of what flows from token to token does Value-Propagation see on my model?",
+        "value_propagation",
+    ),
+    Entry(
+        "fisher",
+        "Does the Fisher-drift proxy rank tokens as real retention data would?",
+        "fisher",
+    ),
+    Entry("heatmap", "Which tokens of my text are valued, and by which component?", "heatmap"),
+    Entry("coverage", "What part of the data do the kept tokens cover?", "coverage"),
+    Entry(
+        "drift",
+        "How far did fine-tuning move the model's states on what it must not forget?",
+        "drift",
+    ),
+    Entry(
+        "sensitivity",
+        "How much do the kept tokens, and the cost, depend on each setting?",
+        "sensitivity",
+    ),
+    Entry(
+        "stability",
+        "Which keep or drop decisions are noise?",
+        "stability",
+    ),
+)
+"""In the order of the report."""
+
+
+def find(name: str) -> Entry:
+    """The diagnostic ``name``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for entry in DIAGNOSTICS:
+        if entry.name == name:
+            return entry
+    names = ", ".join(entry.name for entry in DIAGNOSTICS)
+    raise ConfigError("there is no such diagnostic", got=repr(name), remedy=f"one of {names}, all")

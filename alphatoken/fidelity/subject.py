@@ -1,0 +1,280 @@
+"""What is diagnosed: a model, rows to value, rows that define the objective, rows to retain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from alphatoken.adapter import DecoderAdapter, find_adapter
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example, TokenText, batches, token_texts
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.fidelity.tuning import fine_tuned
+from alphatoken.fisher import fit_fisher
+from alphatoken.progress import ProgressSink, Tracker
+from alphatoken.scorer import Scorer
+
+__all__ = ["Subject"]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Everything that a diagnostic may look at; nothing of it is changed.
+
+    Attributes:
+        model: the model whose tokens are valued, in evaluation mode.
+        train: encoded rows whose response tokens are valued.
+        validation: encoded rows that define the objective.
+        retention: name of a set -> held-out rows of what must not be forgotten.
+        tokenizer: for texts; None where only ids are known.
+        reference: the model before fine-tuning; None if ``model`` is that.
+        fisher: fitted at the reference; None to fit one when it is needed.
+        config: what the user's run computes; diagnostics vary it.
+        ratio: share of the tokens that the run keeps.
+        batch_size: rows a batch.
+        tokens: most response tokens that are valued; rows are drawn until it is reached.
+        oracle_tokens: most tokens sent one by one through the slow oracle.
+        fisher_samples: of a Fisher that is fitted here.
+        tuning_steps: of the fine-tuning that stands in for a missing second model.
+        tuning_rate: its learning rate (AdamW).
+        seed: of every draw.
+        progress: as in ``Tracker``.
+        names: what to call model and files in settings.
+    """
+
+    model: nn.Module
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    retention: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    tokenizer: Any = None
+    reference: nn.Module | None = None
+    fisher: FisherDrift | None = None
+    config: ScorerConfig = field(default_factory=ScorerConfig)
+    ratio: float = 0.5
+    batch_size: int = 8
+    tokens: int = 1500
+    oracle_tokens: int = 48
+    fisher_samples: int = 200
+    tuning_steps: int = 40
+    tuning_rate: float = 1e-3
+    seed: int = 0
+    progress: bool | ProgressSink | None = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check sizes, and that there is something to value."""
+        for name in ("batch_size", "tokens", "oracle_tokens", "fisher_samples", "tuning_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
+        for what in ("train", "validation"):
+            if not sum(example.response_tokens for example in getattr(self, what)):
+                raise DataError(
+                    f"the {what} rows have no response token",
+                    got=f"{len(getattr(self, what))} rows",
+                    remedy="look at the fields and at --max-length",
+                )
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return next(self.model.parameters()).device
+
+    @property
+    def adapter(self) -> DecoderAdapter:
+        """The model's structure."""
+        return find_adapter(self.model)
+
+    def sample(self, *, most: int | None = None) -> list[Example]:
+        """Training rows drawn at random, until ``most`` response tokens; in their own order.
+
+        A row that alone has more is taken if it comes first, so that there is always one.
+        """
+        return self._draw(self.train, self.tokens if most is None else most)
+
+    def _draw(self, rows: Sequence[Example], most: int) -> list[Example]:
+        order = np.random.default_rng(self.seed).permutation(len(rows))
+        taken: list[int] = []
+        count = 0
+        for place in order:
+            size = rows[place].response_tokens
+            if size and (not taken or count + size <= most):
+                taken.append(int(place))
+                count += size
+        return [rows[place] for place in sorted(taken)]
+
+    def batches(self, rows: Sequence[Example], size: int | None = None) -> list[dict[str, Tensor]]:
+        """Rows in padded batches on the model's device."""
+        return [
+            {name: tensor.to(self.device) for name, tensor in batch.items()}
+            for batch in batches(rows, size or self.batch_size)
+        ]
+
+    def texts(self, example: Example) -> list[TokenText]:
+        """The text each token of a row adds; its number in brackets without a tokenizer."""
+        if self.tokenizer is None:
+            return [TokenText(f"[{token}]") for token in example.input_ids]
+        return token_texts(self.tokenizer, example.input_ids)
+
+    def retention_rows(self, each: int = 8) -> dict[str, list[Example]]:
+        """The first ``each`` rows of every retention set that have response tokens.
+
+        Raises:
+            DataError: no retention rows were given, or a set has none that can be used.
+        """
+        if not self.retention:
+            raise DataError(
+                "this diagnostic needs held-out retention rows",
+                got="none",
+                why="it compares the proxy with what is really forgotten",
+                remedy="--retention FILE (repeat it for several sets)",
+            )
+        found = {
+            name: [row for row in rows if row.response_tokens][:each]
+            for name, rows in self.retention.items()
+        }
+        empty = [name for name, rows in found.items() if not rows]
+        if empty:
+            raise DataError("a retention set has no response token", got=", ".join(empty))
+        return found
+
+    # --- values --------------------------------------------------------------------------------
+
+    def score(
+        self, scorer: Scorer, rows: Sequence[Example], label: str = ""
+    ) -> dict[str, NDArray[np.float64]]:
+        """Values of the response tokens of ``rows``, flat, in (row, position) order.
+
+        Keys: ``total``, ``adaptation``, ``stability`` and, where the estimator splits them,
+        ``adaptation_direct`` and so on; ``row`` and ``position`` say which token it is. Stability
+        is before lambda.
+        """
+        columns: dict[str, list[NDArray[Any]]] = {}
+        tracker = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
+        for number, batch in enumerate(self.batches(rows)):
+            values, start = scorer.score(batch), number * self.batch_size
+            mask = values.mask.cpu()
+            places = mask.nonzero().numpy()
+            columns.setdefault("row", []).append(places[:, 0] + start)
+            columns.setdefault("position", []).append(places[:, 1])
+            for key in _PARTS:
+                part: Tensor | None = getattr(values, key)
+                if part is not None:
+                    columns.setdefault(key, []).append(part.detach().cpu()[mask].double().numpy())
+            tracker.report(min(start + self.batch_size, len(rows)))
+        return {key: np.concatenate(parts) for key, parts in columns.items()}
+
+    # --- before and after -----------------------------------------------------------------------
+
+    def before_and_after(self) -> tuple[nn.Module, nn.Module, str]:
+        """Reference and fine-tuned model, and a sentence on where they come from.
+
+        Without a reference the model itself is it, and a copy is fine-tuned for
+        ``tuning_steps`` on the training rows; made once.
+        """
+        if self.reference is not None:
+            return (
+                self.reference,
+                self.model,
+                "Before: the reference given; after: the model given.",
+            )
+        if "after" not in self._kept:
+            self._kept["after"] = fine_tuned(
+                copy.deepcopy(self.model),
+                list(self.batches(self.train)),
+                steps=self.tuning_steps,
+                rate=self.tuning_rate,
+                seed=self.seed,
+                tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
+            )
+        said = (
+            "No reference model was given, so the model is the reference, and a copy fine-tuned "
+            f"on the training rows for {self.tuning_steps} AdamW steps at {self.tuning_rate:g} is "
+            "the model after."
+        )
+        return self.model, self._kept["after"], said
+
+    def fitted_fisher(self, structure: str = "diagonal", **options: Any) -> FisherDrift:
+        """The Fisher given (if its structure is asked for), or one fitted here at the reference.
+
+        Fitted with ``labels="token"`` on the training rows by default: one forward a row, no
+        generation. Kept for each setting.
+        """
+        if self.fisher is not None and self.fisher.structure == structure and not options:
+            return self.fisher
+        settings = {
+            "samples": self.fisher_samples,
+            "layers": self.config.layers,
+            "labels": "token",
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            **options,
+        }
+        key = f"fisher {structure} {sorted(settings.items(), key=str)}"
+        if key not in self._kept:
+            reference = self.reference if self.reference is not None else self.model
+            (batch,) = self.batches(self.train, len(self.train))
+            self._kept[key] = fit_fisher(
+                reference, batch, structure=structure, progress=self.progress, **settings
+            )
+        found: FisherDrift = self._kept[key]
+        return found
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def tracker(self, label: str, total: int) -> Tracker:
+        """Progress of one piece of work."""
+        return Tracker(label, total, self.progress)
+
+    def settings(self) -> dict[str, Any]:
+        """What every diagnosis depends on, for its record."""
+        return {
+            **self.names,
+            "training rows": len(self.train),
+            "validation rows": len(self.validation),
+            **{f"retention rows, {name}": len(rows) for name, rows in self.retention.items()},
+            "estimator": self.config.estimator,
+            "layers": str(self.config.layers),
+            "window": self.config.window,
+            "stability_weight": self.config.stability_weight,
+            "ratio": self.ratio,
+            "tokens": self.tokens,
+            "seed": self.seed,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        }
+
+    def require_tokens(self, rows: Sequence[Example], fewest: int, why: str) -> None:
+        """Refuse rows with too few response tokens for a statistic.
+
+        Raises:
+            InputError: fewer than ``fewest``.
+        """
+        count = sum(row.response_tokens for row in rows)
+        if count < fewest:
+            raise InputError(
+                f"at least {fewest} response tokens are needed",
+                got=f"{count} in {len(rows)} rows",
+                why=why,
+                remedy="give more or longer rows, or a larger --tokens",
+            )
+
+
+_PARTS = (
+    "total",
+    "adaptation",
+    "stability",
+    "adaptation_direct",
+    "adaptation_causal",
+    "stability_direct",
+    "stability_causal",
+)

@@ -1,0 +1,59 @@
+"""A short fine-tuning, where a diagnostic needs a model after training and none was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from alphatoken.adapter import find_adapter
+from alphatoken.batch import read_batch, token_losses
+from alphatoken.errors import NumericalError
+from alphatoken.progress import Tracker
+
+__all__ = ["fine_tuned"]
+
+
+def fine_tuned(
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    steps: int,
+    rate: float,
+    seed: int,
+    tracker: Tracker,
+) -> nn.Module:
+    """``model`` itself after ``steps`` AdamW steps on the mean response-token loss; eval mode.
+
+    Batches come in a shuffled order, again and again; dropout is off and the weights' decay 0, so
+    the result is a function of the arguments.
+
+    Raises:
+        NumericalError: the loss is no longer finite.
+    """
+    adapter = find_adapter(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    generator = np.random.default_rng(seed)
+    order: list[int] = []
+    model.eval()
+    for step in range(steps):
+        order = order or generator.permutation(len(batches)).tolist()
+        batch = read_batch(batches[order.pop()], max_length=adapter.max_positions())
+        losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+        loss = losses.sum() / batch.response_tokens
+        if not bool(torch.isfinite(loss)):
+            raise NumericalError(
+                "the fine-tuning that a diagnostic compares with does not converge",
+                got=f"loss {float(loss)} at step {step + 1}",
+                remedy="a smaller --tuning-rate, or give --reference",
+            )
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss, inputs=parameters)
+        optimizer.step()
+        tracker.report(step + 1)
+    for parameter in parameters:
+        parameter.grad = None
+    return model

@@ -1,0 +1,142 @@
+"""What a diagnosis leaves on disk: whole, readable again, and drawn without outside help."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas, finish
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.registry import DIAGNOSTICS, find
+
+HOSTILE = 'a,"b"\n</script>\u2028é'
+
+
+def example() -> Diagnosis:
+    table = Table.of(
+        "numbers",
+        "Numbers",
+        [
+            {"name": HOSTILE, "rank": Estimate(0.5, 0.25, 0.75, 40), "n": 3},
+            {"name": "b", "rank": Estimate.undefined(2, "2 tokens, 8 needed"), "n": 4},
+        ],
+    )
+    with canvas(3.0, 2.0) as figure:
+        axes = figure.subplots()
+        axes.plot([0, 1], [1, 2], color=COLOURS[0], linestyle=DASHES[1], marker=MARKERS[2])
+        data = Table.of("line", "Line", [{"x": 0.0, "y": 1.0}, {"x": 1.0, "y": 2.0}])
+        drawn = finish(figure, "line", "Line", "Look for its slope.", data, alt="a rising line")
+    return Diagnosis(
+        "estimators",
+        "Which?",
+        ("This one.",),
+        (table,),
+        (drawn,),
+        ("12 of 99 tokens",),
+        {"seed": 1, "layers": "3"},
+        "<p>text</p>",
+    )
+
+
+def test_comes_back_as_it_was(tmp_path: Path) -> None:
+    saved = example()
+    saved.save(tmp_path)
+    again = Diagnosis.load(tmp_path)
+    assert (again.name, again.answer, again.notes, again.html) == (
+        saved.name,
+        saved.answer,
+        saved.notes,
+        saved.html,
+    )
+    assert again.settings == saved.settings
+    assert again.figure("line") == saved.figure("line")
+    assert again.table("numbers").csv() == saved.table("numbers").csv()
+
+
+def test_csv_is_what_a_spreadsheet_reads(tmp_path: Path) -> None:
+    example().save(tmp_path)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "numbers.csv").read_text("utf-8"))))
+    assert rows[0]["name"] == HOSTILE
+    assert [rows[0][key] for key in ("rank", "rank_low", "rank_high", "rank_n")] == [
+        "0.5",
+        "0.25",
+        "0.75",
+        "40",
+    ]
+    assert rows[1]["rank"] == ""
+    assert rows[1]["rank_n"] == "2"
+
+
+def test_json_has_no_numbers_that_json_lacks(tmp_path: Path) -> None:
+    example().save(tmp_path)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads((tmp_path / "diagnosis.json").read_text("utf-8"), parse_constant=refuse)
+
+
+def test_pictures_need_nothing_from_outside_and_leave_no_state(tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    drawn = example().figure("line")
+    assert dict(mpl.rcParams) == before
+    ET.fromstring(drawn.svg)
+    assert "<text" not in drawn.svg  # letters are outlines: no font is looked for
+    assert drawn.svg.startswith("<svg")
+    assert drawn.png.startswith(b"\x89PNG")
+    assert drawn.svg == example().figure("line").svg  # and the same picture is the same file
+
+
+def test_a_folder_without_its_last_file_is_not_finished(tmp_path: Path) -> None:
+    example().save(tmp_path)
+    (tmp_path / "diagnosis.json").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        Diagnosis.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"name": "x"}', "{}"])
+def test_damaged_records_say_what_to_do(tmp_path: Path, damage: str) -> None:
+    example().save(tmp_path)
+    (tmp_path / "diagnosis.json").write_text(damage)
+    with pytest.raises(DataError, match="remove the folder"):
+        Diagnosis.load(tmp_path)
+
+
+def test_a_missing_picture_is_noticed(tmp_path: Path) -> None:
+    example().save(tmp_path)
+    (tmp_path / "line.png").unlink()
+    with pytest.raises(DataError, match=r"line\.png"):
+        Diagnosis.load(tmp_path)
+
+
+def test_records_may_lack_columns() -> None:
+    table = Table.of("t", "T", [{"a": 1}, {"b": 2.0}, {"a": math.nan, "b": None}])
+    assert table.columns == ("a", "b")
+    assert table.csv() == "a,b\n1,\n,2\n,\n"
+    assert table.records()[1] == {"a": None, "b": 2.0}
+
+
+def test_nine_names_in_order() -> None:
+    assert [entry.name for entry in DIAGNOSTICS] == [
+        "estimators",
+        "utility",
+        "value-propagation",
+        "fisher",
+        "heatmap",
+        "coverage",
+        "drift",
+        "sensitivity",
+        "stability",
+    ]
+    assert find("fisher").question.endswith("?")
+    with pytest.raises(ConfigError, match="sensitivity"):
+        find("fischer")
