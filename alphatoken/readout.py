@@ -6,7 +6,7 @@ module holds another object inside a forward than outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "captured_gradients",
     "combine",
     "contract_columns",
+    "total_side",
 ]
 
 
@@ -91,16 +92,38 @@ def combine(
 
 @dataclass(frozen=True)
 class Side:
-    """One side of M as it is contracted.
+    """One side of M as it is contracted, or ``matrices + weight * others``, both sides in one.
 
     Attributes:
         matrices: parameter name -> M, or this process's part of it; of the biases only under the
             gram route.
         factors: the gram route's validation side of the weights.
+        others: matrices to be added, not with ``factors``; None for none.
+        weight: of ``others``.
     """
 
     matrices: Mapping[str, Tensor]
     factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None
+    others: Mapping[str, Tensor] | None = None
+    weight: float = 0.0
+
+    def of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Matrices of these parameters, added now: M is never whole beside its two sides."""
+        found = {n: self.matrices[n] for n in names if n in self.matrices}
+        if self.others is not None:
+            found = {n: m + self.weight * self.others[n] for n, m in found.items()}
+        return found
+
+
+def total_side(gain: Side | None, keep: Side | None, stability_weight: float) -> Side | None:
+    """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
+
+    None where it saves nothing: there is one side only, or G has the gram route's factors, to which
+    no matrix can be added.
+    """
+    if gain is None or keep is None or gain.factors is not None:
+        return None
+    return Side(gain.matrices, None, keep.matrices, stability_weight)
 
 
 Gather = Callable[[str, Tensor], Tensor]
@@ -135,9 +158,9 @@ def contract_columns(
     sums: list[list[Tensor | None]] = [[None, None] for _ in sides]
     for owned, uses in _by_weight(recorder, names):
         for slots, side in zip(sums, sides, strict=True):
-            whole = side.matrices
+            whole = side.of(owned)
             if gather is not None:
-                whole = {n: gather(n, whole[n]) for n in owned if n in whole}
+                whole = {n: gather(n, m) for n, m in whole.items()}
             for slot, index in ((s, i) for i in uses for s in (0, 1)):
                 use, error = recorder.linears[index], parts[slot][index]
                 if error is not None:

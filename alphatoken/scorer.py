@@ -38,7 +38,14 @@ from alphatoken.forward_mode import label_values
 from alphatoken.interaction import token_gram
 from alphatoken.objective import GradientReducer, forward_losses, scoring_forward
 from alphatoken.proofs import CoverageReport, Witness, require_self_rule
-from alphatoken.readout import Columns, Side, assign_columns, combine, contract_columns
+from alphatoken.readout import (
+    Columns,
+    Side,
+    assign_columns,
+    combine,
+    contract_columns,
+    total_side,
+)
 from alphatoken.sharding import Sharding
 from alphatoken.target import Target
 from alphatoken.trunk import Start
@@ -48,6 +55,9 @@ if TYPE_CHECKING:
     from alphatoken.fidelity.certificate import Certificate
 
 __all__ = ["AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"]
+
+Parts = tuple[Tensor, Tensor, Tensor]
+"""(direct, causal, unassigned) of one side, by token; see ``assign_columns``."""
 
 
 class AlphaTokenWarning(UserWarning):
@@ -200,6 +210,7 @@ class Scorer:
         *,
         token_weights: Tensor | None = None,
         step_weights: Tensor | None = None,
+        components: bool = True,
     ) -> TokenValues:
         """Value every response token of ``batch`` with a forward of its own (dropout off).
 
@@ -207,6 +218,7 @@ class Scorer:
             batch: ``input_ids``, ``labels`` and whatever else the model's forward takes.
             token_weights: as in ``Observed.values``.
             step_weights: as in ``Observed.values``.
+            components: as in ``Observed.values``.
 
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
@@ -217,13 +229,16 @@ class Scorer:
         self._prepare(checked.labels.numel())
         target = self.target
         if not target.captured and self.config.preconditioner != "full":
-            return self._label(checked, weights, None)
+            return self._label(checked, weights, None, components=components)
         with self._witness.recording() as recorder:
             with scoring_forward(self.adapter, target.first):
                 losses = forward_losses(self.adapter, checked, "batch")
             if target.captured:
-                return self._captured(recorder, losses, checked.mask, weights)[0]
-            return self._label(checked, weights, losses, recorder)
+                errors = self._seen_errors(recorder, losses, checked.mask, weights)
+                return self._contracted(
+                    recorder, errors, losses, checked.mask, weights, components=components
+                )
+            return self._label(checked, weights, losses, recorder, components=components)
 
     @contextmanager
     def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
@@ -246,40 +261,65 @@ class Scorer:
         ) as recorder:
             yield Observed(self, recorder, switched)
 
-    def _captured(
+    def _seen_errors(
         self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
-    ) -> tuple[TokenValues, TokenErrors]:
-        """Values by captured errors, and the errors."""
+    ) -> TokenErrors:
+        """Token errors of the weighted losses, once the coverage proof has seen the pass."""
         errors = self._errors(recorder, losses, weights.token)
         self._witness.see(recorder, losses, mask)
-        sides, balance = self._sides(recorder, losses, mask, weights)
+        return errors
+
+    def _contracted(
+        self,
+        recorder: Recorder,
+        errors: TokenErrors,
+        losses: Tensor,
+        mask: Tensor,
+        weights: Weights,
+        *,
+        components: bool,
+    ) -> TokenValues:
+        """Values by captured errors, contracted with each side of M or with both at once."""
         target = self.target
-        present = [side for side in sides if side is not None]
+        sides, balance = self._sides(recorder, losses, mask, weights, components=components)
         gather = None if target.sharding is None else target.sharding.gather
+        present = [side for side in sides if side is not None]
         columns = iter(contract_columns(recorder, errors, present, target.names, gather))
         position = self.config.causal_position
         gain, keep = (
             None if side is None else assign_columns(next(columns), mask, position)
             for side in sides
         )
-        return self._finish(gain, keep, mask, balance), errors
+        return self._finish(gain, keep, mask, balance, components=components)
 
     def _sides(
-        self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
+        self,
+        recorder: Recorder,
+        losses: Tensor | None,
+        mask: Tensor,
+        weights: Weights,
+        *,
+        components: bool,
     ) -> tuple[tuple[Side | None, Side | None], dict[str, float]]:
-        """Both sides of M for this batch, and their balance."""
+        """What is contracted for this batch: G and V, and their balance; or M alone."""
         target = self.target
-        if self.config.preconditioner != "full":
-            return target.sides, target.balance
-        direction, balance = self._at_step(recorder, losses, mask, weights)
-        gain = Side(direction.adaptation) if target.adapts else None
-        keep = None if direction.stability is None else Side(direction.stability)
-        return (gain, keep), balance
+        if self.config.preconditioner == "full":
+            assert losses is not None
+            direction = self._at_step(recorder, losses, mask, weights)
+            gain = Side(direction.adaptation) if target.adapts else None
+            keep = None if direction.stability is None else Side(direction.stability)
+            sides = gain, keep
+        else:
+            direction, sides = None, target.sides
+        if not components:
+            whole = total_side(*sides, self.config.stability_weight)
+            return sides if whole is None else (whole, None), {}
+        return sides, target.balance if direction is None else target.balance_of(direction)
 
     def _at_step(
         self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
-    ) -> tuple[Direction, dict[str, float]]:
-        """M for the step that these losses make, and its balance."""
+    ) -> Direction:
+        """M for the step that these losses make."""
         with torch.enable_grad():
             loss = (losses * weights.of_step(mask).to(losses)).sum()
         if not loss.requires_grad:
@@ -321,7 +361,7 @@ class Scorer:
         with self._witness.recording() as recorder:
             with scoring_forward(self.adapter, self.target.first):
                 losses = forward_losses(self.adapter, checked, "batch")
-            return self._at_step(recorder, losses, checked.mask, weights)[0]
+            return self._at_step(recorder, losses, checked.mask, weights)
 
     def columns(
         self,
@@ -352,30 +392,32 @@ class Scorer:
         weights: Weights,
         losses: Tensor | None,
         recorder: Recorder | None = None,
+        *,
+        components: bool,
     ) -> TokenValues:
         """Label values; ``losses`` are those of a forward that has run, ``recorder`` is its."""
-        full = self.config.preconditioner == "full"
-        sides, balance = self.target.sides, self.target.balance
-        if full:
-            assert losses is not None
-            seen = recorder or Recorder(self.scope)
-            sides, balance = self._sides(seen, losses, batch.mask, weights)
+        sides, balance = self._sides(
+            recorder or Recorder(self.scope), losses, batch.mask, weights, components=components
+        )
         start = None if losses is None else self._start(recorder, losses)
-        found: list[tuple[Tensor, Tensor, Tensor] | None] = []
-        for side in sides:
-            if side is None:
-                found.append(None)
-                continue
+
+        def along(side: Side) -> Parts:
+            nonlocal start
             values = label_values(
-                self.adapter, batch, side.matrices, first=self.target.first or 0, start=start
+                self.adapter,
+                batch,
+                side.of(side.matrices),
+                first=self.target.first or 0,
+                start=start,
             )
-            if weights.token is not None:
-                values = values * weights.token.to(values)
-            none = torch.zeros_like(values)
-            found.append((values, none, torch.zeros_like(values[:, 0])))
             if start is not None and start.refused:
                 self._starts, start = False, None
-        return self._finish(found[0], found[1], batch.mask, balance)
+            if weights.token is not None:
+                values = values * weights.token.to(values)
+            return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
+
+        gain, keep = (None if side is None else along(side) for side in sides)
+        return self._finish(gain, keep, batch.mask, balance, components=components)
 
     def _start(self, recorder: Recorder | None, losses: Tensor) -> Start | None:
         """Where a dual forward may start: the recorded input of the first scored layer."""
@@ -387,10 +429,12 @@ class Scorer:
 
     def _finish(
         self,
-        adaptation: tuple[Tensor, Tensor, Tensor] | None,
-        stability: tuple[Tensor, Tensor, Tensor] | None,
+        adaptation: Parts | None,
+        stability: Parts | None,
         mask: Tensor,
         balance: dict[str, float],
+        *,
+        components: bool,
     ) -> TokenValues:
         values = combine(
             adaptation,
@@ -401,6 +445,8 @@ class Scorer:
             stability_weight=self.config.stability_weight,
             balance=balance,
         )
+        if not components:
+            return values.total_alone()
         if self.warn and adaptation is not None and stability is not None and not self._warned:
             self._warn_if_one_sided(values)
         return values
@@ -480,7 +526,7 @@ class Observed:
 
     def __init__(self, scorer: Scorer, recorder: Recorder, switched: bool) -> None:
         self._scorer, self._recorder, self._switched = scorer, recorder, switched
-        self._last: _LastValues | None = None
+        self._last: tuple[_Call, TokenValues] | None = None
 
     def values(
         self,
@@ -489,6 +535,7 @@ class Observed:
         *,
         token_weights: Tensor | None = None,
         step_weights: Tensor | None = None,
+        components: bool = True,
     ) -> TokenValues:
         """Values of the observed forward; its graph, and every .grad, stay as they are.
 
@@ -503,6 +550,9 @@ class Observed:
                 gradient of L. Default: L is the mean over the response tokens of this batch.
                 With accumulation, scale them so that this batch stands for the whole step; with
                 gradient clipping, also by the factor that the step's gradient is expected to get.
+            components: False gives the total alone, by one contraction (one dual forward under
+                ``label``) with ``P o (G + lambda V)`` instead of one for each side. The same
+                total up to rounding. The warning about one-sided values needs the components.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
@@ -524,12 +574,37 @@ class Observed:
         with nullcontext() if needed else torch.no_grad():
             losses = token_losses(scores, labels)
         require_finite(losses, batch.mask, "batch")
-        self._last = _LastValues(losses, batch.mask, weights.token, None)
-        if not scorer.target.captured:
-            return scorer._label(batch, weights, losses, recorder)
-        values, errors = scorer._captured(recorder, losses, batch.mask, weights)
-        self._last = replace(self._last, errors=errors)
+        errors = None
+        if scorer.target.captured:
+            errors = scorer._seen_errors(recorder, losses, batch.mask, weights)
+        call = _Call(batch, losses, weights, errors)
+        values = self._values(call, components=components)
+        self._last = call, values
         return values
+
+    def _values(self, call: _Call, *, components: bool) -> TokenValues:
+        scorer, recorder = self._scorer, self._recorder
+        batch, losses, weights, errors = call.batch, call.losses, call.weights, call.errors
+        if errors is None:
+            return scorer._label(batch, weights, losses, recorder, components=components)
+        return scorer._contracted(
+            recorder, errors, losses, batch.mask, weights, components=components
+        )
+
+    def components(self) -> TokenValues:
+        """The values of the last ``values`` call with their components.
+
+        ``total`` and ``unassigned`` are the same tensors as there, so that who looks at the
+        components changes nothing; they are the components' sum up to rounding.
+
+        Raises:
+            ModelError: ``values`` was not called.
+        """
+        call, values = self._last_call("components")
+        if values.adaptation is not None:
+            return values
+        apart = self._values(call, components=True)
+        return replace(apart, total=values.total, unassigned=values.unassigned)
 
     def interaction(self) -> Tensor:
         """Gram matrix of the direct token gradients of the last ``values`` call.
@@ -545,13 +620,7 @@ class Observed:
                 self-only errors. ModelError: ``values`` was not called.
             UnsupportedError: the model has layers without a self-only backward.
         """
-        last, scorer = self._last, self._scorer
-        if last is None:
-            raise ModelError(
-                "interaction() follows values()",
-                why="it is about the tokens and weights of that call",
-                remedy="call observed.values(...) first",
-            )
+        (last, _), scorer = self._last_call("interaction"), self._scorer
         if not self._switched:
             raise ConfigError(
                 f"'{scorer.config.estimator}' has no self-only errors",
@@ -561,14 +630,24 @@ class Observed:
         own = scorer.config.estimator in SELF_ONLY and scorer.config.path != "causal"
         errors = last.errors.direct if own and last.errors is not None else self._self_only(last)
         return token_gram(
-            self._recorder.linears, errors, last.mask, score_bias=scorer.config.score_bias
+            self._recorder.linears, errors, last.batch.mask, score_bias=scorer.config.score_bias
         )
 
-    def _self_only(self, last: _LastValues) -> list[Tensor | None]:
+    def _last_call(self, asked: str) -> tuple[_Call, TokenValues]:
+        if self._last is None:
+            raise ModelError(
+                f"{asked}() follows values()",
+                why="it is about the tokens and weights of that call",
+                remedy="call observed.values(...) first",
+            )
+        return self._last
+
+    def _self_only(self, last: _Call) -> list[Tensor | None]:
         self._recorder.require_graph()
         require_self_rule(self._recorder, "interaction")
         with torch.enable_grad():
-            weighted = last.losses if last.weights is None else last.losses * last.weights
+            weights = last.weights.token
+            weighted = last.losses if weights is None else last.losses * weights
             loss = weighted.sum()
         if not loss.requires_grad:
             raise foreign_scores("a detached tensor")
@@ -576,10 +655,10 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class _LastValues:
-    """What the last ``values`` call was about."""
+class _Call:
+    """What a ``values`` call was about."""
 
+    batch: LabelledBatch
     losses: Tensor
-    mask: Tensor
-    weights: Tensor | None
+    weights: Weights
     errors: TokenErrors | None

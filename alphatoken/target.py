@@ -99,7 +99,7 @@ class Target:
         self.adaptation: dict[str, Tensor] = {}
         self.stability: dict[str, Tensor] | None = None
         self.factors: Factors | None = None
-        self._sizes: tuple[dict[str, float], dict[str, float]] = {}, {}
+        self._sizes: tuple[dict[str, float], dict[str, float]] | None = {}, {}
         self._stamp: object = None
         self._pinned: object = None
         self._check_options()
@@ -307,7 +307,7 @@ class Target:
         else:
             direction = self._build_direction(watcher)
             self.adaptation, self.factors = direction.adaptation, None
-            self.stability, self._sizes = direction.stability, self._norms(direction)
+            self.stability, self._sizes = direction.stability, None
         self._stamp = stamp
 
     @property
@@ -318,8 +318,18 @@ class Target:
 
     @property
     def balance(self) -> dict[str, float]:
-        """``||lambda V|| / ||G||`` per parameter; empty under the gram route."""
+        """``||lambda V|| / ||G||`` per parameter; empty under the gram route.
+
+        Measured when it is first asked for; under sharded weights by all processes together.
+        """
+        if self._sizes is None:
+            self._sizes = self._norms(self.adaptation, self.stability)
         return balance(*self._sizes, self.config.stability_weight)
+
+    def balance_of(self, direction: Direction) -> dict[str, float]:
+        """The same of another direction."""
+        sizes = self._norms(direction.adaptation, direction.stability)
+        return balance(*sizes, self.config.stability_weight)
 
     def direction(self) -> Direction:
         """Both sides of M in projected form, at the current parameters; P = 1 for "full"."""
@@ -327,8 +337,8 @@ class Target:
             return self._build_direction(None)
         return Direction(self.adaptation, self.stability, self.config.stability_weight)
 
-    def at_step(self, gradient: dict[str, Tensor]) -> tuple[Direction, dict[str, float]]:
-        """M for the step that sees ``gradient``, and its balance; for ``preconditioner="full"``.
+    def at_step(self, gradient: dict[str, Tensor]) -> Direction:
+        """M for the step that sees ``gradient``; for ``preconditioner="full"``.
 
         Args:
             gradient: of the loss that the optimizer will see, by ``step_gradient``.
@@ -341,14 +351,13 @@ class Target:
             )
         )
         if p is None:
-            return direction, self.balance
+            return direction
         keep = direction.stability
-        scaled = Direction(
+        return Direction(
             precondition(direction.adaptation, p),
             None if keep is None else precondition(keep, p),
             self.config.stability_weight,
         )
-        return scaled, balance(*self._norms(scaled), self.config.stability_weight)
 
     def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Gradient of the step's loss in the parameters in scope; the graph stays.
@@ -374,9 +383,11 @@ class Target:
 
     # --- building it -----------------------------------------------------------------------------
 
-    def _norms(self, direction: Direction) -> tuple[dict[str, float], dict[str, float]]:
+    def _norms(
+        self, gain: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
         measure = norms if self.sharding is None else self.sharding.norms
-        return measure(direction.adaptation), measure(direction.stability or {})
+        return measure(dict(gain)), measure(dict(keep or {}))
 
     def _gram_is_cheaper(self, tokens: int | None) -> bool:
         if self.config.contraction != "auto" or not self.captured:

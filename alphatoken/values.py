@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,14 +16,15 @@ class TokenValues:
     Positive: training on the token lowers the composite validation objective, to first order.
     Unit: validation loss times training loss per squared weight unit; within one batch the scale
     is common. float32 or wider; 0 where ``mask`` is False. What the options leave out (a side by
-    ``objective``, a part by ``path``) is not computed, and zero.
+    ``objective``, a part by ``path``) is not computed, and zero. Asked for the total alone
+    (``components=False``), the scorer leaves every component None, and ``balance`` empty.
 
     Attributes:
-        total: ``adaptation + lambda * stability``.
+        total: ``adaptation + lambda * stability``, up to rounding.
         mask: True at response tokens.
-        adaptation: inner product with the validation gradient G.
-        stability: inner product with the retention term V, before lambda.
-        adaptation_direct: direct part; None where the estimator has no split (label, path).
+        adaptation: inner product with the validation gradient G; or None, see above.
+        stability: inner product with the retention term V, before lambda; likewise.
+        adaptation_direct: direct part; None also where the estimator has no split (label, path).
         adaptation_causal: causal part, likewise.
         stability_direct: direct part, likewise.
         stability_causal: causal part, likewise.
@@ -32,13 +33,13 @@ class TokenValues:
             exactly so for path.
         estimator: the name of the estimator.
         stability_weight: lambda.
-        balance: ``||lambda V|| / ||G||`` per parameter (empty under the gram route).
+        balance: ``||lambda V|| / ||G||`` per parameter (empty also under the gram route).
     """
 
     total: Tensor
     mask: Tensor
-    adaptation: Tensor
-    stability: Tensor
+    adaptation: Tensor | None
+    stability: Tensor | None
     adaptation_direct: Tensor | None
     adaptation_causal: Tensor | None
     stability_direct: Tensor | None
@@ -49,18 +50,34 @@ class TokenValues:
     balance: dict[str, float] = field(default_factory=dict, repr=False)
 
     def components(self) -> dict[str, Tensor]:
-        """The components that this estimator has, as they enter the total (lambda applied)."""
-        weight = self.stability_weight
+        """The components that this estimator has, as they enter the total (lambda applied).
+
+        Empty where they were not asked for.
+        """
         split = {
             "adaptation_direct": self.adaptation_direct,
             "adaptation_causal": self.adaptation_causal,
             "stability_direct": self.stability_direct,
             "stability_causal": self.stability_causal,
         }
+        whole = {"adaptation": self.adaptation, "stability": self.stability}
         found = {k: v for k, v in split.items() if v is not None}
-        if not found:
-            found = {"adaptation": self.adaptation, "stability": self.stability}
+        found = found or {k: v for k, v in whole.items() if v is not None}
+        weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in found.items()}
+
+    def total_alone(self) -> TokenValues:
+        """The same without components."""
+        return replace(
+            self,
+            adaptation=None,
+            stability=None,
+            adaptation_direct=None,
+            adaptation_causal=None,
+            stability_direct=None,
+            stability_causal=None,
+            balance={},
+        )
 
     def shares(self) -> dict[str, float]:
         """Each component's share of the summed magnitudes over the response tokens."""

@@ -1,4 +1,4 @@
-"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo`` and ``recipes``.
+"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``recipes``, ``diagnose``.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--debug`` (``--traceback``
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from alphatoken.cli.parser import TRAINING, build_parser
+from alphatoken.cli.parser import ELSEWHERE, build_parser
 from alphatoken.errors import AlphaTokenError
 
 __all__ = ["main"]
@@ -21,8 +21,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in TRAINING:  # their options are TRL's, and read by TRL's parser
-        name, debug = words[0], "--traceback" in words
+    if words and words[0] in ELSEWHERE:
+        name, debug = words[0], ELSEWHERE[words[0]] in words
 
         def command() -> int | None:
             status: int | None = import_module(f"alphatoken.cli.{name}").run(words[1:])

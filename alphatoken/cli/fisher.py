@@ -13,7 +13,6 @@ import torch
 
 from alphatoken import fit_fisher
 from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
-from alphatoken.cli.parser import parse_layers
 from alphatoken.cli.reading import options_of, read_file
 from alphatoken.data import (
     EncodeOptions,
@@ -23,7 +22,8 @@ from alphatoken.data import (
     encode_rows,
     leak_keys,
 )
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
+from alphatoken.layer_choice import read_layers
 
 __all__ = ["run"]
 
@@ -37,12 +37,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    try:
-        layers = parse_layers(options.layers)
-    except ValueError:
-        raise ConfigError(
-            "--layers cannot be read", got=repr(options.layers), remedy="3, all, or 0,4"
-        ) from None
+    layers = read_layers(options.layers, "--layers")
     tokenizer = load_tokenizer(options)
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)

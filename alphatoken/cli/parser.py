@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["TRAINING", "build_parser", "parse_layers", "parse_window"]
+__all__ = ["ELSEWHERE", "build_parser", "parse_window"]
 
-TRAINING = ("sft", "dpo")
-"""Commands whose options are read elsewhere (``alphatoken.cli.arguments``)."""
+ELSEWHERE = {"sft": "--traceback", "dpo": "--traceback", "diagnose": "--debug"}
+"""Commands that read their options themselves, and the one that shows where an error came from."""
 
 ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
 
@@ -47,7 +47,7 @@ samples itself to the prompts of a held-out file, and save it with the reference
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``alphatoken``; of the training commands it knows the names only."""
+    """The parser of ``alphatoken``; of the commands in ``ELSEWHERE`` it knows the names only."""
     parser = argparse.ArgumentParser(
         prog="alphatoken",
         description="Values of response tokens for fine-tuning language models.",
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fisher(commands)
     commands.add_parser("sft", help="train on responses, weighted by token value (TRL's options)")
     commands.add_parser("dpo", help="the same on preference pairs")
+    commands.add_parser("diagnose", help="show how far to trust the values on your own model")
     recipes = commands.add_parser("recipes", help="list the packaged recipes of sft and dpo")
     recipes.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -207,19 +208,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1: {text}")
     return value
-
-
-def parse_layers(text: str) -> int | str | list[int]:
-    """``"3"`` the last three layers, ``"all"``, or ``"0,4"`` (also ``"4,"``) these indices.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if text == "all":
-        return text
-    if "," in text:
-        return [int(part) for part in text.split(",") if part.strip()]
-    return int(text)
 
 
 def parse_window(text: str) -> int | None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
+from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
+from alphatoken.cli.folder import (
+    collected_warnings,
+    examples_digest,
+    file_digest,
+    read_manifest,
+    same_settings,
+    write_json,
+)
 from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
 from alphatoken.cli.notes import balance_by_layer, write_notes
-from alphatoken.cli.parser import parse_layers, parse_window
+from alphatoken.cli.parser import parse_window
 from alphatoken.cli.reading import options_of, read_file
 from alphatoken.data import (
     EncodeOptions,
@@ -35,6 +39,7 @@ from alphatoken.data import (
     token_texts,
 )
 from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.layer_choice import read_layers
 from alphatoken.progress import Tracker
 from alphatoken.report import (
     COMPONENTS,
@@ -46,7 +51,7 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.selection import keep_count
-from alphatoken.storage import replacing, weights_digest
+from alphatoken.storage import weights_digest
 
 __all__ = ["run"]
 
@@ -78,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     job = _read(options)
     folder, settings = Path(options.out), _settings(options, config, kind, job)
     _open(folder, settings, options)
-    with _collected_warnings() as warned:
+    with collected_warnings() as warned:
         scorer = _scorer(job, config, options)
         _score(folder, kind, scorer, job, options)
         certificate = _certificate(scorer, job, options)
@@ -102,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
         "notes": notes,
         "seconds": round(time.monotonic() - start, 3),
     }
-    _write_json(folder / "summary.json", document)
+    write_json(folder / "summary.json", document)
     if not options.no_report:
         shown = settings if certificate is None else settings | {"certificate": certificate}
         title = f"Token values of {Path(options.train).name}"
@@ -133,13 +138,12 @@ def _kind(options: argparse.Namespace) -> str:
 
 
 def _config(options: argparse.Namespace) -> ScorerConfig:
+    layers = read_layers(options.layers, "--layers")
     try:
-        layers, window = parse_layers(options.layers), parse_window(options.window)
+        window = parse_window(options.window)
     except ValueError:
         raise ConfigError(
-            "--layers or --window cannot be read",
-            got=f"{options.layers!r}, {options.window!r}",
-            remedy="--layers 3, all, or 0,4; --window 32, or none",
+            "--window cannot be read", got=repr(options.window), remedy="32, or none"
         ) from None
     return ScorerConfig(
         estimator=options.estimator,
@@ -214,26 +218,10 @@ def _settings(
         "seed": options.seed,
         "row_format": job.encoded["train"].format,
         "model_sha256": weights_digest(job.model),
-        "fisher_sha256": "none" if options.fisher is None else _file_digest(options.fisher),
-        "train_sha256": _examples_digest(job.train),
-        "validation_sha256": _examples_digest(job.validation),
+        "fisher_sha256": "none" if options.fisher is None else file_digest(options.fisher),
+        "train_sha256": examples_digest(job.train),
+        "validation_sha256": examples_digest(job.validation),
     }
-
-
-def _examples_digest(examples: Sequence[Example]) -> str:
-    """Digest of rows, ids and labels: of the data, the tokenizer and how it was used, in one."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(json.dumps([example.row.index, example.input_ids, example.labels]).encode())
-    return digest.hexdigest()
-
-
-def _file_digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
@@ -251,7 +239,7 @@ def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -
                 got=str(folder),
                 remedy="--resume to continue it, --overwrite to replace it, or another --out",
             )
-        _same_run(manifest, settings)
+        same_settings(read_manifest(manifest)["settings"], settings)
     elif (folder / "values").exists():
         raise ConfigError(
             "the output folder holds something else", got=str(folder / "values"),
@@ -261,25 +249,7 @@ def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()
     if not manifest.exists():
-        _write_json(manifest, {"settings": settings})
-
-
-def _same_run(manifest: Path, settings: dict[str, Any]) -> None:
-    try:
-        earlier = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
-        keys = sorted({*earlier, *settings})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError("the earlier run cannot be read", got=f"{manifest}: {error}") from None
-    now = json.loads(json.dumps(settings))
-    differing = [key for key in keys if earlier.get(key) != now.get(key)]
-    if differing:
-        key = differing[0]
-        raise ConfigError(
-            "this is not the run to resume: it differs in " + ", ".join(differing),
-            got=f"{key}: {earlier.get(key)!r} then, {now.get(key)!r} now",
-            why="values of two different runs would be mixed in one folder",
-            remedy="repeat the earlier arguments, or --overwrite, or another --out",
-        )
+        write_json(manifest, {"settings": settings})
 
 
 def _scorer(job: Job, config: ScorerConfig, options: argparse.Namespace) -> Scorer:
@@ -399,28 +369,6 @@ def _certificate(scorer: Scorer, job: Job, options: argparse.Namespace) -> str |
         return None
     batch = next(batches(job.train, min(options.batch_size, 2)))
     return str(scorer.verify(_moved(batch, job.model), tokens=options.verify, seed=options.seed))
-
-
-@contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
-    """The library's own warnings as sentences for the report, each once; others pass on."""
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AlphaTokenWarning)
-        yield messages
-    for warning in caught:
-        if not issubclass(warning.category, AlphaTokenWarning):
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-        elif str(warning.message) not in messages:
-            messages.append(str(warning.message))
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    with replacing(path) as temporary:
-        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
-        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def _say(

@@ -192,7 +192,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         **(args.model_init_kwargs or {}),
     }
     file = arguments.data.fisher_file
-    trainer = _with_prompts(kind, data.fisher)(
+    trainer = kind(
         model=model.model_name_or_path,
         args=args,
         train_dataset=data.train,
@@ -203,6 +203,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         validation_dataset=data.validation,
         retention_dataset=data.retention,
         fisher=None if file is None else FisherDrift.load(file),
+        fisher_dataset=data.fisher,
     )
     text_only(trainer.model)
     return trainer, data.notes
@@ -234,28 +235,3 @@ def _tokenizer(arguments: Any) -> Any:
             raise ConfigError("chat_template_path is not there", got=template)
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer
-
-
-def _with_prompts(kind: type[Any], prompts: Any) -> type[Any]:
-    """The trainer, fitting its Fisher on these held-out prompts instead of training prompts."""
-    if prompts is None:
-        return kind
-
-    class Trainer(kind):  # type: ignore[misc]
-        def fisher_prompts(self, samples: int) -> list[list[int]]:
-            """Prompts of the held-out rows, as the trainer makes them of its training rows."""
-            own: Any = self
-            # SFT's preparation also takes packing and a formatting function.
-            more = (False, None) if hasattr(own.args, "packing") else ()
-            trained = own.train_dataset
-            own.train_dataset = own._prepare_dataset(
-                prompts, own.processing_class, own.args, *more, "Fisher"
-            )
-            try:
-                found: list[list[int]] = super().fisher_prompts(samples)
-                return found
-            finally:
-                own.train_dataset = trained
-
-    Trainer.__name__ = Trainer.__qualname__ = kind.__name__  # checkpoints know it by its name
-    return Trainer

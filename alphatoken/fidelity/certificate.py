@@ -117,6 +117,8 @@ def certify(
     adapter = scorer.adapter
     checked = read_batch(batch, max_length=adapter.max_positions())
     values = scorer.score(batch)
+    adaptation = values.adaptation
+    assert adaptation is not None  # components are there unless they are declined
     direction = scorer.direction_for(batch).total()
     chosen = _sample(checked, tokens, seed)
     label = label_values(adapter, checked, direction, first=scorer.target.first or 0)
@@ -138,8 +140,8 @@ def certify(
         spearman=spearman(values.total, label, checked.mask),
         sign_agreement=sign_agreement(values.total, label, checked.mask),
         overlap=top_overlap(values.total, label.to(values.total), checked.mask),
-        spearman_all=spearman(values.adaptation, label_all, checked.mask),
-        overlap_all=top_overlap(values.adaptation, label_all, checked.mask),
+        spearman_all=spearman(adaptation, label_all, checked.mask),
+        overlap_all=top_overlap(adaptation, label_all, checked.mask),
         dtype=str(dtype).removeprefix("torch."),
     )
 

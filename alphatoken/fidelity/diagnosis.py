@@ -177,6 +177,11 @@ class Diagnosis:
         }
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
+    @staticmethod
+    def finished(folder: str | Path) -> bool:
+        """True if ``save`` came to its end in this folder."""
+        return (Path(folder) / _FILE).is_file()
+
     @classmethod
     def load(cls, folder: str | Path) -> Diagnosis:
         """Read what ``save`` wrote.

@@ -1,46 +1,136 @@
-"""Agreement between two rankings of the same tokens."""
+"""Agreement between two sets of values of the same tokens, and detection of marked tokens.
+
+All take tensors with a mask of the tokens that count, or plain columns without one, so that they
+can be handed to ``intervals.bootstrap``. ``b`` is the reference where the two are not alike.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
 from alphatoken.errors import InputError
-from alphatoken.selection import select_top
+from alphatoken.selection import keep_count, select_top
 
-__all__ = ["sign_agreement", "spearman", "top_overlap"]
+__all__ = [
+    "auc",
+    "gain_share",
+    "kendall",
+    "share_of_total",
+    "sign_agreement",
+    "spearman",
+    "top_overlap",
+]
+
+Column = Tensor | NDArray[Any] | Sequence[Any]
+"""Values of tokens: one number each."""
 
 
-def _pair(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    if a.shape != b.shape or a.shape != mask.shape:
+def _pair(a: Column, b: Column, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, y = torch.as_tensor(a), torch.as_tensor(b)
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
+    if x.shape != y.shape or x.shape != mask.shape:
         raise InputError(
             "both values and the mask must have one shape",
-            got=f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(mask.shape)}",
+            got=f"{tuple(x.shape)}, {tuple(y.shape)}, {tuple(mask.shape)}",
         )
-    return a[mask].detach().double().cpu(), b[mask].detach().double().cpu()
+    return x[mask].detach().double().cpu(), y[mask].detach().double().cpu()
 
 
-def spearman(a: Tensor, b: Tensor, mask: Tensor) -> float:
-    """Spearman rank correlation over the tokens in ``mask``; NaN below 3 tokens or if constant."""
+def _constant(x: Tensor) -> bool:
+    return len(x) < 3 or bool((x == x[0]).all())
+
+
+def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
+    """Spearman rank correlation, ties by their mean rank; NaN below 3 tokens or if constant."""
     x, y = _pair(a, b, mask)
-    if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
+    if _constant(x) or _constant(y):
         return math.nan
-    return float(stats.spearmanr(x.numpy(), y.numpy()).statistic)
+    r, q = (stats.rankdata(column.numpy()) for column in (x, y))
+    r, q = r - r.mean(), q - q.mean()
+    return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
 
 
-def sign_agreement(a: Tensor, b: Tensor, mask: Tensor) -> float:
+def kendall(a: Column, b: Column, mask: Tensor | None = None) -> float:
+    """Kendall's tau-b; NaN below 3 tokens or if constant.
+
+    Without ties: share of token pairs ranked alike minus share ranked the other way.
+    """
+    x, y = _pair(a, b, mask)
+    if _constant(x) or _constant(y):
+        return math.nan
+    return float(stats.kendalltau(x.numpy(), y.numpy(), method="asymptotic").statistic)
+
+
+def sign_agreement(a: Column, b: Column, mask: Tensor | None = None) -> float:
     """Share of tokens on whose sign both agree."""
     x, y = _pair(a, b, mask)
     return float((torch.sign(x) == torch.sign(y)).double().mean()) if len(x) else math.nan
 
 
-def top_overlap(a: Tensor, b: Tensor, mask: Tensor, ratio: float = 0.5) -> float:
+def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:
     """Share of the tokens kept by ``a`` that ``b`` keeps too, both at ``ratio``.
 
     A random ranking scores ``ratio`` in the mean.
     """
-    kept_a, kept_b = select_top(a, mask, ratio), select_top(b, mask, ratio)
-    return float((kept_a & kept_b).sum() / kept_a.sum().clamp(min=1))
+    x, y = _pair(a, b, mask)
+    kept_x, kept_y = _kept(x, ratio), _kept(y, ratio)
+    return float((kept_x & kept_y).sum() / kept_x.sum().clamp(min=1))
+
+
+def _kept(x: Tensor, ratio: float) -> Tensor:
+    return select_top(x[None], torch.ones_like(x[None], dtype=torch.bool), ratio)[0]
+
+
+def share_of_total(a: Column, b: Column, mask: Tensor | None = None) -> float:
+    """``sum(a) / sum(b)``: how much of the whole effect the values account for; 1 for all of it.
+
+    NaN where the reference sums to nothing.
+    """
+    x, y = _pair(a, b, mask)
+    whole = float(y.sum())
+    return float(x.sum()) / whole if whole else math.nan
+
+
+def gain_share(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:
+    """What keeping the top ``ratio`` by ``a`` gains in ``b`` over keeping at random, of the most.
+
+    ``(b kept by a - random) / (b kept by b - random)``, random being ``kept / n`` of the total of
+    b. 1: as good as the best choice; 0: no better than chance; negative: worse. NaN where all
+    choices are equal.
+    """
+    x, y = _pair(a, b, mask)
+    if not len(x):
+        return math.nan
+    chance = float(y.sum()) * keep_count(ratio, len(y)) / len(y)
+    best = float(y[_kept(y, ratio)].sum()) - chance
+    found = float(y[_kept(x, ratio)].sum()) - chance
+    return found / best if best > 1e-12 * float(y.abs().sum()) else math.nan
+
+
+def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:
+    """Chance that a marked token has a higher score than an unmarked one, ties counting half.
+
+    The area under the ROC curve. 0.5: the score knows nothing; below: it is the wrong way round.
+    NaN without marked, or without unmarked tokens.
+
+    Args:
+        score: of each token.
+        marked: nonzero at the tokens to be found.
+        mask: tokens that count.
+    """
+    x, y = _pair(score, marked, mask)
+    found = (y != 0).numpy()
+    positives, negatives = int(found.sum()), int((~found).sum())
+    if not positives or not negatives:
+        return math.nan
+    ranks = stats.rankdata(x.numpy())
+    above = float(ranks[found].sum()) - positives * (positives + 1) / 2
+    return above / (positives * negatives)

@@ -152,12 +152,12 @@ class Subject:
 
     def score(
         self, scorer: Scorer, rows: Sequence[Example], label: str = ""
-    ) -> dict[str, NDArray[np.float64]]:
+    ) -> dict[str, NDArray[Any]]:
         """Values of the response tokens of ``rows``, flat, in (row, position) order.
 
         Keys: ``total``, ``adaptation``, ``stability`` and, where the estimator splits them,
         ``adaptation_direct`` and so on; ``row`` and ``position`` say which token it is. Stability
-        is before lambda.
+        is before lambda; ``row`` and ``position`` are whole numbers, the rest float64.
         """
         columns: dict[str, list[NDArray[Any]]] = {}
         tracker = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows))

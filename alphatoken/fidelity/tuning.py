@@ -47,7 +47,7 @@ def fine_tuned(
         if not bool(torch.isfinite(loss)):
             raise NumericalError(
                 "the fine-tuning that a diagnostic compares with does not converge",
-                got=f"loss {float(loss)} at step {step + 1}",
+                got=f"loss {float(loss.detach())} at step {step + 1}",
                 remedy="a smaller --tuning-rate, or give --reference",
             )
         optimizer.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         *args: as for TRL's ``DPOTrainer``; ``args`` an ``AlphaDPOConfig``.
         validation_dataset: preference pairs; the objective is DPO's own gradient on them.
         retention_dataset: pairs for ``retention="data"``.
-        fisher: of the warm-started model; None fits one on the training prompts and caches it.
+        fisher: of the warm-started model; None fits one and caches it.
+        fisher_dataset: pairs on whose prompts it is fitted; they should be trained on nowhere.
+            None takes the prompts of the training pairs.
         **kwargs: as for TRL's ``DPOTrainer``.
 
     Raises:
@@ -76,6 +79,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         validation_dataset: Any = None,
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
+        fisher_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("train_dataset") is not None:
@@ -85,7 +89,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
             )
-        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
@@ -144,9 +148,13 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         signed = torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
         return signed * (coefficients != 0)
 
+    def tokenised(self, dataset: Any, name: str) -> Any:
+        """TRL's own preparation."""
+        return self._prepare_dataset(dataset, self.processing_class, self.args, name)
+
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
-        """TRL's own preparation; reference log-probabilities too where it computes them ahead."""
-        prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
+        """Tokenised pairs; reference log-probabilities too where TRL computes them ahead."""
+        prepared = self.tokenised(dataset, name)
         if self.precompute_ref_logps:
             size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
             prepared = self._precompute_ref_logps(prepared, name, size)
@@ -194,7 +202,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """TRL's collator cuts pairs to ``max_length``."""
         return {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}
 
-    def fisher_prompts(self, samples: int) -> list[list[int]]:
-        """Prompts of the training pairs."""
-        rows = self.train_dataset.select(range(min(samples, len(self.train_dataset))))
-        return [list(row["prompt_ids"]) for row in rows]
+    def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
+        """The prompts of the pairs."""
+        return [list(row["prompt_ids"]) for row in islice(rows, samples)]

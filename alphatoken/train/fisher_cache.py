@@ -27,16 +27,24 @@ from torch import Tensor, nn
 from alphatoken.drift import FisherDrift, library_version
 from alphatoken.errors import ConfigError, FisherError
 from alphatoken.fisher import fit_fisher
+from alphatoken.layer_choice import read_layers
 from alphatoken.progress import ProgressSink
 from alphatoken.storage import replacing, weights_digest
-from alphatoken.train.options import AlphaOptions, read_layers
+from alphatoken.train.options import AlphaOptions
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: fits are then not kept apart, only written atomically
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["cache_folder", "cache_key", "fisher_settings", "fitted_fisher"]
+__all__ = [
+    "cache_folder",
+    "cache_key",
+    "check_fisher_rows",
+    "fisher_settings",
+    "fisher_tensors",
+    "fitted_fisher",
+]
 
 _POLL = 0.5  # seconds
 _SHARED_WITHIN = 60.0  # seconds in which a file must be seen by the other processes
@@ -62,6 +70,48 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
         "score_bias": options.score_bias,
         "seed": 0,
     }
+
+
+def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: Any) -> None:
+    """Refuse rows for the Fisher (``fisher_dataset=``) that would go unused.
+
+    The policy has no say: a control (random, all) may be given the same rows as the run that it
+    is compared with.
+
+    Raises:
+        ConfigError: a Fisher is there already, none is wanted, or there are no rows.
+    """
+    if rows is None:
+        return
+    if fisher is not None:
+        raise ConfigError(
+            "the Fisher is given twice",
+            got="fisher=... and fisher_dataset=...",
+            why="one is fitted already, and nothing would be fitted on the rows",
+            remedy="leave one of them out",
+        )
+    if options.objective == "adaptation" or options.retention not in ("diagonal", "kronecker"):
+        raise ConfigError(
+            "fisher_dataset is given, and no Fisher is wanted",
+            got=f"objective={options.objective!r}, retention={options.retention!r}",
+            why="nothing would be fitted on the rows",
+            remedy="leave it out, or objective='both' with retention='diagonal' or 'kronecker'",
+        )
+    if hasattr(rows, "__len__") and not len(rows):
+        raise ConfigError(
+            "fisher_dataset has no rows",
+            why="the Fisher is an expectation over prompts",
+            remedy="give some, or leave it out to take the prompts of the training rows",
+        )
+
+
+def fisher_tensors(fisher: FisherDrift) -> dict[str, Tensor]:
+    """All numbers of a Fisher by name, for telling two of them apart."""
+    found = {f"fisher/{name}": entry for name, entry in fisher.fisher.items()}
+    found |= {f"reference/{name}": entry for name, entry in fisher.reference.items()}
+    for name, (inputs, errors) in fisher.factors.items():
+        found |= {f"inputs/{name}": inputs, f"errors/{name}": errors}
+    return found
 
 
 def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ the gradient of ``sum_k w_k c_k lp_k`` through the model's one graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +69,29 @@ class TokenGate:
         self._leaf = log_probs.detach().requires_grad_()
         return self._leaf
 
+    @contextmanager
+    def errors_only(self) -> Iterator[bool]:
+        """Inside, a backward from ``log_probs`` forms no gradient of the fused head's weight.
+
+        TRL's head is one autograd function; its backward forms ``(dlogits)^T h`` whenever the
+        weight is trainable, a third of its FLOPs, also where only errors below it are asked for
+        and the result is thrown away. Here it is told that the weight needs none. What reaches
+        the hidden states is untouched, bit for bit, with soft-capping, scale, bias and shards.
+
+        Yields whether there was such a head; where there is none (another trainer's logits, a
+        release of TRL or torch that does this differently) nothing changes.
+        """
+        head = None if self.log_probs is None else _fused_head(self.log_probs)
+        if head is None:
+            yield False
+            return
+        needed = head.needs_input_grad
+        head.needs_input_grad = (needed[0], *(False for _ in needed[1:]))
+        try:
+            yield True
+        finally:
+            head.needs_input_grad = needed
+
     def coefficients(self, loss: Tensor) -> Tensor:
         """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
         assert self._leaf is not None
@@ -86,6 +111,21 @@ class TokenGate:
         update = (factor * self.log_probs).sum()
         base = loss if self._auxiliary else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
+
+
+_HEAD = "ChunkedLogProbFunctionBackward"
+"""TRL's fused linear head; the hidden states are its first argument."""
+
+
+def _fused_head(log_probs: Tensor) -> Any:
+    """The fused head's node, above the views and masks of its log-probabilities; or None."""
+    node: Any = log_probs.grad_fn
+    for _ in range(8):
+        if node is None or type(node).__name__ == _HEAD:
+            return node
+        above = [parent for parent, _ in node.next_functions if parent is not None]
+        node = above[0] if len(above) == 1 else None
+    return None
 
 
 def by_token(by_prediction: Tensor) -> Tensor:

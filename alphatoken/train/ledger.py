@@ -128,7 +128,8 @@ class ValueLedger:
             pairs: the batch is [chosen; rejected]; None: if it has a ``completion_mask``.
 
         Raises:
-            InputError: shapes or types that do not fit; values None for a document without.
+            InputError: shapes or types that do not fit; values None for a document without; values
+                without components, which the ledger adds up as well.
             NumericalError: a NaN or Inf among the values or the scale. Nothing is added then.
         """
         _require_step(step)
@@ -353,6 +354,13 @@ def _components(values: TokenValues, mask: Tensor) -> NDArray[np.float64]:
             got=f"{tuple(values.total.shape)} and {tuple(mask.shape)}",
         )
     parts = values.components()
+    if not parts:
+        raise InputError(
+            "the values have no components",
+            got="TokenValues of a call with components=False",
+            why="the ledger adds up adaptation and stability beside the total",
+            remedy="components=True",
+        )
     zero = torch.zeros_like(values.total)
     stacked = torch.stack(
         [

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from alphatoken.capture import find_scope
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.interaction import select_diverse
+from alphatoken.layer_choice import read_layers
 from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
 from alphatoken.train.checkpoint import CheckpointMixin
@@ -44,11 +45,15 @@ from alphatoken.train.distributed import (
     sharded_drift,
     sharding_of,
 )
-from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
+from alphatoken.train.fisher_cache import (
+    cache_folder,
+    check_fisher_rows,
+    fisher_tensors,
+    fitted_fisher,
+)
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.monitor import TrainMonitor, weight_drift
-from alphatoken.train.options import read_layers
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
@@ -72,7 +77,7 @@ class Scored:
     Attributes:
         totals: (b, t) value of each response token.
         mask: (b, t) response tokens.
-        values: all components; None where values of an earlier visit are reused.
+        values: as the scorer gave them; None where values of an earlier visit are reused.
         gram: inner products of the token gradients, where the policy asks for them.
         seconds: spent on scoring, the shared forward not included.
     """
@@ -142,8 +147,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Tokenised rows as one batch on the model's device."""
         raise NotImplementedError
 
-    def fisher_prompts(self, samples: int) -> list[list[int]]:
-        """Prompts for the Fisher's responses: those of the training rows."""
+    def tokenised(self, dataset: Any, name: str) -> Any:
+        """Rows in the form of the training rows, tokenised like them; never packed."""
+        raise NotImplementedError
+
+    def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
+        """Prompts of the first tokenised rows, for the Fisher's responses."""
         raise NotImplementedError
 
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
@@ -191,9 +200,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         validation_dataset: Any,
         retention_dataset: Any,
         fisher: FisherDrift | None,
+        fisher_dataset: Any = None,
     ) -> None:
         """Check options, prepare rows; called at the end of the trainer's ``__init__``."""
         options = self.args
+        check_fisher_rows(options, fisher, fisher_dataset)
         self._alpha_active = options.policy != "all" or options.needs_values
         self._valuation: Valuation | None = None
         self._planned: list[tuple[Scored | None, Tensor, dict[str, Any]]] = []
@@ -232,7 +243,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 )
             self._retention_rows = self.prepare_rows(retention_dataset, "retention")
         if options.retention in ("diagonal", "kronecker") and options.objective != "adaptation":
-            self._fisher = self.fit_or_load_fisher(fisher)
+            self._fisher = self.fit_or_load_fisher(fisher, fisher_dataset)
             if self._reference:  # whole weights, as they are before training
                 self._fisher.check(
                     find_adapter(self.model),
@@ -273,11 +284,22 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             return weight_drift(here, self._reference)
         return sharded_drift(sharding, here, self._reference)
 
-    def fit_or_load_fisher(self, fisher: FisherDrift | None) -> FisherDrift:
-        """The Fisher handed over, or one fitted on the training prompts and cached."""
+    def fit_or_load_fisher(self, fisher: FisherDrift | None, dataset: Any = None) -> FisherDrift:
+        """The Fisher handed over, or one fitted on these rows' prompts (training rows) and cached.
+
+        Raises:
+            ConfigError: the rows that were named for it leave no prompt.
+        """
         if fisher is not None:
             return fisher
-        prompts = self.fisher_prompts(self.args.fisher_samples)
+        rows = self.train_dataset if dataset is None else self.tokenised(dataset, "Fisher")
+        prompts = self.fisher_prompts(rows, self.args.fisher_samples)
+        if not prompts:
+            raise ConfigError(
+                "no row is left to fit the Fisher on",
+                why="its responses are sampled after the prompts of these rows",
+                remedy="check the columns and max_length of fisher_dataset",
+            )
         folder = cache_folder(self.args, str(self.args.output_dir))
         progress = None if not self.args.disable_tqdm else False
         return fitted_fisher(self.model, prompts, self.args, folder, progress=progress)
@@ -458,14 +480,20 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             labels = labels.clone()
             labels[0, -1] = inputs["input_ids"][0, -1]
         assert gate.log_probs is not None
-        values = observed.values(
-            gate.log_probs,
-            labels,
-            token_weights=self.value_weights(coefficients, label_mask(labels), num_items),
-            step_weights=-by_token(coefficients) * (self.step_scale(num_items) * self._clip)
-            if self.args.preconditioner == "full"
-            else None,
-        )
+        # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
+        below = self.valuation.scorer.target.first is not None
+        with gate.errors_only() if below else nullcontext():
+            values = observed.values(
+                gate.log_probs,
+                labels,
+                token_weights=self.value_weights(coefficients, label_mask(labels), num_items),
+                step_weights=-by_token(coefficients) * (self.step_scale(num_items) * self._clip)
+                if self.args.preconditioner == "full"
+                else None,
+                components=self._keeps_values,
+            )
+            if self.monitor.wants_components:  # the totals keep their bits: no log moves a mask
+                values = observed.components()
         if empty:
             return Scored(torch.zeros_like(values.total), mask)
         gram = observed.interaction() if self._interacts else None
@@ -645,7 +673,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             seconds=0.0 if scored is None else scored.seconds,
             tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
-        if scored is not None and (self.args.export_values or self.args.reuse_values):
+        if scored is not None and self._keeps_values:
             self.ledger.add(
                 {**inputs, "labels": self.response_labels(inputs)},
                 mask,
@@ -654,6 +682,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 scale=self._get_learning_rate() * self.loss_unit(mask, num_items),
                 step=self.state.global_step,
             )
+
+    @property
+    def _keeps_values(self) -> bool:
+        """Whether the ledger takes part, which adds up the components too."""
+        return bool(self.args.export_values or self.args.reuse_values)
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Running mean, ledger and statistics since the last log."""
@@ -679,11 +712,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._clip = float(values["clip"])
 
     def alpha_data(self) -> dict[str, Any]:
-        """Training, validation and retention rows: a resumed run must have the same."""
+        """Rows of all kinds and the Fisher: a resumed run must have the same."""
         return {
             **super().alpha_data(),
             "validation_dataset": self._validation_rows,
             "retention_dataset": self._retention_rows,
+            "fisher": None if self._fisher is None else fisher_tensors(self._fisher),
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

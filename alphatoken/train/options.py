@@ -12,8 +12,9 @@ from typing import Any
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
+from alphatoken.layer_choice import read_layers
 
-__all__ = ["AlphaOptions", "read_layers"]
+__all__ = ["AlphaOptions"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "policy": ("top", "random", "bottom", "all"),
@@ -26,24 +27,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "validation_mode": ("fixed", "pool"),
     "scoring_forward": ("auto", "shared", "own"),
 }
-
-
-def read_layers(text: str | int) -> int | str | list[int]:
-    """``"3"`` the last three layers, ``"all"``, or indices such as ``"0,4"``.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    if isinstance(text, int) or text == "all":
-        return text
-    try:
-        if "," in text:
-            return [int(part) for part in text.split(",") if part.strip()]
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            "score_layers is a number K, 'all', or indices such as 0,4", got=repr(text)
-        ) from None
 
 
 def _option(default: Any, text: str) -> Any:

@@ -13,9 +13,9 @@ from alphatoken.adapter import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.capture import Scope, find_scope
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimators import CAPTURED, SELF_ONLY
+from alphatoken.layer_choice import read_layers
 from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
 from alphatoken.train.layouts import check_layout
-from alphatoken.train.options import read_layers
 
 __all__ = ["Plan", "make_plan", "refuse_scope"]
 

@@ -55,10 +55,10 @@ class LabelledRows:
         pad = getattr(tokenizer, "pad_token_id", None) or 0
         return padded_batch(rows, pad, self.args.device)  # type: ignore[attr-defined]
 
-    def fisher_prompts(self, samples: int) -> list[list[int]]:
-        """Prompts of the training rows: what comes before the first response token."""
+    def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
+        """What comes before the first response token of each row."""
         prompts = []
-        for row in self.train_dataset:  # type: ignore[attr-defined]
+        for row in rows:
             labels = row.get("labels", row["input_ids"])
             first = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
             prompts.append(list(row["input_ids"][: max(first, 1)]))
@@ -96,7 +96,9 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
         *args: as for TRL's ``SFTTrainer``; ``args`` an ``AlphaSFTConfig``.
         validation_dataset: rows in any form that TRL takes; what training should serve.
         retention_dataset: rows for ``retention="data"``.
-        fisher: of the reference model; None fits one on the training prompts and caches it.
+        fisher: of the reference model; None fits one and caches it.
+        fisher_dataset: rows on whose prompts it is fitted, in any form that TRL takes; they should
+            be trained on nowhere. None takes those of the training rows.
         **kwargs: as for TRL's ``SFTTrainer``.
 
     Raises:
@@ -111,6 +113,7 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
         validation_dataset: Any = None,
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
+        fisher_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("train_dataset") is not None:
@@ -118,7 +121,7 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
             check_sft_rows(kwargs["train_dataset"], text_field=field)
         super().__init__(*args, **kwargs)
         self._refuse()
-        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
 
     def _refuse(self) -> None:
         refused = {
@@ -147,11 +150,15 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
             count /= self.accelerator.num_processes  # TRL multiplies the loss by it
         return -by_token(coefficients) * count
 
-    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+    def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation, without packing."""
-        if not self._skip_prepare_dataset:
-            dataset = self._prepare_dataset(
-                dataset, self.processing_class, self.args, False, self._formatting_func, name
-            )
-        rows = [{"labels": row["input_ids"], **row} for row in dataset]
+        if self._skip_prepare_dataset:
+            return dataset
+        return self._prepare_dataset(
+            dataset, self.processing_class, self.args, False, self._formatting_func, name
+        )
+
+    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """Tokenised rows that have a response."""
+        rows = [{"labels": row["input_ids"], **row} for row in self.tokenised(dataset, name)]
         return with_responses(rows, name)

@@ -12,7 +12,7 @@ from alphatoken.values import TokenValues
 
 __all__ = ["ValueSums", "summary"]
 
-_COUNTS = ("tokens", "response", "kept", "weight", "reused", "valued")
+_COUNTS = ("tokens", "response", "kept", "weight", "reused")
 _PER_RECORD, _RECORDS = 512, 128
 """Tokens of a micro-batch that quantiles are taken from, and most micro-batches of a log."""
 
@@ -22,15 +22,15 @@ _QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 class ValueSums:
     """Counts, first and second moments, summed magnitudes, and a sample for the quantiles.
 
+    Micro-batches may come with components or without: each name counts its own tokens.
     Adding a micro-batch reads nothing from the device; :meth:`state` does. What the sample holds is
     a function of the micro-batches alone: it draws from no global generator.
     """
 
     def __init__(self) -> None:
         self.records = 0
-        self._names: tuple[str, ...] = ()
         self._counts: Tensor | None = None
-        self._moments: Tensor | None = None
+        self._moments: dict[str, Tensor] = {}  # name -> (4,): tokens, sum, squares, magnitudes
         self._sample: list[Tensor] = []
         self._valued, self._stride = 0, 1
 
@@ -61,7 +61,6 @@ class ValueSums:
             (kept > 0).sum(),
             kept.sum(dtype=wide),
             response * int(reused),
-            response * int(values is not None),
         ]
         counts = torch.stack([count.to(mask.device, wide) for count in found])
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
@@ -71,16 +70,16 @@ class ValueSums:
 
     def _add_values(self, values: TokenValues, wide: torch.dtype) -> None:
         parts = {"total": values.total, **values.components()}
-        if tuple(parts) != self._names:
-            self._names, self._moments, self._sample = tuple(parts), None, []
-            self._valued, self._stride = 0, 1
         zero = torch.zeros((), device=values.mask.device)
         table = torch.stack(
             [torch.where(values.mask, part.detach(), zero) for part in parts.values()]
         )
         rows = table.flatten(1).to(wide)
-        moments = torch.stack([rows.sum(1), rows.square().sum(1), rows.abs().sum(1)], 1)
-        self._moments = moments if self._moments is None else self._moments.to(moments) + moments
+        count = values.mask.sum().to(wide).expand(len(rows))
+        moments = torch.stack([count, rows.sum(1), rows.square().sum(1), rows.abs().sum(1)], 1)
+        for name, found in zip(parts, moments, strict=True):
+            before = self._moments.get(name)
+            self._moments[name] = found if before is None else before.to(found) + found
         self._add_sample(rows[0].to(torch.float32), values.mask.flatten())
 
     def _add_sample(self, totals: Tensor, mask: Tensor) -> None:
@@ -103,30 +102,31 @@ class ValueSums:
     def state(self) -> dict[str, Any]:
         """Everything, as plain JSON values; floats come back bit for bit."""
         sizes = [len(part) for part in self._sample]
+        moments = torch.stack([*self._moments.values()]).tolist() if self._moments else []
         sample = torch.cat(self._sample).cpu().split(sizes) if sizes else []
         return {
             "records": self.records,
             "valued": self._valued,
             "stride": self._stride,
-            "names": list(self._names),
             "counts": [0.0] * len(_COUNTS) if self._counts is None else self._counts.tolist(),
-            "moments": [] if self._moments is None else self._moments.tolist(),
+            "moments": dict(zip(self._moments, moments, strict=True)),
             "sample": [part[~part.isnan()].tolist() for part in sample],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
-        self.records, self._names = int(state["records"]), tuple(state["names"])
+        self.records = int(state["records"])
         self._valued, self._stride = int(state["valued"]), int(state["stride"])
         self._counts = torch.tensor(state["counts"], dtype=torch.float64)
-        moments = state["moments"]
-        self._moments = torch.tensor(moments, dtype=torch.float64) if moments else None
+        self._moments = {
+            name: torch.tensor(found, dtype=torch.float64)
+            for name, found in state["moments"].items()
+        }
         self._sample = [torch.tensor(part, dtype=torch.float32) for part in state["sample"]]
 
     def clear(self) -> None:
         """Start the next interval; the number of micro-batches of the whole run is kept."""
-        self._counts = self._moments = None
-        self._sample = []
+        self._counts, self._moments, self._sample = None, {}, []
         self._valued, self._stride = 0, 1
 
 
@@ -135,7 +135,8 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
     response tokens (the same for masks). ``{component}_share``: its part of the summed magnitudes
-    of all components, as they enter the total. Means and deviations are over valued tokens.
+    of all components, as they enter the total. Means and deviations are over valued tokens, those
+    of a component over the tokens that came with it.
     """
     sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
     counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
@@ -144,29 +145,27 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         found["kept_share"] = counts["kept"] / counts["response"]
         found["weight_share"] = counts["weight"] / counts["response"]
         found["reused_share"] = counts["reused"] / counts["response"]
-    full = [state for state in states if state["moments"]]
-    if full and counts["valued"]:
-        names = full[0]["names"]
-        moments = torch.tensor([state["moments"] for state in full], dtype=torch.float64).sum(0)
-        samples = torch.tensor([v for state in full for part in state["sample"] for v in part])
-        found |= _by_component(names, moments, samples, counts["valued"])
+    moments: dict[str, Tensor] = {}
+    for name, part in (item for state in states for item in state["moments"].items()):
+        moments[name] = moments.get(name, 0) + torch.tensor(part, dtype=torch.float64)
+    samples = torch.tensor([v for state in states for part in state["sample"] for v in part])
+    found |= _by_component({name: part.tolist() for name, part in moments.items()}, samples)
     return {"tokens": counts["tokens"], **found}
 
 
-def _by_component(
-    names: Sequence[str], moments: Tensor, samples: Tensor, count: float
-) -> dict[str, float]:
+def _by_component(moments: Mapping[str, Sequence[float]], samples: Tensor) -> dict[str, float]:
     found: dict[str, float] = {}
-    whole = float(moments[1:, 2].sum())
-    levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
-    for index, name in enumerate(names):
-        total, square, size = moments[index].tolist()
+    whole = sum(part[3] for name, part in moments.items() if name != "total")
+    for name, (count, total, square, size) in moments.items():
+        if not count:
+            continue
         mean = total / count
         found[f"{name}_mean"] = mean
         found[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
-        if index:
+        if name != "total":
             found[f"{name}_share"] = size / whole if whole > 0 else 0.0
     if samples.numel():
+        levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
         quantiles = torch.quantile(samples.double(), levels).tolist()
         found |= {f"total_{q}": x for q, x in zip(_QUANTILES, quantiles, strict=True)}
     return found

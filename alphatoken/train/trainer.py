@@ -40,7 +40,9 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         *args: as for ``Trainer``; ``args`` an ``AlphaConfig``.
         validation_dataset: tokenised rows with ``input_ids`` and ``labels``.
         retention_dataset: the same, for ``retention="data"``.
-        fisher: of the reference model; None fits one on the training prompts and caches it.
+        fisher: of the reference model; None fits one and caches it.
+        fisher_dataset: tokenised rows on whose prompts it is fitted; they should be trained on
+            nowhere. None takes those of the training rows.
         **kwargs: as for ``Trainer``.
 
     Raises:
@@ -53,6 +55,7 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         validation_dataset: Any = None,
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
+        fisher_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -68,7 +71,7 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
                     why="its loss is the cross-entropy of the logits, token by token",
                     remedy="leave it off",
                 )
-        self.alpha_setup(validation_dataset, retention_dataset, fisher)
+        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""
@@ -81,6 +84,10 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
+
+    def tokenised(self, dataset: Any, name: str) -> Any:
+        """The rows as they are: they come tokenised."""
+        return dataset
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """The rows as they are."""

@@ -17,14 +17,18 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alphatoken import fit_fisher
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.layer_choice import read_layers
 from alphatoken.train.datasets import (
     check_preference_rows,
     check_sft_rows,
@@ -33,8 +37,9 @@ from alphatoken.train.datasets import (
     sft_records,
     without_rows,
 )
-from alphatoken.train.dpo import AlphaDPOConfig
-from alphatoken.train.sft import AlphaSFTConfig
+from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.options import AlphaOptions
+from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 
 WORDS = {"sft": "response", "dpo": "chosen"}
 
@@ -459,6 +464,61 @@ def test_the_list_of_commands_names_them(capsys: pytest.CaptureFixture[str]) -> 
         main(["--help"])
     text = capsys.readouterr().out
     assert all(f"\n    {name}" in text for name in ("score", "fisher", "sft", "dpo", "recipes"))
+
+
+# --- a choice of layers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("3", 3), (2, 2), ("all", "all"), ("0,4", [0, 4]), ("4,", [4]), (" 1, 2 ", [1, 2])],
+)
+def test_layers_are_read_alike_everywhere(text: str | int, layers: object) -> None:
+    assert read_layers(text) == layers
+    options = AlphaOptions(score_layers=str(text))
+    assert options.scorer_config().layers == layers
+
+
+@pytest.mark.parametrize("text", ["", ",", "last", "1;2", "1,x", "2.5"])
+def test_layers_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--layers cannot be read"):
+        read_layers(text, "--layers")
+    with pytest.raises(ConfigError, match="score_layers cannot be read"):
+        AlphaOptions(score_layers=text).check_alpha()
+
+
+# --- the Fisher's rows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_fisher_is_fitted_on_held_out_prompts(
+    command: str, drawn: bool, model: Path, tmp_path: Path
+) -> None:
+    """Of a file, or drawn from the training rows; by hand from the same prompts: the same bits."""
+    make, kind, trainer = {
+        "sft": (rows, AlphaSFTConfig, AlphaSFTTrainer),
+        "dpo": (pairs, AlphaDPOConfig, AlphaDPOTrainer),
+    }[command]
+    train = write(tmp_path / "train.jsonl", make(20))
+    own = write(tmp_path / "own.jsonl", make(3, 50))
+    source = ["--fisher_prompts", "3"] if drawn else ["--fisher_data", str(own)]
+    words = [
+        "--model_name_or_path", str(model), "--train_file", str(train), "--row_format", "text",
+        "--validation_rows", "4", "--validation_batch_size", "2", *source, "--use_cpu",
+        "--bf16", "false", "--output_dir", str(tmp_path / "out"), "--fisher_samples", "4",
+        "--fisher_max_new_tokens", "5", "--disable_tqdm", "true", "--report_to", "none",
+    ]  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = load_run_data(read_arguments(command, words, kind), tokenizer).fisher["prompt"]
+    assert len(found) == 3
+    assert drawn != (set(found) == {f"ask {i}\n" for i in range(50, 53)})
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in found]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = fit_fisher(reference, prompts, samples=4, max_new_tokens=5, progress=False)
+    fitted = build_trainer(read_arguments(command, words, kind), trainer)[0]._fisher
+    assert fitted.fisher.keys() == expected.fisher.keys()
+    assert all(torch.equal(fitted.fisher[name], F) for name, F in expected.fisher.items())
 
 
 # --- real runs ----------------------------------------------------------------------------------

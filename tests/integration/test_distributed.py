@@ -19,6 +19,7 @@ from tests.integration.distributed.compare import (
     close,
     decided,
     kept_of,
+    nearly_same_decisions,
     same_decisions,
     same_weights,
 )
@@ -29,20 +30,22 @@ pytestmark = pytest.mark.timeout(1200)  # whichever test comes first waits for t
 
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
-               "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch"),
+               "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
+               "trainers.sft_bf16"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
-            "trainers.reused", "trainers.resumed", "refusals.refusals"),
+            "trainers.reused", "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
-              "trainers.empty_global", "trainers.resumed", "refusals.refusals"),
+              "trainers.empty_global", "trainers.resumed", "refusals.refusals",
+              "trainers.sft_bf16"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
-              "refusals.refusals"),
+              "refusals.refusals", "trainers.sft_bf16"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.reused", "trainers.resumed",
-              "refusals.refusals"),
+              "refusals.refusals", "trainers.sft_bf16"),
 }  # fmt: skip
 EMPTY = ("empty_global", "empty_batch")
 TWO = [layout for layout in JOBS if layout != "single"]
@@ -207,6 +210,38 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
     for rank in runs(layout):
         assert rank["resumed"]["steps"] == [3, 3, 4, 4, 5, 5]
         assert rank["resumed"]["equal"], rank["resumed"]["furthest"]
+
+
+@with_job("sft_bf16")
+def test_bfloat16_decides_nearly_as_in_one_process(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """Autocast under DDP; bfloat16 copies of float32 weights under FSDP2 and DeepSpeed."""
+    one, ranks = runs("single"), runs(layout)
+    nearly_same_decisions(decided(one, "sft_bf16"), decided(ranks, "sft_bf16"))
+    here, there, exact = ranks[0]["sft_bf16"], one[0]["sft_bf16"], one[0]["sft_global"]
+    assert here["losses"] == pytest.approx(there["losses"], rel=2**-8)
+    assert here["dtypes"] == ["torch.bfloat16" if layout.startswith("zero") else "torch.float32"]
+    first, second = (rank["sft_bf16"]["parameters"] for rank in ranks)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    # It was not float32 after all: there, two layouts agree to 5e-6.
+    assert here["losses"] != pytest.approx(exact["losses"], rel=2e-6)
+
+
+@with_job("sft_bf16")
+def test_drift_of_bfloat16_runs_is_that_of_what_the_layout_trains(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """Float32 weights have not moved at the first step; DeepSpeed's have been rounded."""
+    one, here = (runs(lay)[0]["sft_bf16"]["history"] for lay in ("single", layout))
+    start = here[0]["alpha/balance"]
+    if layout.startswith("zero"):
+        assert 0 < start < 0.05 * here[1]["alpha/balance"]
+    else:
+        assert start == 0
+    for logged, expected in zip(here[1:3], one[1:3], strict=True):
+        assert logged["alpha/balance"] == pytest.approx(expected["alpha/balance"], rel=0.01)
+        assert logged["alpha/drift"] == pytest.approx(expected["alpha/drift"], rel=0.01)
 
 
 SAYS = {

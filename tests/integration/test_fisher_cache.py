@@ -14,11 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, FisherError, InputError
+from alphatoken.fisher import fit_fisher
 from alphatoken.progress import Progress
-from alphatoken.train import fisher_cache
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+    fisher_cache,
+)
 from alphatoken.train.fisher_cache import (
     cache_folder,
     cache_key,
@@ -84,8 +94,6 @@ def test_settings_are_those_of_the_options() -> None:
     assert settings["structure"] == "kronecker"
     assert settings["layers"] == 2
     import inspect
-
-    from alphatoken.fisher import fit_fisher
 
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
@@ -195,6 +203,124 @@ def test_sharded_weights_are_refused(tmp_path: Path) -> None:
     model.lm_head.weight.ds_id = 0  # as ZeRO-3 marks its parameters
     with pytest.raises(ConfigError, match="lm_head"):
         fitted_fisher(model, PROMPTS, options(), tmp_path)
+
+
+# --- rows of its own (fisher_dataset) -------------------------------------------------------------
+
+HELD_OUT = 5  # fewer than the samples: the fit goes round them
+
+
+def trainer(kind: str, folder: Path, **more: Any) -> Any:
+    """A real trainer; ``rows`` are those of ``fisher_dataset``, other arguments options."""
+    rows, fisher = more.pop("rows", None), more.pop("fisher", None)
+    named = tiny.options(folder / "out", **{**tiny.ALPHA, "fisher_samples": 7, **more})
+    if kind == "plain":
+        del named["max_length"]
+    configuration, built, training, validation = {
+        "sft": (AlphaSFTConfig, AlphaSFTTrainer, tiny.sft_rows(12), tiny.sft_rows(8, seed=5)),
+        "dpo": (
+            AlphaDPOConfig,
+            AlphaDPOTrainer,
+            tiny.preference_rows(12),
+            tiny.preference_rows(8, seed=5),
+        ),
+        "plain": (AlphaConfig, AlphaTrainer, tokenised(12, 0), tokenised(8, 5)),
+    }[kind]
+    references = {"ref_model": tiny.model()} if kind == "dpo" else {}
+    return built(
+        model=tiny.model(),
+        args=configuration(**named),
+        train_dataset=training,
+        processing_class=tiny.tokenizer(),
+        validation_dataset=validation,
+        fisher=fisher,
+        fisher_dataset=rows,
+        **references,
+    )
+
+
+def tokenised(rows: int, seed: int) -> Dataset:
+    found = []
+    for row in tiny.sums(rows, seed):
+        prompt, response = (
+            tiny.tokenizer()(row[name])["input_ids"] for name in ("prompt", "completion")
+        )
+        labels = [-100] * len(prompt) + response
+        found.append({"input_ids": prompt + response, "labels": labels})
+    return Dataset.from_list(found)
+
+
+def held_out(kind: str, rows: int = HELD_OUT, seed: int = 8) -> Dataset:
+    made = {"sft": tiny.sft_rows, "dpo": tiny.preference_rows, "plain": tokenised}
+    return made[kind](rows, seed)
+
+
+def by_hand(seed: int, rows: int = HELD_OUT) -> FisherDrift:
+    """Of the prompts as the tokenizer makes them, without any trainer."""
+    prompts = [tiny.tokenizer()(row["prompt"])["input_ids"] for row in tiny.sums(rows, seed)]
+    return fit_fisher(tiny.model(), prompts, samples=7, layers=2, max_new_tokens=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("sft", {}), ("sft", {"packing": True}), ("dpo", {}), ("plain", {})],
+    ids=["sft", "packed", "dpo", "plain"],
+)
+def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
+    tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    made = trainer(kind, tmp_path, rows=held_out(kind), **more)
+    assert equal(made._fisher, by_hand(8))
+    assert not equal(made._fisher, by_hand(0, rows=12)), "not on the training rows"
+    trained = len(made.train_dataset)
+    if not more:
+        assert trained == 12, "the rows are not trained on"
+        assert equal(trainer(kind, tmp_path)._fisher, by_hand(0, rows=12)), "the default"
+
+
+def test_each_data_set_has_an_entry_of_its_own(tmp_path: Path) -> None:
+    for rows in (held_out("sft"), held_out("sft", seed=9), held_out("sft", rows=4), None):
+        for _ in range(2):  # the second one finds what the first one fitted
+            trainer("sft", tmp_path, rows=rows)
+    found = [FisherDrift.load(path) for path in (tmp_path / "fisher").glob("*.safetensors")]
+    assert len(found) == 4
+    assert not any(equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
+    rows = held_out("sft")
+    for more in ({"objective": "adaptation"}, {"retention": "none"}, {"retention": "data"}):
+        with pytest.raises(ConfigError, match="no Fisher is wanted"):
+            trainer("sft", tmp_path, rows=rows, **more)
+    with pytest.raises(ConfigError, match="given twice"):
+        trainer("sft", tmp_path, rows=rows, fisher=by_hand(8))
+    for kind in ("sft", "dpo", "plain"):
+        with pytest.raises(ConfigError, match="fisher_dataset has no rows"):
+            trainer(kind, tmp_path, rows=held_out(kind).select([]))
+    with pytest.raises(ConfigError, match="no row is left to fit the Fisher on"):
+        trainer("sft", tmp_path, rows=Dataset.from_list(TOO_LONG))
+    assert not (tmp_path / "fisher").exists(), "nothing was fitted"
+
+
+TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
+
+
+def test_controls_take_the_same_arguments(tmp_path: Path) -> None:
+    """They value nothing and fit nothing, and need not be called in another way."""
+    made = trainer("sft", tmp_path, rows=held_out("sft"), policy="random")
+    assert made._fisher is None
+
+
+def test_a_run_is_not_resumed_with_another_fisher(tmp_path: Path) -> None:
+    more = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trainer("sft", tmp_path, rows=held_out("sft"), **more).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    other = trainer("sft", tmp_path, rows=held_out("sft", seed=9), **more)
+    with pytest.raises(ConfigError, match=r"fisher: '\w+' then, '\w+' now"):
+        other.train(resume_from_checkpoint=True)
+    again = trainer("sft", tmp_path, rows=held_out("sft"), **more)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
 
 
 # --- several processes ----------------------------------------------------------------------------

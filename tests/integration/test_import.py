@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+EVERYTHING = "import alphatoken; [getattr(alphatoken, name) for name in alphatoken.__all__]"
+"""The facade is lazy: its modules come with the first use of their names."""
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -19,12 +25,12 @@ def loaded_after(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("heavy", ["transformers", "peft", "trl", "pyarrow", "matplotlib"])
 def test_import_loads_no_model_library(heavy: str) -> None:
-    assert heavy not in loaded_after("import alphatoken")
+    assert heavy not in loaded_after(EVERYTHING)
 
 
 def test_import_loads_neither_oracle_nor_fidelity() -> None:
     code = (
-        "import alphatoken, sys; "
+        f"{EVERYTHING}; import sys; "
         "print([m for m in sys.modules if m.startswith(('alphatoken.oracle', "
         "'alphatoken.fidelity', 'alphatoken.cli', 'alphatoken.adapters'))])"
     )
@@ -32,7 +38,56 @@ def test_import_loads_neither_oracle_nor_fidelity() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_everything_in_the_facade_exists() -> None:
+def test_the_package_alone_and_its_command_line_need_no_torch() -> None:
+    light = loaded_after("import alphatoken, alphatoken.cli; alphatoken.__version__")
+    assert not light & {"torch", "numpy", "jaxtyping"}
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "score --help", "fisher --help"])
+def test_help_needs_no_torch(words: str) -> None:
+    code = (
+        "import sys\nfrom alphatoken.cli import main\n"
+        f"try: main({words.split()!r})\n"
+        "except SystemExit as done: assert done.code == 0, done\n"
+        "else: raise AssertionError('it did not end')\n"
+        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_every_name_of_the_facade_is_there_in_every_way() -> None:
     import alphatoken
 
-    assert all(hasattr(alphatoken, name) for name in alphatoken.__all__)
+    homes = [name for names in alphatoken._HOMES.values() for name in names]
+    assert sorted([*homes, "__version__"]) == sorted(alphatoken.__all__)
+    assert len(homes) == len(set(homes))
+    assert set(alphatoken.__all__) <= set(dir(alphatoken))
+    for module, names in alphatoken._HOMES.items():
+        home = importlib.import_module(f"alphatoken.{module}")
+        assert all(getattr(alphatoken, name) is getattr(home, name) for name in names)
+    room: dict[str, object] = {}
+    exec("from alphatoken import *", room)
+    assert set(alphatoken.__all__) <= set(room)
+
+
+def test_what_type_checkers_read_is_what_is_loaded() -> None:
+    import alphatoken
+
+    tree = ast.parse(Path(alphatoken.__file__).read_text(encoding="utf-8"))
+    named = {
+        node.module.removeprefix("alphatoken."): tuple(alias.name for alias in node.names)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("alphatoken.")
+    }
+    assert named == alphatoken._HOMES
+
+
+def test_a_name_that_is_not_offered_is_an_attribute_error() -> None:
+    import alphatoken
+
+    with pytest.raises(AttributeError, match="no attribute 'Scorrer'"):
+        _ = alphatoken.Scorrer
+    assert not hasattr(alphatoken, "Direction"), "internal names stay in their modules"

@@ -773,6 +773,11 @@ BATCH = LAID.batch
         ({"mask": LAID.mask & (torch.arange(4) < 2)}, InputError, "other tokens"),
         ({"values": token_values(LAID.mask[:1], ONES[:1], ONES[:1])}, InputError, "shape"),
         ({"values": token_values(LAID.mask, ONES * torch.inf, ONES)}, NumericalError, "token 1"),
+        (
+            {"values": token_values(LAID.mask, ONES, ONES).total_alone()},
+            InputError,
+            "components=True",
+        ),
         ({"weights": ONES[:1]}, InputError, "shape"),
         ({"weights": -ONES}, InputError, "weight"),
         ({"weights": ONES * torch.nan}, InputError, "weight"),

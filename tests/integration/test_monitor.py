@@ -96,6 +96,28 @@ def test_soft_weights_and_reused_values() -> None:
     assert found["total_mean"] == pytest.approx(float(total.total[total.mask].mean()), rel=1e-6)
 
 
+def test_components_count_their_own_tokens() -> None:
+    """Totals of every micro-batch, components of those that came with them."""
+    batches = [drawn(seed) for seed in range(4)]
+    mixed = [
+        (w, m, values if i % 2 else values.total_alone())
+        for i, (w, m, values) in enumerate(batches)
+    ]
+    sums = add(ValueSums(), mixed[:3])
+    again = ValueSums()
+    again.load(json.loads(json.dumps(sums.state())))
+    found = summary([add(again, mixed[3:]).state()])
+    whole = summary([add(ValueSums(), batches).state()])
+    half = summary([add(ValueSums(), batches[1::2]).state()])
+    assert found.keys() == whole.keys()
+    for name, value in found.items():
+        part = name.startswith(("adaptation", "stability"))
+        assert value == pytest.approx((half if part else whole)[name], rel=1e-12), name
+    alone = summary([add(ValueSums(), mixed[:1]).state()])
+    assert not [name for name in alone if name.startswith(("adaptation", "stability"))]
+    assert "total_median" in alone
+
+
 def test_nothing_recorded_and_nothing_to_learn() -> None:
     assert summary([ValueSums().state()]) == {"tokens": 0, "response_tokens": 0}
     weights, mask, values = drawn(0)

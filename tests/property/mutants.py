@@ -125,6 +125,7 @@ WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(attending.check_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(algebra.check_token_losses, algebra.loss_cases())
+TOTAL_ALONE = claim(options.check_total_alone, small(), "path", "projected", examples=6)
 SPLIT_IN_PARTS = {
     (objective, path): claim(
         options.check_objective_and_path, small(), "alphatoken", objective, path, examples=6
@@ -1026,6 +1027,18 @@ OWN = (
             ),
         ),
         (SPLIT_IN_PARTS["both", "both"], PATH),
+    ),
+    _own(
+        "summed-direction-without-lambda",
+        "the total alone is contracted with G + V",
+        (Edit("readout.Side.of", "m + self.weight * ", "m + "),),
+        (TOTAL_ALONE,),
+    ),
+    _own(
+        "summed-direction-without-stability",
+        "the total alone is the adaptation",
+        (Edit("readout.Side.of", "if self.others is not None:", "if False:"),),
+        (TOTAL_ALONE,),
     ),
     _own(
         "stability-in-spite-of-the-objective",

@@ -14,6 +14,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.oracle import gradients, influence, utility
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.properties import (
+    CONTRACTION,
     LAMBDA,
     MODEL,
     Setup,
@@ -331,6 +332,78 @@ def check_full_waits_for_the_optimizer(setup: Setup) -> None:
     )
     early, expected = (quiet_score(s, setup.case.batch).total for s in (patient, plain))
     assert torch.equal(early, expected)
+
+
+# --- the total alone ------------------------------------------------------------------------------
+
+
+def check_total_alone(setup: Setup, estimator: str, kind: str, position: str = "label") -> None:
+    """One contraction with M gives the total of two; looking at the components leaves its bits.
+
+    ``kind``: "projected" or "gram" routes without a preconditioner, "given" or "full" ones with.
+    """
+    scorer, model = _two_sided(setup, estimator, kind, position)
+    batch = setup.case.batch
+    with quiet():
+        scored = scorer.score(batch, components=False)
+        with scorer.observe() as observed:
+            logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+            alone = observed.values(logits, batch["labels"], components=False)
+            shown = observed.components()
+            apart = observed.values(logits, batch["labels"])
+            assert observed.components() is apart
+    assert torch.equal(scored.total, alone.total)
+    assert torch.equal(scored.unassigned, alone.unassigned)
+    for field in ("adaptation", "stability"):
+        assert getattr(alone, field) is None
+        for name in (field, f"{field}_direct", f"{field}_causal"):
+            one, two = getattr(shown, name), getattr(apart, name)
+            assert (one is None) == (two is None)
+            assert one is None or torch.equal(one, two)
+    assert (alone.components(), alone.shares(), alone.balance) == ({}, {}, {})
+    assert shown.total is alone.total
+    assert shown.unassigned is alone.unassigned
+    assert shown.balance == apart.balance
+    size = _two_sided_size(setup, model, scorer)
+    close(alone.total, apart.total, size, CONTRACTION, name=f"total alone, {estimator}, {kind}")
+    close(alone.unassigned, apart.unassigned, size, CONTRACTION, name=f"the rest, {estimator}")
+    if kind == "gram":  # no matrix can be added to its factors: nothing is saved
+        assert torch.equal(alone.total, apart.total)
+
+
+def check_total_alone_of_one_side(setup: Setup, estimator: str, objective: str) -> None:
+    """With one side there is nothing to add: the same bits."""
+    scorer = make_scorer(setup, estimator, objective=objective)
+    with quiet():
+        alone, apart = (scorer.score(setup.case.batch, components=c) for c in (False, True))
+    assert alone.adaptation is None
+    assert torch.equal(alone.total, apart.total)
+    assert torch.equal(alone.unassigned, apart.unassigned)
+
+
+def _two_sided(setup: Setup, estimator: str, kind: str, position: str) -> tuple[Scorer, nn.Module]:
+    if kind == "full":
+        model, optimizer = stepped(setup, 2, "AdamW")
+        asked = {"causal_position": position}
+        return full_scorer(setup, model, optimizer, estimator, **asked), model
+    model = setup.case.model()
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    p = {n: x.square() for n, x in setup.case.directions(parameters, salt=5).items()}
+    options: dict[str, Any] = {"preconditioner": p if kind == "given" else None}
+    if estimator != "label":
+        options["contraction"] = "gram" if kind == "gram" else "projected"
+    scorer = make_scorer(setup, estimator, model=model, causal_position=position, **options)
+    return scorer, model
+
+
+def _two_sided_size(setup: Setup, model: nn.Module, scorer: Scorer) -> float:
+    """Sum of the absolute terms of both sides over the whole of Psi."""
+    assert isinstance(model, ReferenceDecoder)
+    direction = scorer.direction_for(setup.case.batch)
+    keep = direction.stability
+    assert keep is not None
+    sides = direction.adaptation, {n: LAMBDA * v for n, v in keep.items()}
+    return sum(float(oracle_influence(setup, model, m).absolute_scale.sum()) for m in sides)
 
 
 # --- what changes over a run ----------------------------------------------------------------------

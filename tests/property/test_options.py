@@ -17,6 +17,7 @@ from tests.property.strategies import make_case
 
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=3, seed=3)
 SETUP = Setup(CASE, 2)
+PACKED = Setup(make_case(("pprr|prr", "pr|pprrr"), (("pprr", "prr."),), layers=2, seed=5), "all")
 OBJECTIVES = ("both", "adaptation", "stability")
 SPLIT = ("alphatoken", "direct", "paper_literal")
 
@@ -93,6 +94,46 @@ def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
         scorer.score(CASE.batch, token_weights=weights)
     with pytest.raises(InputError, match=r"step_weights must have one entry a token"):
         scorer.score(CASE.batch, step_weights=weights[:, 1:])
+
+
+# --- the total alone ------------------------------------------------------------------------------
+
+ROUTES = ("projected", "gram", "given", "full")
+
+
+@given(
+    setups(),
+    st.sampled_from([(e, k) for e in EVERY for k in ROUTES if (e, k) != ("label", "gram")]),
+    st.sampled_from(["label", "context"]),
+)
+@budget(0.2)
+def test_one_contraction_gives_the_total_of_two(
+    setup: Setup, how: tuple[str, str], position: str
+) -> None:
+    claims.check_total_alone(setup, *how, position)
+
+
+@pytest.mark.parametrize("kind", ROUTES)
+@pytest.mark.parametrize("estimator", EVERY)
+def test_the_total_alone_on_padded_and_packed_rows(estimator: str, kind: str) -> None:
+    if (estimator, kind) != ("label", "gram"):
+        claims.check_total_alone(SETUP, estimator, kind)
+        claims.check_total_alone(PACKED, estimator, kind, "context")
+
+
+@pytest.mark.parametrize("objective", ["adaptation", "stability"])
+@pytest.mark.parametrize("estimator", EVERY)
+def test_the_total_alone_of_one_side(estimator: str, objective: str) -> None:
+    claims.check_total_alone_of_one_side(SETUP, estimator, objective)
+
+
+def test_components_follow_values() -> None:
+    scorer = Scorer(CASE.model(), CASE.validation, None, ScorerConfig("path", layers=2))
+    with (
+        scorer.observe() as observed,
+        pytest.raises(ModelError, match=r"components\(\) follows values\(\)"),
+    ):
+        observed.components()
 
 
 # --- what changes over a run ----------------------------------------------------------------------

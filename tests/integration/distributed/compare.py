@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 
 Ranks = list[dict[str, Any]]
@@ -62,6 +64,32 @@ def same_decisions(expected: Decided, found: Decided) -> None:
         assert len(gained) == len(lost)
         for here, there in zip(sorted(gained), sorted(lost), strict=True):
             assert abs(here - there) <= ROUNDING * scale
+
+
+def nearly_same_decisions(expected: Decided, found: Decided) -> None:
+    """The same rows; values that agree but for bfloat16; tokens that differ at the threshold only.
+
+    bfloat16 has 8 bits: one rounding is off by 2^-9 at most. At the first step, where the weights
+    are the same, the values' error stays below twice that in norm. After a step the weights
+    differ by rounding too, which Adam lets grow where a gradient is near zero; measured 2^-7.
+    """
+    assert expected.keys() == found.keys()
+    for step in sorted({key[0] for key in expected}):
+        rows = [key for key in expected if key[0] == step and len(expected[key][1])]
+        value, other = (torch.cat([side[key][0] for key in rows]) for side in (expected, found))
+        weight, chosen = (torch.cat([side[key][1] for key in rows]) for side in (expected, found))
+        assert other.dtype == torch.float32
+        assert bool(torch.isfinite(other).all())
+        error = (other - value).abs()
+        assert float(error.norm()) <= (2**-8 if step == 0 else 2**-5) * float(value.norm())
+        assert spearmanr(value, other).statistic > 0.999
+        assert int(weight.sum()) == int(chosen.sum()) == math.ceil(len(value) / 2)
+        moved = weight != chosen
+        threshold = value[weight > 0].min()
+        # A token may change sides only if its value and the threshold differ by no more than the
+        # errors of the two.
+        assert bool(((value - threshold).abs()[moved] <= 2 * error.max()).all())
+        assert int((weight * chosen).sum()) >= 0.97 * int(weight.sum())
 
 
 def same_weights(expected: dict[str, Any], ranks: Ranks, job: str, start: Any) -> None:

@@ -96,10 +96,12 @@ def launch(layout: str, folder: Path, *jobs: str, timeout: float = 540) -> list[
         )
         try:
             code = started.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = -1
+        except BaseException as problem:
             os.killpg(started.pid, signal.SIGKILL)  # the launcher and the processes it started
             started.wait()
+            if not isinstance(problem, subprocess.TimeoutExpired):
+                raise
+            code = -1
     said = output.read_text().partition("torch/distributed/elastic")[0]  # the launcher's own trace
     assert code == 0, f"{layout} ended with {code}:\n{said[-4000:]}"
     return saved(layout, folder)

@@ -20,7 +20,7 @@ from alphatoken.train import (
 )
 from alphatoken.train.distributed import sharding_of
 from tests.integration.distributed.launch import CLIP, WORLD
-from tests.integration.distributed.worker import device_options
+from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
     ALPHA,
     lora,
@@ -210,3 +210,14 @@ def resumed(layout: str, folder: Path) -> dict[str, Any]:
         "equal": all(torch.equal(again[n], p) for n, p in whole["parameters"].items()),
         "furthest": max(float((again[n] - p).abs().max()) for n, p in whole["parameters"].items()),
     }
+
+
+def sft_bf16(layout: str, folder: Path) -> dict[str, Any]:
+    """Matrix products in bfloat16, masters and optimizer in float32."""
+    forget_precision(layout)
+    trainer = sft(layout, folder, keep_scope="global", bf16=True)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    found = run(trainer)
+    forget_precision(layout)
+    plain = trainer.accelerator.unwrap_model(trainer.model)
+    return {**found, "dtypes": sorted({str(p.dtype) for p in plain.parameters()})}

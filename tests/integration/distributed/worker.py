@@ -11,23 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from transformers import training_args
 
 
 def prepare_process(layout: str) -> None:
-    """Two things that accelerate and DeepSpeed take for granted, and a CPU does not have."""
+    """Three things that the libraries take for granted, and a CPU does not have."""
     torch.set_num_threads(1)
     if layout.startswith("fsdp"):
-        # accelerate offers FSDP beside an accelerator only. Under another device's name it runs
-        # on gloo and the CPU as it is: this is the one thing told differently from a GPU run.
         PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    forget_precision(layout)
     if layout.startswith("zero"):
         import deepspeed
 
         # Plain gloo; its own shared-memory collectives would be compiled at first use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # transformers takes bf16=True without a GPU only with use_cpu, and then not DeepSpeed.
+        training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def forget_precision(layout: str) -> None:
+    """Let the next trainer choose its own: accelerate keeps that of the first one."""
+    AcceleratorState._reset_state()
+    if layout.startswith("fsdp"):
+        # accelerate offers FSDP beside an accelerator only. Under another device's name it runs
+        # on gloo and the CPU as it is: this is the one thing told differently from a GPU run.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 def device_options(layout: str) -> dict[str, Any]:

@@ -1,0 +1,272 @@
+"""Running diagnostics: each one finished is kept, each one that cannot run says why."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alphatoken.cli.diagnose_parser import Request
+from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
+from alphatoken.cli.folder import (
+    collected_warnings,
+    read_manifest,
+    same_settings,
+    write_json,
+)
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.page import Section, write_page
+from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
+from alphatoken.fidelity.subject import Subject
+
+__all__ = ["run"]
+
+_MANIFEST, _PAGE = "run.json", "report.html"
+
+
+def run(request: Request) -> int:
+    """Run what is asked for and is not finished yet; the exit status.
+
+    Raises:
+        AlphaTokenError: wrong input, or the one diagnostic asked for cannot run.
+        KeyboardInterrupt: says how to go on.
+    """
+    options = request.shared
+    _check_libraries()
+    check_files(options)
+    _check_out(Path(options.out), options)
+    prepared = prepare(options)
+    folder = _Folder.open(Path(options.out), prepared, request)
+    try:
+        _run_each(request, prepared.subject, folder)
+    except KeyboardInterrupt:
+        done = sum(folder.finished(entry.name) for entry in request.entries)
+        raise KeyboardInterrupt(
+            f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
+            "with --resume runs the rest"
+        ) from None
+    print(f"report: {folder.path / _PAGE}")
+    failed = [entry.name for entry in request.entries if entry.name in folder.failures]
+    if failed:
+        print(
+            f"alphatoken: {len(failed)} of {len(request.entries)} diagnostics could not run: "
+            f"{', '.join(failed)}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
+    quiet, count = request.shared.quiet, len(request.entries)
+    for number, entry in enumerate(request.entries, start=1):
+        if folder.finished(entry.name):
+            _say(folder.load(entry.name), folder, "finished earlier")
+            continue
+        if not quiet:
+            print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
+        start = time.monotonic()
+        try:
+            diagnosis = _diagnosed(entry, subject, request.options[entry.name])
+        except Exception as error:
+            if count == 1 or isinstance(error, OSError) or request.shared.debug:
+                raise
+            reason = _reason(error)
+            print(f"alphatoken: {entry.name} could not run: {reason}", file=sys.stderr)
+            folder.fail(entry.name, reason)
+            continue
+        folder.keep(diagnosis, time.monotonic() - start)
+        _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
+
+
+def _diagnosed(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
+    """One diagnosis; it does not depend on which others ran before."""
+    torch.manual_seed(subject.seed)
+    try:
+        with collected_warnings() as warned:
+            diagnosis: Diagnosis = entry.load().diagnose(subject, options)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "out of memory",
+            got=str(error)[:200],
+            remedy="a smaller --batch-size, --tokens or --max-length",
+        ) from None
+    more = [sentence for sentence in warned if sentence not in diagnosis.notes]
+    return replace(diagnosis, notes=(*diagnosis.notes, *more))
+
+
+def _reason(error: Exception) -> str:
+    """One line; what was not raised on purpose is shown with its traceback on stderr as well."""
+    text = " ".join(str(error).split())
+    if isinstance(error, AlphaTokenError):
+        return text
+    traceback.print_exception(error)
+    return f"a mistake in this program, {type(error).__name__}: {text}; please report it"
+
+
+def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
+    print(f"{diagnosis.name} ({how_long}): {diagnosis.question}")
+    for sentence in diagnosis.answer:
+        print(f"  {sentence}")
+    print(f"  files: {folder.path / diagnosis.name}", flush=True)
+
+
+# --- before the model is loaded -------------------------------------------------------------------
+
+
+def _check_libraries() -> None:
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"diagnoses need {' and '.join(missing)}", remedy="pip install 'alphatoken[diagnose]'"
+        )
+
+
+def _check_out(path: Path, options: argparse.Namespace) -> None:
+    """See that the folder can be written, and holds nothing that would be mixed up."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise DataError(
+            "the output folder cannot be written", got=str(error), remedy="give another --out"
+        ) from error
+    if (path / _MANIFEST).exists():
+        if not (options.resume or options.overwrite):
+            raise ConfigError(
+                "the output folder holds an earlier run",
+                got=str(path),
+                remedy="--resume to continue it or to add to it, --overwrite to replace it, or "
+                "another --out",
+            )
+        return
+    foreign = [entry.name for entry in DIAGNOSTICS if (path / entry.name).exists()]
+    if foreign:
+        raise ConfigError(
+            "the output folder holds something else",
+            got=str(path / foreign[0]),
+            remedy="give another --out",
+        )
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Folder:
+    """The results of one run, which may be added to; ``report.html`` shows what is there.
+
+    Attributes:
+        path: the folder.
+        settings: what all diagnoses in it depend on.
+        diagnostics: name -> ``options`` and, once it has run, ``seconds`` or ``failure``.
+        notes: on the rows.
+        command: the last one, for the report.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    diagnostics: dict[str, dict[str, Any]]
+    notes: Sequence[str]
+    command: str
+
+    @classmethod
+    def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
+        """A new run, or an earlier one with the same settings.
+
+        Raises:
+            ConfigError: the earlier one has others.
+        """
+        known: dict[str, dict[str, Any]] = {}
+        manifest = path / _MANIFEST
+        if manifest.exists() and request.shared.overwrite:
+            _clear(path)
+        if manifest.exists():
+            earlier = read_manifest(manifest)
+            same_settings(earlier["settings"], prepared.settings)
+            known = dict(earlier.get("diagnostics", {}))
+        for name, options in request.options.items():
+            asked = {"options": asdict(options)}
+            if name in known:
+                then = {f"{name}.{key}": value for key, value in known[name]["options"].items()}
+                now = {f"{name}.{key}": value for key, value in asked["options"].items()}
+                same_settings(then, now)
+            known[name] = {**known.get(name, {}), **asked}
+        settings, notes = prepared.settings, prepared.notes
+        folder = cls(path, settings, known, notes, request.command)
+        folder._sweep()
+        folder._write()
+        return folder
+
+    def finished(self, name: str) -> bool:
+        return Diagnosis.finished(self.path / name)
+
+    def load(self, name: str) -> Diagnosis:
+        return Diagnosis.load(self.path / name)
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Why diagnostics could not run."""
+        return {
+            name: record["failure"]
+            for name, record in self.diagnostics.items()
+            if "failure" in record and not self.finished(name)
+        }
+
+    def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
+        """Write a diagnosis, and the page with it."""
+        diagnosis.save(self.path / diagnosis.name)
+        record = self.diagnostics[diagnosis.name]
+        record.pop("failure", None)
+        record["seconds"] = round(seconds, 1)
+        self._write()
+
+    def fail(self, name: str, reason: str) -> None:
+        """Note why there is none."""
+        self.diagnostics[name]["failure"] = reason
+        self._write()
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left behind: half a diagnosis, files never named."""
+        for name in self.diagnostics:
+            if (self.path / name).exists() and not self.finished(name):
+                shutil.rmtree(self.path / name)
+        for name in (_MANIFEST, _PAGE):
+            for leftover in self.path.glob(f".{name}.*.tmp"):
+                leftover.unlink()
+
+    def _write(self) -> None:
+        model = Path(self.settings["model"])
+        document = {"settings": self.settings, "diagnostics": self.diagnostics}
+        write_json(self.path / _MANIFEST, document)
+        write_page(
+            self.path / _PAGE,
+            [self._section(entry) for entry in DIAGNOSTICS if entry.name in self.diagnostics],
+            title=f"How far to trust the values: {'/'.join(model.parts[-2:])}",
+            settings=self.settings,
+            notes=self.notes,
+            command=self.command,
+        )
+
+    def _section(self, entry: Entry) -> Section:
+        diagnosis = self.load(entry.name) if self.finished(entry.name) else None
+        failure = self.failures.get(entry.name, "")
+        return Section(entry.name, entry.question, diagnosis, failure)
+
+
+def _clear(path: Path) -> None:
+    """Remove an earlier run, and nothing else that may lie in the folder."""
+    for entry in DIAGNOSTICS:
+        shutil.rmtree(path / entry.name, ignore_errors=True)
+    for name in (_PAGE, _MANIFEST):
+        (path / name).unlink(missing_ok=True)

@@ -1,0 +1,340 @@
+"""From the command line of ``alphatoken diagnose`` to what is diagnosed."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from alphatoken import FisherDrift, ScorerConfig
+from alphatoken.cli.folder import examples_digest, file_digest
+from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
+from alphatoken.cli.parser import parse_window
+from alphatoken.cli.reading import options_of, read_file
+from alphatoken.data import (
+    EncodeOptions,
+    Example,
+    Fields,
+    Pools,
+    Row,
+    encode_rows,
+    read_rows,
+    split_pools,
+)
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.subject import Subject
+from alphatoken.layer_choice import read_layers
+from alphatoken.selection import keep_count
+from alphatoken.storage import weights_digest
+
+__all__ = ["Prepared", "RetentionFile", "check_files", "prepare", "retention_files"]
+
+VALIDATION_ROWS = 64
+"""Most rows of a validation file that are used where no number is given."""
+
+_FIELDS = ("prompt", "response", "messages")
+
+
+@dataclass(frozen=True)
+class RetentionFile:
+    """One ``--retention``: what the set is called, its file, the names of its fields."""
+
+    name: str
+    path: str
+    fields: Fields
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A subject, what its numbers depend on, and what a reader must know of the rows."""
+
+    subject: Subject
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def retention_files(texts: Sequence[str]) -> list[RetentionFile]:
+    """``[NAME=]FILE[,prompt=FIELD][,response=FIELD][,messages=FIELD]``, each as its parts.
+
+    A set without a name is called as its file, and as its folder too if two files agree.
+
+    Raises:
+        ConfigError: an unknown part, or a name twice.
+    """
+    found = [_retention_file(text) for text in texts]
+    stems = [Path(one.path).stem for one in found]
+    named = [
+        one.name or (stem if stems.count(stem) == 1 else f"{Path(one.path).parent.name}/{stem}")
+        for one, stem in zip(found, stems, strict=True)
+    ]
+    twice = next((name for name in named if named.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            "two retention sets have one name", got=repr(twice), remedy="--retention NAME=FILE"
+        )
+    return [
+        RetentionFile(name, one.path, one.fields) for name, one in zip(named, found, strict=True)
+    ]
+
+
+def _retention_file(text: str) -> RetentionFile:
+    if Path(text).is_file():
+        return RetentionFile("", text, Fields())
+    path, *parts = text.split(",")
+    name, equals, rest = path.partition("=")
+    if equals and "/" not in name:
+        path = rest
+    else:
+        name = ""
+    given: dict[str, str] = {}
+    for part in parts:
+        field, equals, column = part.partition("=")
+        if field not in _FIELDS or not (equals and column):
+            raise ConfigError(
+                "--retention cannot be read",
+                got=f"{part!r} in {text!r}",
+                remedy="[NAME=]FILE[,prompt=FIELD][,response=FIELD] or [NAME=]FILE,messages=FIELD",
+            )
+        given[field] = column
+    return RetentionFile(
+        name, path, Fields(given.get("prompt"), given.get("response"), given.get("messages"))
+    )
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """See that each file named is there, and each number has a meaning, before anything is loaded.
+
+    Raises:
+        DataError: one is not. ConfigError: no validation rows at all, a bad number.
+    """
+    if options.validation is None and options.validation_rows is None:
+        raise ConfigError(
+            "there are no validation rows",
+            why="values are measured against them",
+            remedy="--validation FILE, or --validation-rows N to draw them from the training rows",
+        )
+    keep_count(options.ratio, 1)  # its own error
+    _config(options)
+    named = [("training", options.train), ("validation", options.validation)]
+    named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
+    named.append(("Fisher", options.fisher))
+    for what, path in named:
+        if path is not None and not Path(path).is_file():
+            raise DataError(f"there is no {what} file", got=path, remedy="check the path")
+
+
+def prepare(options: argparse.Namespace) -> Prepared:
+    """Read rows, load models, encode: everything that the diagnostics look at.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    config = _config(options)
+    tokenizer = load_tokenizer(options)
+    fisher = None if options.fisher is None else FisherDrift.load(options.fisher)
+    sets = retention_files(options.retention)
+    pools, retention, notes = _read(options, sets, fisher)
+    model = load_model(options)
+    reference = _reference(model, options)
+    encoding = options_of(options, longest_allowed(model, options.max_length))
+    encode = _Encoder(tokenizer, encoding, notes)
+    train = encode(pools.train, "training")
+    validation = encode(pools.validation, "validation")
+    encode.skip_empty()
+    held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
+    names = {"model": options.model, "train": options.train}
+    names |= {"validation": options.validation or "rows of the training file"}
+    names |= {key: getattr(options, key) for key in ("adapter", "reference", "fisher")}
+    subject = Subject(
+        model=model,
+        train=train,
+        validation=validation,
+        retention=held,
+        tokenizer=tokenizer,
+        reference=reference,
+        fisher=fisher,
+        config=config,
+        ratio=options.ratio,
+        batch_size=options.batch_size,
+        tokens=options.tokens,
+        oracle_tokens=options.oracle_tokens,
+        fisher_samples=options.fisher_samples,
+        tuning_steps=options.tuning_steps,
+        tuning_rate=options.tuning_rate,
+        seed=options.seed,
+        progress=not options.quiet,
+        names={key: str(name) for key, name in names.items() if name is not None},
+    )
+    return Prepared(subject, _settings(subject, options), tuple(notes))
+
+
+def _config(options: argparse.Namespace) -> ScorerConfig:
+    layers = read_layers(options.layers, "--layers")
+    try:
+        window = parse_window(options.window)
+    except ValueError:
+        raise ConfigError(
+            "--window cannot be read", got=repr(options.window), remedy="32, or none"
+        ) from None
+    return ScorerConfig(
+        estimator=options.estimator,
+        layers=layers,
+        window=window,
+        stability_weight=options.stability_weight,
+    )
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _read(
+    options: argparse.Namespace, sets: Sequence[RetentionFile], fisher: FisherDrift | None
+) -> tuple[Pools, dict[str, list[Row]], list[str]]:
+    """Rows of all pools, drawn and kept apart; and sentences on what was drawn and removed."""
+    notes: list[str] = []
+    data = read_file(options.train, options, limit=options.limit)
+    held = None
+    if options.validation is not None:
+        held = read_file(options.validation, options, limit=None)
+        most = options.validation_rows or VALIDATION_ROWS
+        held = _drawn(held, most, options.seed, "validation rows", "--validation-rows", notes)
+    retention = {
+        one.name: _drawn(
+            read_rows(one.path, fields=one.fields),
+            options.retention_rows,
+            options.seed,
+            f"retention rows of {one.name}",
+            "--retention-rows",
+            notes,
+        )
+        for one in sets
+    }
+    pools = split_pools(
+        data,
+        validation=held,
+        validation_rows=0 if held is not None else options.validation_rows,
+        fisher=[row for rows in retention.values() for row in rows],
+        fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
+        on_leak=options.on_leak,
+        seed=options.seed,
+    )
+    kept = {id(row) for row in pools.fisher}
+    retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
+    notes += _about_pools(pools)
+    train = _drawn(
+        pools.train, options.train_rows, options.seed, "training rows", "--train-rows", notes
+    )
+    return Pools(train, pools.validation, pools.fisher, pools.counts), retention, notes
+
+
+def _drawn(
+    rows: list[Row], most: int, seed: int, what: str, flag: str, notes: list[str]
+) -> list[Row]:
+    """At most so many rows, drawn at random, in their own order; noted."""
+    if len(rows) <= most:
+        return rows
+    chosen = sorted(random.Random(seed).sample(range(len(rows)), most))
+    notes.append(f"{most} of {len(rows)} {what} were drawn ({flag} N for another number).")
+    return [rows[index] for index in chosen]
+
+
+def _about_pools(pools: Pools) -> list[str]:
+    said = {
+        "removed_same_as_validation": "training rows repeat a validation row or prompt",
+        "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
+        "fisher_removed_same_as_validation": "retention rows repeat a validation row or prompt",
+    }
+    return [
+        f"{pools.counts[key]} {what} and were removed."
+        for key, what in said.items()
+        if pools.counts[key]
+    ]
+
+
+class _Encoder:
+    """Rows to examples, with a sentence on each loss."""
+
+    def __init__(self, tokenizer: Any, options: EncodeOptions, notes: list[str]) -> None:
+        self._tokenizer, self._options, self._notes = tokenizer, options, notes
+
+    def skip_empty(self) -> None:
+        """From now on rows without a response token are dropped and counted, never an error."""
+        from dataclasses import replace
+
+        self._options = replace(self._options, on_empty="skip")
+
+    def __call__(self, rows: Sequence[Row], what: str) -> list[Example]:
+        examples, report = encode_rows(rows, self._tokenizer, self._options)
+        if not examples:
+            raise DataError(
+                f"no {what} row is left",
+                got=f"{len(rows)} rows, {report.skipped_long} too long, "
+                f"{report.skipped_empty} without response within the length",
+                remedy="look at --max-length, --on-long and --on-empty, or give other rows",
+            )
+        for count, said in (
+            (report.truncated_rows, f"were cut ({report.truncated_tokens} tokens)"),
+            (report.skipped_long, "were skipped"),
+        ):
+            if count:
+                self._notes.append(f"{count} {what} rows are longer than allowed and {said}.")
+        if report.skipped_empty:
+            self._notes.append(
+                f"{report.skipped_empty} {what} rows have no response within the length and were "
+                "skipped."
+            )
+        return examples
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def _reference(model: nn.Module, options: argparse.Namespace) -> nn.Module | None:
+    """The model before fine-tuning, if one is given; it must have the same weights by name."""
+    if options.reference is None:
+        return None
+    given = vars(options) | {"model": options.reference, "adapter": None}
+    reference = load_model(argparse.Namespace(**given))
+    if options.adapter is None:
+        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        theirs = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+        if ours != theirs:
+            name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
+            raise ConfigError(
+                "--reference is another kind of model",
+                got=f"{name}: {ours.get(name)} in the model, {theirs.get(name)} in the reference",
+                why="before and after are compared weight by weight",
+                remedy="give the model that fine-tuning began with",
+            )
+    return reference
+
+
+def _settings(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on, by name; a resumed run must have the same."""
+    settings = subject.settings()
+    reference = subject.reference
+    return {
+        **settings,
+        **{
+            name: getattr(subject, name)
+            for name in (
+                "batch_size", "oracle_tokens", "fisher_samples", "tuning_steps", "tuning_rate",
+            )
+        },
+        "device": str(subject.device),
+        "max_length": options.max_length,
+        "model_sha256": weights_digest(subject.model),
+        "reference_sha256": "none" if reference is None else weights_digest(reference),
+        "fisher_sha256": "none" if options.fisher is None else file_digest(options.fisher),
+        "train_sha256": examples_digest(subject.train),
+        "validation_sha256": examples_digest(subject.validation),
+        **{
+            f"retention_sha256, {name}": examples_digest(rows)
+            for name, rows in subject.retention.items()
+        },
+    }  # fmt: skip

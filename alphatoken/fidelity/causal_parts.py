@@ -1,0 +1,232 @@
+"""The exact causal value of each token, layer by layer, in four parts that add up to it.
+
+    causal = column sum - diagonal  of Psi  =  path value - direct value        exact
+           = value path within W            what the estimator ``alphatoken`` computes
+           + value path beyond W
+           + score path                     same-layer hop - value path without window
+           + longer hops                    through later layers: causal - same-layer hop
+
+One recorded forward serves all of them; a layer's part is the contraction of its own linears.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken.batch import LabelledBatch, read_batch, to_token_index
+from alphatoken.capture import record
+from alphatoken.data import Example
+from alphatoken.estimators import TokenErrors, token_errors
+from alphatoken.fidelity.intervals import bootstrap
+from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.subject import Subject
+from alphatoken.objective import forward_losses, scoring_forward
+from alphatoken.readout import Side, contract_columns
+from alphatoken.scorer import Scorer
+
+__all__ = [
+    "PARTS",
+    "CausalParts",
+    "agreement_records",
+    "causal_columns",
+    "causal_parts",
+    "causal_scorer",
+    "share_records",
+]
+
+Numbers = NDArray[Any]
+
+PARTS = {
+    "window": "value path within the window",
+    "beyond": "value path beyond the window",
+    "score": "score path",
+    "longer": "longer hops",
+}
+"""The four parts of the exact causal value, and how they are called."""
+
+
+@dataclass(frozen=True)
+class CausalParts:
+    """Causal values of the response tokens by layer, flat, in (row, position) order.
+
+    Attributes:
+        row: of each token.
+        parts: layer -> part (a key of ``PARTS``, or "exact") -> one number a token.
+    """
+
+    row: Numbers
+    parts: dict[int, dict[str, Numbers]]
+
+    def total(self) -> dict[str, Numbers]:
+        """Summed over the layers."""
+        return {
+            name: np.sum([parts[name] for parts in self.parts.values()], axis=0)
+            for name in next(iter(self.parts.values()))
+        }
+
+
+def causal_columns(
+    scorer: Scorer,
+    batch: LabelledBatch,
+    window: int | None,
+    direction: Mapping[str, Tensor],
+) -> dict[int, dict[str, Tensor]]:
+    """Exact causal value and its four parts, by layer and position of use: each (b, t).
+
+    Args:
+        scorer: of the layers; supplies the scope and the names.
+        batch: checked.
+        window: W; None for no limit.
+        direction: parameter name -> M.
+
+    Exactness: all exact up to rounding (differences of exact quantities). Oracle:
+    ``alphatoken.oracle.influence``, ``alphatoken.oracle.propagation``.
+    """
+    with record(scorer.adapter, scorer.scope) as recorder:
+        with scoring_forward(scorer.adapter, scorer.target.first):
+            losses = forward_losses(scorer.adapter, batch, "batch")
+        with torch.enable_grad():
+            loss = losses.sum()
+
+        def errors(estimator: str, path: str, limit: int | None = None) -> TokenErrors:
+            return token_errors(
+                recorder, loss, estimator, window=limit, head_reduction="per_head", path=path
+            )
+
+        own, every = errors("direct", "both").direct, errors("path", "both").direct
+        exact = [_difference(a, b) for a, b in zip(every, own, strict=True)]
+        columns = {
+            "exact": exact,
+            "hop": errors("same_layer_hop", "causal").causal,
+            "near": errors("alphatoken", "causal", window).causal,
+            "value": errors("alphatoken", "causal").causal,
+        }
+        found: dict[int, dict[str, Tensor]] = {}
+        sides, names = [Side(direction)], scorer.target.names
+        for layer in sorted({use.linear.layer for use in recorder.linears}):
+            here = [use.linear.layer == layer for use in recorder.linears]
+            kept = {
+                name: [e if own else None for e, own in zip(part, here, strict=True)]
+                for name, part in columns.items()
+            }
+            first = contract_columns(
+                recorder, TokenErrors(kept["exact"], kept["hop"]), sides, names
+            )[0]
+            second = contract_columns(
+                recorder, TokenErrors(kept["value"], kept["near"]), sides, names
+            )[0]
+            found[layer] = {
+                "exact": first.direct,
+                "window": second.causal,
+                "beyond": second.direct - second.causal,
+                "score": first.causal - second.direct,
+                "longer": first.direct - first.causal,
+            }
+    return found
+
+
+def _difference(whole: Tensor | None, own: Tensor | None) -> Tensor | None:
+    if whole is None or own is None:
+        return whole
+    return whole - own
+
+
+def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
+    """A scorer of these layers along the validation gradient, for scope, names and direction."""
+    config = replace(
+        subject.config,
+        estimator="same_layer_hop",
+        layers=list(layers),
+        objective="adaptation",
+        path="both",
+        parameters="linears",
+        preconditioner=None,
+        contraction="projected",
+        uncovered="skip",
+    )
+    return Scorer(subject.model, subject.batches(subject.validation), None, config)
+
+
+def causal_parts(subject: Subject, scorer: Scorer, rows: Sequence[Example]) -> CausalParts:
+    """The parts of every response token of ``rows``, at the position that predicts it."""
+    direction = scorer.direction.adaptation
+    batches = subject.batches(rows)
+    scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
+    tracker = subject.tracker("Causal parts", len(batches))
+    numbers: list[Numbers] = []
+    columns: dict[int, dict[str, list[Numbers]]] = {}
+    for number, given in enumerate(batches):
+        batch = read_batch(given, max_length=subject.adapter.max_positions())
+        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
+        found = causal_columns(scorer, batch, subject.config.window, direction)
+        for layer, parts in found.items():
+            for name, column in parts.items():
+                flat = to_token_index(column)[batch.mask].detach().double().cpu().numpy()
+                columns.setdefault(layer, {}).setdefault(name, []).append(flat)
+        tracker.report(number + 1)
+    return CausalParts(
+        np.concatenate(numbers),
+        {
+            layer: {name: np.concatenate(parts) for name, parts in by_name.items()}
+            for layer, by_name in columns.items()
+        },
+    )
+
+
+def share_records(
+    parts: Mapping[str, Numbers], rows: Numbers, layer: str, draws: int
+) -> list[dict[str, Any]]:
+    """One record a part of the exact causal value.
+
+    ``signed = <part, exact> / <exact, exact>`` adds up to 1 over the parts and may be negative or
+    above 1; ``norm = ||part|| / ||exact||`` is its size, whatever its sign.
+    """
+    exact = parts["exact"]
+    return [
+        {
+            "layer": layer,
+            "part": title,
+            "signed": bootstrap(_signed, parts[name], exact, groups=rows, draws=draws),
+            "norm": bootstrap(_size, parts[name], exact, groups=rows, draws=draws),
+        }
+        for name, title in PARTS.items()
+    ]
+
+
+def _signed(part: Numbers, exact: Numbers) -> float:
+    whole = float(exact @ exact)
+    return float(part @ exact) / whole if whole else math.nan
+
+
+def _size(part: Numbers, exact: Numbers) -> float:
+    whole = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(part)) / whole if whole else math.nan
+
+
+def agreement_records(
+    parts: Mapping[str, Numbers], rows: Numbers, layer: str, draws: int
+) -> list[dict[str, Any]]:
+    """Distance from the exact causal value, and rank correlation with it, as parts are added."""
+    exact, value = parts["exact"], parts["window"] + parts["beyond"]
+    steps = {
+        "Value-Propagation, window W": parts["window"],
+        "Value-Propagation, no window": value,
+        "same-layer hop": value + parts["score"],
+    }
+    return [
+        {
+            "layer": layer,
+            "approximation": title,
+            "relative_error": bootstrap(_size, found - exact, exact, groups=rows, draws=draws),
+            "spearman": bootstrap(spearman, found, exact, groups=rows, draws=draws),
+        }
+        for title, found in steps.items()
+    ]

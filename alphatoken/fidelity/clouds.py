@@ -1,0 +1,142 @@
+"""One cloud of points: how wide, how even; and a picture of it in the plane."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.errors import ConfigError, InputError
+
+__all__ = [
+    "clusters_of",
+    "entropy",
+    "log_volume",
+    "mean_distance",
+    "picture_of",
+    "require_sklearn",
+    "whitened",
+]
+
+Numbers = NDArray[np.float64]
+_FLOOR = 1e-12  # variance of a direction in which nothing varies, of a whitened unit
+_WIDEST = 50  # principal components that t-SNE is given: the usual number, and quick at any width
+
+
+def require_sklearn() -> Any:
+    """scikit-learn.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import sklearn
+    except ImportError:
+        raise ConfigError(
+            "this diagnostic needs scikit-learn", remedy="pip install 'alphatoken[diagnose]'"
+        ) from None
+    return sklearn
+
+
+def mean_distance(points: Numbers) -> float:
+    """Mean Euclidean distance to the centroid; NaN without points."""
+    if not len(points):
+        return math.nan
+    return float(np.linalg.norm(points - points.mean(0), axis=1).mean())
+
+
+def components_of(points: Numbers) -> tuple[Numbers, Numbers]:
+    """Variances (descending) and directions (columns) of a cloud's principal components.
+
+    The largest entry of a direction is positive, so that pictures do not flip between machines.
+    """
+    _, sizes, directions = np.linalg.svd(points - points.mean(0), full_matrices=False)
+    largest = np.abs(directions).argmax(1)
+    signs = np.sign(directions[np.arange(len(directions)), largest])
+    return sizes**2 / max(len(points), 1), (signs[:, None] * directions).T
+
+
+def whitened(points: Numbers, dims: int) -> Numbers:
+    """Coordinates along the first ``dims`` principal components, each of variance 1.
+
+    Directions in which nothing varies are left out.
+    """
+    variances, directions = components_of(points)
+    dims = min(dims, int((variances > 1e-10 * max(variances[0], 1e-300)).sum()))
+    scaled: Numbers = (points - points.mean(0)) @ directions[:, :dims] / np.sqrt(variances[:dims])
+    return scaled
+
+
+def log_volume(points: Numbers) -> float:
+    """Log-determinant of the covariance, divided by the number of dimensions.
+
+    In whitened coordinates of a larger cloud it is the mean log variance relative to that cloud:
+    0 for a cloud as wide as it, negative for a narrower one. NaN with fewer than two points a
+    dimension; directions in which nothing varies count as variance 1e-12.
+    """
+    count, dims = points.shape
+    if dims == 0 or count < 2 * dims:
+        return math.nan
+    variances, _ = components_of(points)
+    return float(np.log(np.maximum(variances, _FLOOR)).mean())
+
+
+def clusters_of(points: Numbers, clusters: int, seed: int) -> NDArray[np.int64]:
+    """Number of the k-means cluster of each point (scikit-learn, 4 starts, fixed seed)."""
+    require_sklearn()
+    from sklearn.cluster import KMeans
+
+    distinct = len(np.unique(points, axis=0))
+    found = KMeans(min(clusters, distinct), n_init=4, random_state=seed).fit_predict(points)
+    return np.asarray(found, dtype=np.int64)
+
+
+def entropy(labels: NDArray[Any], clusters: int) -> float:
+    """Entropy of the histogram over ``log clusters``: 1 even, 0 all in one; NaN if undefined."""
+    if not len(labels) or clusters < 2:
+        return math.nan
+    counts = np.unique(labels, return_counts=True)[1]
+    shares = counts / counts.sum()
+    return abs(float(-(shares * np.log(shares)).sum() / math.log(clusters)))  # no minus zero
+
+
+def picture_of(points: Numbers, *, seed: int, perplexity: float = 30.0) -> Numbers:
+    """t-SNE of a cloud, (n, 2): scikit-learn, PCA start, fixed seed.
+
+    The perplexity is at most a third of the other points. Distances between far groups, sizes of
+    groups and their density mean nothing in such a picture; neighbourhood does.
+
+    Raises:
+        InputError: fewer than 4 points, or a number that is not finite.
+    """
+    if len(points) < 4 or not np.isfinite(points).all():
+        raise InputError(
+            "t-SNE needs at least 4 points, all of them finite",
+            got=f"{len(points)} points, {int((~np.isfinite(points)).sum())} numbers not finite",
+            remedy="give more rows, or look at the model's states",
+        )
+    require_sklearn()
+    from sklearn.manifold import TSNE
+
+    points = _comparable(points)
+    if not points.any():
+        return np.zeros((len(points), 2))  # all points are one
+    tsne = TSNE(
+        perplexity=min(perplexity, (len(points) - 1) / 3),
+        init=(1e-4 * points[:, :2] / points[:, 0].std()).astype(np.float32),
+        random_state=seed,
+        n_jobs=1,
+    )
+    return np.asarray(tsne.fit_transform(points), dtype=np.float64)
+
+
+def _comparable(points: Numbers) -> Numbers:
+    """The first components of the cloud, in units of its width: at least 2, at most 50."""
+    _, directions = components_of(points)
+    reduced: Numbers = (points - points.mean(0)) @ directions[:, :_WIDEST]
+    if reduced.shape[1] < 2:
+        reduced = np.pad(reduced, ((0, 0), (0, 2 - reduced.shape[1])))
+    width = float(reduced.std())
+    return reduced / width if width > 0 else reduced

@@ -1,0 +1,326 @@
+"""What part of the data do the kept tokens cover? A picture, and numbers that do not trust it.
+
+Each policy keeps the same share of the same response tokens. Where they lie is seen in one t-SNE
+of the tokens' contextual embeddings (never one per policy, in which no two places would compare),
+and measured in the embeddings themselves, beside what random selection gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alphatoken.data import Example
+from alphatoken.errors import ConfigError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity.clouds import entropy, picture_of
+from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
+from alphatoken.fidelity.coverage_statistics import (
+    STATISTICS,
+    Band,
+    Indices,
+    Mask,
+    Numbers,
+    Pool,
+    against,
+    band_of,
+    measured,
+    three,
+)
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.states import TokenStates, token_states
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.valuing import kept_by, retention_term, scorer_for
+from alphatoken.selection import keep_count
+
+__all__ = ["POLICIES", "Options", "diagnose"]
+
+POLICIES = ("random", "low-perplexity", "high-perplexity")
+"""Policies that need no value; every estimator is one as well."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the diagnostic ``coverage`` can be told."""
+
+    policies: tuple[str, ...] = field(
+        default=("random", "low-perplexity", "direct", "alphatoken", "label"),
+        metadata={
+            "help": "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
+            "or an estimator"
+        },
+    )
+    clusters: int = field(
+        default=12, metadata={"help": "k-means clusters of all candidates' embeddings"}
+    )
+    perplexity: float = field(
+        default=30.0, metadata={"help": "of t-SNE; at most a third of the points"}
+    )
+    points: int = field(
+        default=1500, metadata={"help": "most tokens drawn in the picture; numbers use all"}
+    )
+    draws: int = field(
+        default=200, metadata={"help": "random selections that say what chance gives"}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        known = (*POLICIES, *ESTIMATORS)
+        unknown = [name for name in self.policies if name not in known]
+        if unknown or not self.policies:
+            raise ConfigError(
+                "unknown policy" if unknown else "there is no policy to show",
+                got=", ".join(map(repr, unknown)) or "none",
+                remedy=f"any of {', '.join(known)}",
+            )
+        if len(set(self.policies)) < len(self.policies):
+            raise ConfigError("a policy is named twice", got=", ".join(self.policies))
+        for name, least in (("clusters", 2), ("points", 16), ("draws", 20)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}", got=str(getattr(self, name)))
+        if not 1 <= self.perplexity < math.inf:
+            raise ConfigError("perplexity must be at least 1", got=str(self.perplexity))
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Where the tokens kept by each policy lie among all candidates.
+
+    Raises:
+        InputError: fewer than 16 response tokens.
+        ConfigError: scikit-learn or matplotlib is missing.
+    """
+    options = options or Options()
+    rows = subject.sample()
+    subject.require_tokens(rows, 2 * FEWEST, "the kept ones are measured as a cloud of points")
+    states = token_states(
+        subject.model, subject.batches(rows), subject.tracker("States", len(rows))
+    )
+    belongs = np.repeat(np.arange(len(rows)), [row.response_tokens for row in rows])
+    pool = Pool.of(
+        states, belongs, clusters=options.clusters, ratio=subject.ratio, seed=subject.seed
+    )
+    kept = {
+        name: kept_by(_ranking(subject, rows, states, name), subject.ratio)
+        for name in options.policies
+    }
+    band = band_of(pool, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
+    numbers = {
+        name: {key: measured(pool, mask, key) for key in STATISTICS} for name, mask in kept.items()
+    }
+    overlaps = _overlaps(pool, kept)
+    drawn = _drawn(len(belongs), options.points, subject.seed)
+    places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
+    return Diagnosis(
+        name="coverage",
+        question=find("coverage").question,
+        answer=_answer(pool, kept, numbers, band),
+        tables=(_numbers_table(pool, numbers, band), overlaps, _clusters_table(pool, kept)),
+        figures=(
+            map_figure(pool, kept, numbers, drawn, places),
+            numbers_figure(numbers, band),
+            overlap_figure(overlaps, options.policies, subject.ratio),
+        ),
+        notes=_notes(subject, states, pool, drawn, len(rows)),
+        settings={
+            **subject.settings(),
+            "policies": ", ".join(options.policies),
+            "clusters": pool.clusters,
+            "t-SNE perplexity": min(options.perplexity, (len(drawn) - 1) / 3),
+            "random selections": options.draws,
+        },
+    )
+
+
+def _ranking(
+    subject: Subject, rows: Sequence[Example], states: TokenStates, policy: str
+) -> Numbers:
+    """What a policy ranks by; highest is kept."""
+    if policy == "random":
+        return np.random.default_rng(subject.seed).random(len(states.ids))
+    if policy in POLICIES:
+        return -states.losses if policy == "low-perplexity" else states.losses
+    scorer = scorer_for(subject, policy, retention=retention_term(subject))
+    return subject.score(scorer, rows)["total"]
+
+
+def _drawn(count: int, most: int, seed: int) -> Indices:
+    if count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(seed).permutation(count)[:most])
+
+
+def _share(kept: Numbers, other: Numbers) -> float:
+    return float((kept * other).sum() / kept.sum()) if kept.sum() else math.nan
+
+
+def _overlaps(pool: Pool, kept: Mapping[str, Mask]) -> Table:
+    names = list(kept)
+    records = [
+        {
+            "policy": one,
+            "other": other,
+            "in_common": bootstrap(
+                _share, kept[one].astype(float), kept[other].astype(float), groups=pool.rows
+            ),
+        }
+        for place, one in enumerate(names)
+        for other in names[place + 1 :]
+    ]
+    return Table.of(
+        "coverage-overlap",
+        "Kept tokens in common",
+        records,
+        note="Share of the tokens kept by one policy that the other keeps too. Two policies that "
+        "have nothing to do with each other share as much as the ratio.",
+    )
+
+
+def _numbers_table(
+    pool: Pool,
+    numbers: Mapping[str, Mapping[str, Estimate]],
+    band: Mapping[str, Band],
+) -> Table:
+    every = np.arange(len(pool.ids))
+    records = [
+        {
+            "policy": name,
+            "statistic": key,
+            "value": estimate,
+            "random_low": band[key][0],
+            "random_high": band[key][1],
+            "all_candidates": STATISTICS[key][2](pool, every, every),
+            "than_random": against(estimate, band[key]),
+        }
+        for name, found in numbers.items()
+        for key, estimate in found.items()
+    ]
+    what = (f"{key}: {name.lower()}, {unit}" for key, (name, unit, _) in STATISTICS.items())
+    return Table.of(
+        "coverage-numbers",
+        "Coverage in numbers",
+        records,
+        note=f"{'; '.join(what)}. random_low, random_high: where 95 % of random selections of "
+        "the same size from the same candidates lie. value_low, value_high: jackknife over rows.",
+    )
+
+
+def _clusters_table(pool: Pool, kept: Mapping[str, Mask]) -> Table:
+    records = []
+    for cluster in range(pool.clusters):
+        inside = pool.labels == cluster
+        share = {name: float(mask[inside].mean()) for name, mask in kept.items()}
+        records.append({"cluster": cluster, "candidates": int(inside.sum()), **share})
+    return Table.of(
+        "coverage-clusters",
+        "Share kept in each cluster",
+        records,
+        note="Counts of this pool, no estimates: which kinds of contexts a policy leaves out.",
+    )
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _answer(
+    pool: Pool,
+    kept: Mapping[str, Mask],
+    numbers: Mapping[str, Mapping[str, Estimate]],
+    band: Mapping[str, Band],
+) -> tuple[str, ...]:
+    chosen = [name for name in numbers if name != "random"]
+
+    def who(key: str, said: str) -> str:
+        return ", ".join(
+            f"{name} {three(numbers[name][key])}"
+            for name in chosen
+            if against(numbers[name][key], band[key]) == said
+        )
+
+    sentences = []
+    for said, phrase in (
+        ("below", "Less even over the clusters of contexts than random tokens"),
+        ("above", "More even over the clusters of contexts than random tokens"),
+        ("within", "As even over the clusters of contexts as random tokens"),
+    ):
+        names = who("entropy", said)
+        sentences += [f"{phrase}: {names}."] if names else []
+    low, high = band["entropy"]
+    own = entropy(pool.labels, pool.clusters)
+    scale = (
+        f"All candidates have entropy {own:.3f} of the possible over {pool.clusters} clusters, "
+        f"random selections {low:.3f} to {high:.3f} (95 %)."
+    )
+    sentences[:1] = [f"{sentences[0]} {scale}" if sentences else scale]
+    narrow = who("spread", "below")
+    sentences.append(
+        f"Closer together than random tokens (spread of all candidates is 1): {narrow}."
+        if narrow
+        else "No policy keeps tokens that lie closer together than random ones."
+    )
+    if {"alphatoken", "direct"} <= set(kept):
+        sentences.append(_causal_effect(pool, kept))
+    return tuple(sentences)
+
+
+def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> str:
+    """Whether the causal part makes the kept tokens more diverse, as the paper's figure says."""
+
+    def difference(among: Indices) -> float:
+        ours, direct = (
+            entropy(pool.labels[among[kept[name][among]]], pool.clusters)
+            for name in ("alphatoken", "direct")
+        )
+        return ours - direct
+
+    found = jackknife(difference, len(pool.ids), groups=pool.rows)
+    if not found.defined:
+        return f"Whether the causal part adds diversity is {found}."
+    clear = found.low > 0 or found.high < 0
+    said = "more" if found.value > 0 else "less"
+    verdict = f"{said} even with it" if clear else "no difference that these rows can show"
+    return (
+        "The causal part (alphatoken against direct only) changes the cluster entropy by "
+        f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]: {verdict}."
+    )
+
+
+def _notes(
+    subject: Subject, states: TokenStates, pool: Pool, drawn: Indices, rows: int
+) -> tuple[str, ...]:
+    total = sum(row.response_tokens for row in subject.train)
+    where = (
+        "the input of the output head (after the final norm)"
+        if states.has_head
+        else "the output of the last decoder block (no head was found)"
+    )
+    notes = [
+        f"Candidates: {len(pool.ids)} of {total} response tokens, from {rows} of "
+        f"{len(subject.train)} rows, ranked as one batch.",
+        f"A token's embedding is {where} at the position that predicts it: its context, not the "
+        "token itself.",
+        f"The volume is measured in the first {pool.axes.shape[1]} principal components.",
+        "t-SNE keeps neighbourhoods, not distances: read sizes and gaps off the numbers.",
+    ]
+    if len(drawn) < len(pool.ids):
+        notes.append(f"The picture shows {len(drawn)} of them, drawn at random.")
+    if rows < FEWEST:
+        notes.append(
+            f"Only {rows} rows: intervals take tokens as independent, and are a lower limit of the "
+            "truth."
+        )
+    if retention_term(subject) is None:
+        notes.append(
+            "Values are adaptation only: the model is its own reference, so stability is zero."
+        )
+    return tuple(notes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_module("coverage"))

@@ -1,0 +1,180 @@
+"""Keep or drop decisions: who is kept, how far two sets of decisions agree, which are noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.errors import NumericalError
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.metrics import spearman
+from alphatoken.selection import keep_count
+
+__all__ = [
+    "DECISIONS",
+    "Agreement",
+    "agreement",
+    "classify",
+    "kept",
+    "margins",
+    "noise_margin",
+    "over_draws",
+    "percent",
+    "threshold",
+]
+
+Numbers = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+DECISIONS = ("sure keep", "noise", "sure drop")
+
+
+def kept(values: Numbers, ratio: float) -> Flags:
+    """The first ``ceil(ratio n)`` by value of the last axis, ties by index; of each row by itself.
+
+    The same sets as ``selection.select_top`` with everything in one pool, for many rankings at a
+    time.
+
+    Raises:
+        NumericalError: a NaN or Inf value.
+        InputError: ratio outside (0, 1].
+    """
+    if not np.isfinite(values).all():
+        raise NumericalError(
+            "a token value is not finite",
+            got=f"{int((~np.isfinite(values)).sum())} of {values.size}",
+            why="a NaN has no rank; the decisions would be arbitrary",
+            remedy="look at the weights, and at the precision",
+        )
+    order = np.argsort(-values, axis=-1, kind="stable")
+    chosen = np.zeros(values.shape, dtype=bool)
+    count = keep_count(ratio, values.shape[-1])
+    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
+    return chosen
+
+
+def threshold(values: Numbers, ratio: float) -> float:
+    """Halfway between the lowest kept value and the highest dropped one; NaN if all are kept."""
+    chosen = kept(values, ratio)
+    if chosen.all():
+        return math.nan
+    return float(values[chosen].min() + values[~chosen].max()) / 2
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two rankings of the same tokens.
+
+    Attributes:
+        spearman: rank correlation of the values.
+        overlap: share of the tokens kept by the one that the other keeps too.
+        flips: share of all tokens whose decision is another one.
+        chance: overlap of two random choices of this size; their flips are
+            ``2 ratio (1 - ratio)``.
+    """
+
+    spearman: Estimate
+    overlap: Estimate
+    flips: Estimate
+    chance: float
+
+    def record(self) -> dict[str, Any]:
+        """As cells of a table."""
+        return {
+            "spearman": self.spearman,
+            "overlap": self.overlap,
+            "overlap by chance": self.chance,
+            "flips": self.flips,
+        }
+
+
+def agreement(
+    base: Numbers, other: Numbers, ratio: float, groups: NDArray[Any], *, seed: int = 0
+) -> Agreement:
+    """How far ``other`` ranks and keeps the tokens as ``base`` does.
+
+    Both kept sets are those of the whole pool; intervals are over rows of tokens.
+    """
+    ours, theirs = kept(base, ratio), kept(other, ratio)
+    return Agreement(
+        bootstrap(spearman, base, other, groups=groups, seed=seed),
+        bootstrap(_overlap, ours.astype(float), theirs.astype(float), groups=groups, seed=seed),
+        bootstrap(np.mean, (ours != theirs).astype(float), groups=groups, seed=seed),
+        keep_count(ratio, len(base)) / len(base),
+    )
+
+
+def _overlap(ours: Numbers, theirs: Numbers) -> float:
+    return float(ours @ theirs / ours.sum()) if ours.any() else math.nan
+
+
+def over_draws(found: Numbers) -> Estimate:
+    """Mean over independent draws, and the interval that holds 95 % of the draws."""
+    if len(found) < FEWEST:
+        return Estimate.undefined(len(found), f"{len(found)} draws, {FEWEST} needed")
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(float(found.mean()), float(low), float(high), len(found))
+
+
+def classify(keep_share: Numbers, uncertain: float) -> NDArray[np.int64]:
+    """Index into ``DECISIONS``: a decision is noise unless one side has all but ``uncertain``.
+
+    Args:
+        keep_share: share of the draws in which a token is kept.
+        uncertain: most draws that may go the other way.
+    """
+    sure_keep, sure_drop = keep_share >= 1 - uncertain, keep_share <= uncertain
+    return np.where(sure_keep, 0, np.where(sure_drop, 2, 1)).astype(np.int64)
+
+
+def margins(values: Numbers, ratio: float) -> Numbers:
+    """Distance of each value from the threshold, in interquartile ranges of the values.
+
+    Positive above it. The unit is free of the values' scale, and of outliers; NaN if more than
+    half of the values are equal.
+    """
+    spread = float(np.subtract(*np.quantile(values, [0.75, 0.25])))
+    if spread <= 0:
+        return np.full(len(values), math.nan)
+    return (values - threshold(values, ratio)) / spread
+
+
+def noise_margin(
+    distance: Numbers, noise: Flags, groups: NDArray[Any], *, holding: float = 0.95, seed: int = 0
+) -> Estimate:
+    """Distance from the threshold within which ``holding`` of the noise lies.
+
+    Args:
+        distance: of each token's value from the threshold, not negative.
+        noise: whether its decision is noise.
+        groups: row of each token.
+        holding: share of the noise.
+        seed: of the bootstrap.
+    """
+    return bootstrap(
+        lambda near: float(np.quantile(near, holding)),
+        distance[noise],
+        groups=groups[noise],
+        seed=seed,
+        what="noise decisions",
+    )
+
+
+def percent(share: Estimate) -> str:
+    """A share and its interval in percent.
+
+    >>> percent(Estimate(0.234, 0.18, 0.291, 90))
+    '23 % [18, 29]'
+    >>> percent(Estimate(0.0042, 0.001, 0.0091, 90))
+    '0.42 % [0.10, 0.91]'
+    """
+    if not share.defined:
+        return str(share)
+    fine = 0 < share.value < 0.0995
+    digits = 0 if not fine else 1 if share.value >= 0.01 else 2
+    value, low, high = (f"{100 * x:.{digits}f}" for x in (share.value, share.low, share.high))
+    return f"{value} % [{low}, {high}]"

@@ -1,0 +1,668 @@
+"""Diagnostic ``estimators``: every estimator against exact values, at its price.
+
+Two references. The *oracle* sends a sample of tokens one by one through the untouched model: exact
+label values over the scored weights, and over all trainable parameters. The *label value over all
+trainable parameters* of every sampled token is the first-order utility of a plain gradient step
+(its own distance from the oracle is measured too). Values are of the validation side alone, P = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken.batch import read_batch
+from alphatoken.capture import resolve_layers
+from alphatoken.data import Example
+from alphatoken.errors import ConfigError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity import estimators_figures as figures
+from alphatoken.fidelity import metrics
+from alphatoken.fidelity.advice import Advice, advise
+from alphatoken.fidelity.cost import Cost, measure
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.noise import Planted, calibration, plant
+from alphatoken.fidelity.readings import (
+    WINDOWED,
+    Numbers,
+    Readings,
+    Setting,
+    full_gradient,
+    read,
+    supported,
+    targets,
+)
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
+from alphatoken.objective import gradient_of, scoring_forward
+from alphatoken.scorer import Scorer
+from alphatoken.selection import keep_count
+
+__all__ = ["Options", "Prices", "agreement", "diagnose", "kept_share", "spread", "windows_of"]
+
+_FEWEST = 24
+_MOST_DEPTHS = 8
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the diagnostic ``estimators``; each field's help says what it is."""
+
+    layers: tuple[int, ...] = _option(
+        (), "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models."
+    )
+    windows: tuple[int, ...] = _option(
+        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row."
+    )
+    noise_share: float = _option(
+        0.3, "Share of the response tokens that is replaced by random ones to be found again."
+    )
+    draws: int = _option(200, "Bootstrap samples of each interval.")
+    repeats: int = _option(3, "Timed repeats of each computation.")
+    price: str = _option(
+        "flops", "What a setting is priced by: 'flops' (repeatable) or 'seconds' (this machine)."
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        if any(k < 1 for k in self.layers):
+            raise ConfigError("a number of layers must be at least 1", got=repr(self.layers))
+        if any(w < 0 for w in self.windows):
+            raise ConfigError("a window must be at least 0", got=repr(self.windows))
+        if not 0 < self.noise_share < 1:
+            raise ConfigError("noise_share must lie in (0, 1)", got=repr(self.noise_share))
+        for name in ("draws", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
+        if self.price not in ("flops", "seconds"):
+            raise ConfigError("price must be flops or seconds", got=repr(self.price))
+
+
+# --- what is compared ----------------------------------------------------------------------------
+
+
+def spread(longest: int, most: int, *extra: int) -> tuple[int, ...]:
+    """1 to ``longest``: all of them, or at most ``most`` spread evenly on a log scale, and extra.
+
+    >>> spread(5, 8), spread(32, 5, 3)
+    ((1, 2, 3, 4, 5), (1, 2, 3, 6, 13, 32))
+    """
+    if longest <= most:
+        chosen = set(range(1, longest + 1))
+    else:
+        chosen = {round(longest ** (i / (most - 1))) for i in range(most)}
+    return tuple(sorted(chosen | {e for e in extra if 1 <= e <= longest}))
+
+
+def windows_of(longest: int) -> tuple[int | None, ...]:
+    """0, the powers of two below the longest row, and no limit.
+
+    >>> windows_of(9)
+    (0, 1, 2, 4, 8, None)
+    """
+    powers = [2**i for i in range(max(longest - 1, 1).bit_length()) if 2**i < longest]
+    return (0, *powers, None)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Settings by the comparison they belong to; ``own`` is the user's."""
+
+    own: Setting
+    truth: Setting
+    by_depth: list[Setting]
+    by_window: list[Setting]
+
+    @property
+    def all(self) -> list[Setting]:
+        """Each once."""
+        return list(dict.fromkeys([*self.by_depth, *self.by_window, self.own, self.truth]))
+
+
+def _plan(
+    subject: Subject, options: Options, rows: Sequence[Example], estimators: Sequence[str]
+) -> _Plan:
+    config, depth = subject.config, len(subject.adapter.layers())
+    every = tuple(range(depth))
+    layers = resolve_layers(subject.adapter, config.layers)
+    chosen = options.layers or spread(depth, _MOST_DEPTHS, len(layers))
+    last = [resolve_layers(subject.adapter, k) for k in chosen]
+    scopes = list(dict.fromkeys([*last, layers]))
+    longest = max(len(row.input_ids) for row in rows)
+    windows: Sequence[int | None] = (*options.windows, None) if options.windows else ()
+    windows = [*dict.fromkeys([*(windows or windows_of(longest)), config.window])]
+    windows.sort(key=lambda w: math.inf if w is None else w)
+
+    def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:
+        return Setting(estimator, scope, window if estimator in WINDOWED else None)
+
+    return _Plan(
+        own=setting(config.estimator, layers, config.window),
+        truth=Setting("label", every, None, everything=True),
+        by_depth=[setting(e, scope, config.window) for e in estimators for scope in scopes],
+        by_window=[setting(e, layers, w) for e in WINDOWED if e in estimators for w in windows],
+    )
+
+
+# --- agreement -----------------------------------------------------------------------------------
+
+
+def agreement(
+    values: Numbers, truth: Numbers, rows: Sequence[int] | NDArray[Any], ratio: float, draws: int
+) -> dict[str, Estimate]:
+    """Every measure of agreement with ``truth``, with intervals over rows."""
+    measures: dict[str, Callable[..., float]] = {
+        "spearman": metrics.spearman,
+        "kendall": metrics.kendall,
+        "overlap": partial(metrics.top_overlap, ratio=ratio),
+        "gain_share": partial(metrics.gain_share, ratio=ratio),
+        "sign_agreement": metrics.sign_agreement,
+        "share_of_total": metrics.share_of_total,
+    }
+    groups = np.asarray(rows, dtype=np.int64)
+    return {
+        name: bootstrap(measure, values, truth, groups=groups, draws=draws)
+        for name, measure in measures.items()
+    }
+
+
+def _named(setting: Setting) -> dict[str, Any]:
+    window: int | str | None = None
+    if setting.estimator in WINDOWED:
+        window = "T" if setting.window is None else setting.window
+    scope = "all parameters" if setting.everything else "linears"
+    return {
+        "estimator": setting.estimator,
+        "K": len(setting.layers),
+        "W": window,
+        "weights": scope,
+    }
+
+
+def _agreements(
+    subject: Subject, options: Options, readings: Readings, plan: _Plan
+) -> dict[Setting, dict[str, Estimate]]:
+    truth = readings.values[plan.truth]
+    wanted = [setting for setting in plan.all if setting != plan.truth]
+    tracker = subject.tracker("Agreement with intervals", len(wanted))
+    found = {}
+    for number, setting in enumerate(wanted):
+        values = readings.values[setting]
+        found[setting] = agreement(values, truth, readings.row, subject.ratio, options.draws)
+        tracker.report(number + 1)
+    return found
+
+
+# --- the oracle ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """Inner products of sampled tokens' exact gradients with M.
+
+    Attributes:
+        places: of the sampled tokens among all that were read.
+        terms: (token, parameter), float64.
+        names: of the parameters.
+    """
+
+    places: NDArray[np.int64]
+    terms: Numbers
+    names: list[str]
+
+    def values(self, names: Sequence[str]) -> Numbers:
+        """Label values over these parameters."""
+        wanted = set(names)
+        columns = [i for i, name in enumerate(self.names) if name in wanted]
+        total: Numbers = self.terms[:, columns].sum(1)
+        return total
+
+
+def _oracle(
+    subject: Subject,
+    rows: Sequence[Example],
+    readings: Readings,
+    direction: Mapping[str, Tensor],
+) -> _Oracle:
+    places = draw(len(readings.row), subject.oracle_tokens, subject.seed)
+    tokens = [(int(readings.row[i]), int(readings.position[i])) for i in places]
+    named = {n: p for n, p in subject.model.named_parameters() if n in direction}
+    tracker = subject.tracker("Tokens one by one", len(tokens))
+
+    def watched() -> Any:
+        found = token_gradients(subject.adapter, rows, tokens, named, subject.device)
+        for number, gradient in enumerate(found):
+            tracker.report(number + 1)
+            yield gradient
+
+    return _Oracle(places, inner_products(watched(), direction), list(direction))
+
+
+def _oracle_table(
+    subject: Subject, options: Options, readings: Readings, plan: _Plan, oracle: _Oracle
+) -> Table:
+    everything = oracle.values(oracle.names)
+    labels = [replace(s, estimator="label", window=None) for s in plan.by_depth]
+    scopes = targets(subject, list(dict.fromkeys(labels)))
+    records = []
+    for setting in [*plan.by_depth, plan.truth]:
+        same = everything
+        if not setting.everything:
+            target = scopes[replace(setting, estimator="label", window=None)]
+            same = oracle.values(first_names(subject.model, target.parameters))
+        values, rows = readings.values[setting][oracle.places], readings.row[oracle.places]
+        for reference, truth in (("same weights", same), ("all parameters", everything)):
+            found = agreement(values, truth, rows, subject.ratio, options.draws)
+            records.append(_named(setting) | {"reference": reference} | found)
+    return Table.of(
+        "oracle",
+        f"Against the per-token oracle, {len(oracle.places)} tokens",
+        records,
+        "Reference 'same weights': exact label values over the weights that the setting scores; "
+        "'all parameters': over everything that is trained. " + _MEASURES,
+    )
+
+
+def _label_error(readings: Readings, plan: _Plan, oracle: _Oracle) -> float:
+    """Largest distance of the label pass from the oracle, of the largest sum of |terms|."""
+    found = readings.values[plan.truth][oracle.places]
+    scale = float(np.abs(oracle.terms).sum(1).max())
+    away = float(np.abs(found - oracle.values(oracle.names)).max())
+    return away / scale if scale else away
+
+
+_MEASURES = (
+    "spearman, kendall: rank correlation. overlap: share of the kept tokens that the reference "
+    "keeps too (chance: the ratio). gain_share: what keeping by these values gains over keeping at "
+    "random, of the most that could be gained (1: as good as the reference, 0: chance). "
+    "share_of_total: sum of the values over sum of the reference's. low and high: 95 % interval."
+)
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What valuing one batch costs, beside training on it.
+
+    Attributes:
+        values: per setting, beyond the forward that training runs anyway.
+        direction: building M from as many validation rows as the batch has, per setting.
+        step: forward and backward of training.
+        forward: a forward alone.
+        rows: of the batch.
+    """
+
+    values: dict[Setting, Cost]
+    direction: dict[Setting, Cost]
+    step: Cost
+    forward: Cost
+    rows: int
+
+    def relative(self, setting: Setting, unit: str = "flops") -> float:
+        """Values and direction together, in training steps."""
+        spent = getattr(self.values[setting], unit) + getattr(self.direction[setting], unit)
+        return float(spent / getattr(self.step, unit))
+
+
+def _prices(
+    subject: Subject, options: Options, rows: Sequence[Example], settings: Sequence[Setting]
+) -> Prices:
+    batch, *_ = subject.batches(rows[: subject.batch_size])
+    count = len(batch["labels"])
+    several = subject.batches(subject.validation[:count], count)
+    tracker = subject.tracker("Cost", len(settings))
+    values, direction, known = {}, {}, {}
+    for number, setting in enumerate(settings):
+        config = setting.config(subject.config)
+        values[setting] = _price_of_values(subject, config, batch, options.repeats)
+        place = (setting.layers, setting.everything)
+        if place not in known:
+            known[place] = _price_of_direction(subject, config, several, options.repeats)
+        direction[setting] = known[place]
+        tracker.report(number + 1)
+    return Prices(values, direction, *_baselines(subject, batch, options.repeats), count)
+
+
+def _price_of_values(
+    subject: Subject, config: Any, batch: Mapping[str, Tensor], repeats: int
+) -> Cost:
+    """Of ``Observed.values``, its one-time proofs left out."""
+    validation, *_ = subject.batches(subject.validation[:1])
+    scorer = Scorer(subject.model, validation, None, config)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    with torch.enable_grad(), scorer.observe() as observed:
+        logits = subject.adapter.forward(inputs)
+        observed.values(logits, batch["labels"])
+        return measure(lambda: observed.values(logits, batch["labels"]), repeats=repeats)
+
+
+def _price_of_direction(
+    subject: Subject, config: Any, batches: Sequence[Mapping[str, Tensor]], repeats: int
+) -> Cost:
+    scorer = Scorer(subject.model, batches, None, config)
+
+    def build() -> None:
+        scorer.refresh()
+        _ = scorer.direction
+
+    return measure(build, repeats=repeats)
+
+
+def _baselines(subject: Subject, batch: Mapping[str, Tensor], repeats: int) -> tuple[Cost, Cost]:
+    """A training step's forward and backward, and a forward."""
+    adapter = subject.adapter
+    checked = read_batch(batch, max_length=adapter.max_positions())
+    trained = [p for p in adapter.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with scoring_forward(adapter, None):
+            gradient_of(_mean_loss(adapter.forward(checked.inputs), checked.labels), trained)
+
+    def forward() -> None:
+        with torch.no_grad():
+            adapter.forward(checked.inputs)
+
+    return measure(step, repeats=repeats), measure(forward, repeats=repeats)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+def _cost_table(prices: Prices, settings: Sequence[Setting]) -> Table:
+    base = [
+        {"estimator": name, "K": None, "W": None, "weights": "", "flops": cost.flops,
+         "seconds": cost.seconds, "of_a_step": cost.flops / prices.step.flops,
+         "seconds_of_a_step": cost.seconds / prices.step.seconds}
+        for name, cost in (("(training step)", prices.step), ("(forward)", prices.forward))
+    ]  # fmt: skip
+    records = [
+        _named(setting)
+        | {
+            "flops": prices.values[setting].flops,
+            "seconds": prices.values[setting].seconds,
+            "of_a_step": prices.values[setting].flops / prices.step.flops,
+            "of_a_forward": prices.values[setting].flops / prices.forward.flops,
+            "seconds_of_a_step": prices.values[setting].seconds / prices.step.seconds,
+            "direction_of_a_step": prices.direction[setting].flops / prices.step.flops,
+            "total_of_a_step": prices.relative(setting),
+            "total_seconds_of_a_step": prices.relative(setting, "seconds"),
+        }
+        for setting in settings
+    ]
+    return Table.of(
+        "cost",
+        f"Cost of valuing a batch of {prices.rows} rows",
+        [*base, *records],
+        "Beyond the forward that training runs anyway. direction: building M from as many "
+        "validation rows, once an optimizer step (less often with direction_steps). FLOPs are of "
+        "matrix products and attention alone; seconds are medians on this machine, as busy as it "
+        "was.",
+    )
+
+
+# --- what to use ---------------------------------------------------------------------------------
+
+
+def _advice_table(advice: Sequence[Advice]) -> Table:
+    return Table.of(
+        "budget",
+        "Which estimator for which budget",
+        [
+            {"cost_in_training_steps": found.cost}
+            | _named(found.setting)
+            | {"spearman": found.spearman, "gain_over_the_one_above": found.gain}
+            for found in advice
+        ],
+        "Each row is the best choice from its cost on. A dearer setting is listed only where it "
+        "ranks clearly better (95 %).",
+    )
+
+
+# --- planted noise -------------------------------------------------------------------------------
+
+
+def _noise_settings(plan: _Plan) -> list[Setting]:
+    own = [s for s in plan.by_depth if s.layers == plan.own.layers]
+    return list(dict.fromkeys([*own, plan.own, plan.truth]))
+
+
+def _noise_table(
+    subject: Subject, options: Options, rows: Sequence[Example], plan: _Plan,
+    direction: Mapping[str, Tensor],
+) -> Table:  # fmt: skip
+    everything = [*subject.train, *subject.validation]
+    alphabet = sorted({token for row in everything for token in row.input_ids})
+    planted = plant(rows, options.noise_share, alphabet, subject.seed)
+    settings = _noise_settings(plan)
+    readings = read(subject, planted.rows, direction, settings, "Values, planted noise")
+    records = [
+        {"score": "loss, high", "weights": ""}
+        | _found(subject, options, readings, planted, -readings.loss)
+    ]
+    for setting in settings:
+        found = _found(subject, options, readings, planted, readings.values[setting])
+        named = _named(setting)
+        records.append({"score": f"{setting}, low", "weights": named["weights"]} | found)
+    return Table.of(
+        "noise",
+        f"Finding planted noise ({planted.marked.mean():.0%} of {len(planted.marked)} tokens)",
+        records,
+        "auc: chance that a planted token is more suspect than a real one; 0.5 knows nothing, "
+        "below 0.5 is the wrong way round. noise_kept: share of noise among the tokens kept at the "
+        f"ratio {subject.ratio:g} by this score (by loss: the low ones are kept).",
+    )
+
+
+def _found(
+    subject: Subject, options: Options, readings: Readings, planted: Planted, good: Numbers
+) -> dict[str, Estimate]:
+    """How well ``good`` tells real tokens (high) from planted ones (low)."""
+    marked, groups = planted.marked.astype(np.float64), readings.row
+
+    def kept(score: Numbers, mark: Numbers) -> float:
+        return kept_share(score, mark, subject.ratio)
+
+    return {
+        "auc": bootstrap(metrics.auc, -good, marked, groups=groups, draws=options.draws),
+        "noise_kept": bootstrap(kept, good, marked, groups=groups, draws=options.draws),
+    }
+
+
+def kept_share(score: Numbers, marked: Numbers, ratio: float) -> float:
+    """Share of marked tokens among the top ``ratio`` by score."""
+    keep = keep_count(ratio, len(score))
+    return float(marked[np.argsort(-score, kind="stable")[:keep]].mean())
+
+
+# --- the diagnosis -------------------------------------------------------------------------------
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Compare all estimators on the subject's rows; see the head of this file."""
+    options = options or Options()
+    rows = subject.sample()
+    subject.require_tokens(rows, _FEWEST, "rank correlations of fewer tokens are noise")
+    every = tuple(range(len(subject.adapter.layers())))
+    usable, refused = supported(subject, every, rows)
+    plan = _plan(subject, options, rows, usable)
+    direction = full_gradient(subject)
+    settings = [s for s in plan.all if s.estimator in usable]
+    plan = replace(plan, own=plan.own if plan.own in settings else plan.truth)
+    readings = read(subject, rows, direction, settings)
+    found = _agreements(subject, options, readings, plan)
+    oracle = _oracle(subject, rows, readings, direction)
+    prices = _prices(subject, options, rows, settings)
+    costs = {s: prices.relative(s, options.price) for s in settings}
+    truth = readings.values[plan.truth]
+    advice = advise(readings.values, truth, costs, readings.row, options.draws)
+    noise = _noise_table(subject, options, rows, plan, direction)
+    tables = (
+        _advice_table(advice),
+        _agreement_table("layers", "By number of scored layers", plan.by_depth, found, costs),
+        _agreement_table("windows", "By window", plan.by_window, found, costs),
+        _oracle_table(subject, options, readings, plan, oracle),
+        _cost_table(prices, settings),
+        noise,
+    )
+    error = _label_error(readings, plan, oracle)
+    answer = (
+        *_advice_sentences(advice, options.price),
+        _own_sentence(plan, found, costs, advice, subject.ratio),
+        _exactness_sentence(error, len(oracle.places)),
+        *_noise_sentences(subject, plan, noise),
+    )
+    return Diagnosis(
+        "estimators",
+        find("estimators").question,
+        answer,
+        tuple(table for table in tables if table.rows),
+        figures.draw(found, costs, advice, plan.own, noise, options.price),
+        _notes(subject, rows, readings, refused, plan),
+        subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
+    )
+
+
+def _agreement_table(
+    key: str,
+    title: str,
+    settings: Sequence[Setting],
+    found: Mapping[Setting, dict[str, Estimate]],
+    costs: Mapping[Setting, float],
+) -> Table:
+    records = [_named(s) | {"cost_in_training_steps": costs[s]} | found[s] for s in settings]
+    note = "Against the label value over all trainable parameters. " + _MEASURES
+    return Table.of(key, title, records, note)
+
+
+def _advice_sentences(advice: Sequence[Advice], price: str) -> list[str]:
+    if not advice:
+        return ["No setting could be ranked: all values are equal."]
+    unit = "training steps" + ("" if price == "flops" else " (seconds)")
+    parts = [f"from {a.cost:.2f} on, {a.setting}: {a.spearman}" for a in advice]
+    text = "; ".join(parts)
+    return [
+        f"What to use, by what you can spend a batch in {unit}, with the rank correlation with "
+        f"the exact first-order value over all parameters: {text}."
+    ]
+
+
+def _own_sentence(
+    plan: _Plan,
+    found: Mapping[Setting, dict[str, Estimate]],
+    costs: Mapping[Setting, float],
+    advice: Sequence[Advice],
+    ratio: float,
+) -> str:
+    own = plan.own
+    if own == plan.truth:
+        return "Your estimator is not defined on this model, so label values stand in for it."
+    measured = found[own]
+    text = (
+        f"Your setting, {own}, costs {costs[own]:.2f} of a training step and ranks at "
+        f"{measured['spearman']}; of the tokens it keeps, {measured['overlap']} would be kept by "
+        f"the exact value (chance: {ratio:g}), and its choice reaches {measured['gain_share']} of "
+        "what choosing can gain."
+    )
+    cheaper = [a for a in advice if a.cost <= costs[own] and a.setting != own]
+    if cheaper and cheaper[-1].spearman.value > measured["spearman"].value:
+        best = cheaper[-1]
+        text += f" For no more, {best.setting} ranks at {best.spearman}."
+    return text
+
+
+def _exactness_sentence(error: float, tokens: int) -> str:
+    return (
+        f"The exact value itself was checked: on {tokens} tokens sent back one by one, the label "
+        f"pass is at most {error:.1e} of the absolute terms away from the oracle."
+    )
+
+
+def _noise_sentences(subject: Subject, plan: _Plan, noise: Table) -> list[str]:
+    records = {str(record["score"]): record for record in noise.records()}
+    loss, exact = records["loss, high"], records[f"{plan.truth}, low"]
+    own = records[f"{plan.own}, low"]
+    text = (
+        f"Planted random tokens are found by high loss with AUC {_read(loss, 'auc')}, by a low "
+        f"exact value with {_read(exact, 'auc')}, by a low value of {plan.own} with "
+        f"{_read(own, 'auc')}."
+    )
+    return [text + " " + _verdict(subject, exact)]
+
+
+def _verdict(subject: Subject, exact: Mapping[str, Any]) -> str:
+    """What the AUC of the exact value means for a user."""
+    low, high = float(exact["auc_low"]), float(exact["auc_high"])
+    seen = calibration(subject, subject.validation)
+    if high < 0.5:
+        reason = (
+            f"the model is overconfident here (mean loss {seen.loss:.2f}, its own expectation "
+            f"{seen.entropy:.2f}), so a random token, which flattens its predictions, lowers the "
+            "validation loss to first order"
+            if seen.overconfident
+            else "one step on them lowers the validation loss to first order"
+        )
+        return (
+            "Even exact values rank noise above real text: " + reason + ". A value is the utility "
+            "of one step, no detector of bad data: screen the data by loss or by eye."
+        )
+    if low > 0.5:
+        return (
+            f"Keeping high values removes part of the noise: {_read(exact, 'noise_kept')} of what "
+            "the exact value keeps is noise. It is still the utility of one step, no detector."
+        )
+    return "The exact value cannot tell noise from text here: screen the data by other means."
+
+
+def _read(record: Mapping[str, Any], name: str) -> str:
+    value, low, high = (float(record[name + end]) for end in ("", "_low", "_high"))
+    return str(Estimate(value, low, high, int(record[name + "_n"])))
+
+
+def _notes(
+    subject: Subject,
+    rows: Sequence[Example],
+    readings: Readings,
+    refused: Mapping[str, str],
+    plan: _Plan,
+) -> tuple[str, ...]:
+    count = sum(row.response_tokens for row in subject.train)
+    checked = min(subject.oracle_tokens, len(readings.row))
+    depths = sorted({len(s.layers) for s in plan.by_depth})
+    notes = [
+        f"{len(readings.row)} of {count} response tokens in {len(rows)} of {len(subject.train)} "
+        f"rows were valued, {checked} of them by the per-token oracle; K = "
+        f"{', '.join(map(str, depths))} of {len(subject.adapter.layers())} layers.",
+        "Values are of the validation side alone (no retention term) with P = 1, in "
+        f"{subject.settings()['dtype']}.",
+    ]
+    if subject.config.preconditioner is not None:
+        notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
+    notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]
+    return tuple(notes)
+
+
+assert set(WINDOWED) < set(ESTIMATORS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_module("estimators"))

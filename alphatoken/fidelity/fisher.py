@@ -1,0 +1,672 @@
+"""``fisher``: does the Fisher-drift proxy rank tokens as real retention data would?
+
+    proxy score    stability component with V = F o (W - W_ref), or S_F (W - W_ref) A_F
+    oracle score   the same with V = gradient of the loss on held-out retention rows
+
+Both at the model after fine-tuning, with the Fisher fitted at the reference. ``none`` is the
+control F = 1: does the Fisher add anything to the drift itself? The oracle is also split: what it
+was at the reference already (r_0), which no proxy can know, and what the drift changed, which is
+all that the proxy models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor, nn
+
+from alphatoken.adapter import find_adapter
+from alphatoken.batch import LabelledBatch, read_batch
+from alphatoken.capture import record
+from alphatoken.data import Example
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, CoverageError, InputError
+from alphatoken.estimators import CAPTURED, token_errors
+from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.fisher_figures import (
+    agreement_figure,
+    bound_figure,
+    convergence_figure,
+    overlap_figure,
+    scatter_figure,
+)
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fisher import fit_fisher
+from alphatoken.forward_mode import label_values
+from alphatoken.objective import forward_losses, scoring_forward
+from alphatoken.oracle.retention import retention_gradient, retention_loss
+from alphatoken.readout import Side, assign_columns, contract_columns
+from alphatoken.scorer import Scorer
+from alphatoken.selection import keep_count
+
+__all__ = [
+    "Options",
+    "diagnose",
+    "growing_fishers",
+    "random_overlap",
+    "scores_along",
+    "unit_fisher",
+]
+
+NAME = "fisher"
+Numbers = NDArray[Any]
+Direction = Mapping[str, Tensor]
+_WORKSPACE = 2**28  # numbers of directions held at a time
+POOLED, CHANGE = "all sets", "all sets, change since the reference"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is fitted and compared; the subject has the rows, the Fisher and the settings."""
+
+    rows: int = field(default=8, metadata={"help": "held-out rows of each retention set"})
+    sizes: tuple[int, ...] = field(
+        default=(8, 32, 128), metadata={"help": "numbers of samples whose Fishers are compared"}
+    )
+    sequence: bool = field(
+        default=True, metadata={"help": "also fit on freely sampled responses, as the paper does"}
+    )
+    max_new_tokens: int = field(
+        default=64, metadata={"help": "longest sampled response of those fits"}
+    )
+    bound_tokens: int = field(
+        default=600, metadata={"help": "response tokens of retention rows that the bound is on"}
+    )
+    bound_parameters: int = field(
+        default=20_000_000,
+        metadata={"help": "most moving parameters for which Hessian-vector products are taken"},
+    )
+    steps: int = field(default=8, metadata={"help": "Lanczos steps of each operator norm"})
+    block: int = field(
+        default=32, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
+    )
+    points: int = field(
+        default=2, metadata={"help": "points between both models for the third derivative"}
+    )
+    draws: int = field(default=60, metadata={"help": "bootstrap samples of each interval"})
+
+    def __post_init__(self) -> None:
+        """Check sizes."""
+        least = {"rows": 1, "max_new_tokens": 1, "bound_tokens": 1, "bound_parameters": 0,
+                 "steps": 1, "block": 1, "points": 2, "draws": 10}  # fmt: skip
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(
+                    f"{name} must be at least {lowest}", got=repr(getattr(self, name))
+                )
+        if any(size < 1 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
+            raise ConfigError("sizes must be growing numbers of samples", got=repr(self.sizes))
+
+
+# --- directions --------------------------------------------------------------------------------
+
+
+def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
+    """F = 1: V is the drift W - W_ref itself. The control."""
+    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
+    kept = {name: weight.detach().clone() for name, weight in reference.items()}
+    return FisherDrift(ones, kept, {"labels": "none"}, exact_names=True)
+
+
+def growing_fishers(
+    subject: Subject, labels: str, sizes: Sequence[int], **options: Any
+) -> dict[int, FisherDrift]:
+    """Diagonal Fishers on the first n samples, for each n; each sample is drawn once.
+
+    F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
+    are independent of those of ``subject.fitted_fisher``.
+    """
+    reference = subject.reference if subject.reference is not None else subject.model
+    usable = [row for row in subject.train if row.response_tokens]
+    sums: dict[str, Tensor] = {}
+    found: dict[int, FisherDrift] = {}
+    done = 0
+    for size in sizes:
+        rows = [usable[i % len(usable)] for i in range(done, size)]
+        (batch,) = subject.batches(rows, len(rows))
+        piece = fit_fisher(
+            reference,
+            batch,
+            samples=len(rows),
+            layers=subject.config.layers,
+            labels=labels,
+            seed=subject.seed + 1_000_003 + done,
+            batch_size=subject.batch_size,
+            progress=subject.progress,
+            score_bias=subject.config.score_bias,
+            **options,
+        )
+        for name, part in piece.fisher.items():
+            add = part.double() * len(rows)
+            sums[name] = sums[name] + add if name in sums else add
+        done = size
+        mean = {name: (total / done).to(piece.fisher[name]) for name, total in sums.items()}
+        found[size] = FisherDrift(mean, piece.reference, piece.metadata, exact_names=True)
+    return found
+
+
+def _fitted(subject: Subject, structure: str, **options: Any) -> FisherDrift:
+    """The subject's, which knows nothing of biases unless it is told."""
+    given = subject.fisher is not None and subject.fisher.structure == structure
+    if subject.config.score_bias and not (given and not options):
+        options["score_bias"] = True
+    return subject.fitted_fisher(structure, **options)
+
+
+def _variants(subject: Subject, options: Options) -> tuple[dict[str, FisherDrift], list[str]]:
+    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out."""
+    found = {"diagonal": _fitted(subject, "diagonal")}
+    notes = []
+    try:
+        found["kronecker"] = _fitted(subject, "kronecker")
+    except CoverageError as problem:
+        notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
+    if options.sequence:
+        found["diagonal, free samples"] = _fitted(
+            subject, "diagonal", labels="sequence", max_new_tokens=options.max_new_tokens
+        )
+    return found, notes
+
+
+class _Model:
+    """The model after fine-tuning, and scores of its tokens along any direction."""
+
+    def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.subject = subject
+        self.config = replace(
+            subject.config, objective="stability", preconditioner=None, contraction="projected"
+        )
+        self.scorer = Scorer(model, None, list(batches), self.config)
+        self.scorer.warn = False
+
+    def along(self, retention: Any) -> dict[str, Tensor]:
+        """V of a Fisher or of retention batches, at this model, by the library's own way."""
+        self.scorer.set_retention(retention)
+        found = self.scorer.direction.stability
+        assert found is not None
+        return {name: part.detach().clone() for name, part in found.items()}
+
+
+def scores_along(
+    subject: Subject,
+    scorer: Scorer,
+    rows: Sequence[Example],
+    directions: Mapping[str, Direction],
+) -> tuple[dict[str, Numbers], Numbers]:
+    """Value of every response token along each direction, flat; and the row of each token.
+
+    One forward and backward a batch for all of them. Equal to the stability component of
+    ``Scorer.score`` with that V. Exactness: as the scorer's estimator.
+    """
+    names = list(directions)
+    sizes = [sum(part.numel() for part in directions[name].values()) for name in names]
+    at_once = max(1, _WORKSPACE // max(1, *sizes)) if names else 1
+    found: dict[str, list[Numbers]] = {name: [] for name in names}
+    numbers: list[Numbers] = []
+    batches = subject.batches(rows)
+    scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
+    tracker = subject.tracker("Scores along retention directions", len(batches))
+    for number, given in enumerate(batches):
+        batch = read_batch(given, max_length=scorer.adapter.max_positions())
+        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
+        for start in range(0, len(names), at_once):
+            chosen = names[start : start + at_once]
+            values = _along(scorer, batch, [directions[name] for name in chosen])
+            for name, value in zip(chosen, values, strict=True):
+                found[name].append(value[batch.mask].detach().double().cpu().numpy())
+        tracker.report(number + 1)
+    return {name: np.concatenate(parts) for name, parts in found.items()}, np.concatenate(numbers)
+
+
+def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]) -> list[Tensor]:
+    config, adapter, first = scorer.config, scorer.adapter, scorer.target.first
+    if config.estimator not in CAPTURED:
+        return [label_values(adapter, batch, m, first=first or 0) for m in directions]
+    with record(adapter, scorer.scope) as recorder:
+        with scoring_forward(adapter, first):
+            losses = forward_losses(adapter, batch, "batch")
+        with torch.enable_grad():
+            loss = losses.sum()
+        errors = token_errors(
+            recorder, loss, config.estimator, window=config.window,
+            head_reduction=config.head_reduction, path=config.path,
+        )  # fmt: skip
+        sides = [Side(direction) for direction in directions]
+        values = []
+        for columns in contract_columns(recorder, errors, sides, scorer.target.names):
+            direct, causal, _ = assign_columns(columns, batch.mask, config.causal_position)
+            values.append(direct + causal)
+    return values
+
+
+# --- agreement ---------------------------------------------------------------------------------
+
+
+def random_overlap(tokens: int, ratio: float) -> Estimate:
+    """Overlap of a random choice with any fixed one of the same size, and where 95 % of them lie.
+
+    Of n tokens m are kept: the number in common is hypergeometric, m^2 / n in the mean.
+    """
+    kept = keep_count(ratio, tokens)
+    if tokens < FEWEST:
+        return Estimate.undefined(tokens, f"{tokens} tokens, {FEWEST} needed")
+    low, high = stats.hypergeom(tokens, kept, kept).ppf([0.025, 0.975])
+    return Estimate(kept / tokens, float(low) / kept, float(high) / kept, tokens)
+
+
+def _overlap(ratio: float) -> Callable[..., float]:
+    return lambda a, b: top_overlap(a, b, ratio=ratio)
+
+
+def agreement_records(
+    scores: Mapping[str, Numbers],
+    proxies: Sequence[str],
+    targets: Sequence[str],
+    rows: Numbers,
+    ratio: float,
+    draws: int,
+) -> list[dict[str, Any]]:
+    """One record a proxy and target: rank correlations, and overlap of the kept part."""
+    chance = random_overlap(len(rows), ratio)
+    records = []
+    for target in targets:
+        for proxy in proxies:
+            a, b = scores[proxy], scores[target]
+            records.append(
+                {
+                    "retention": target,
+                    "proxy": proxy,
+                    "spearman": bootstrap(spearman, a, b, groups=rows, draws=draws),
+                    "kendall": bootstrap(kendall, a, b, groups=rows, draws=draws),
+                    "overlap": bootstrap(_overlap(ratio), a, b, groups=rows, draws=draws),
+                    "random_overlap": chance,
+                }
+            )
+    return records
+
+
+def _gain(scores: Mapping[str, Numbers], a: str, b: str, rows: Numbers, draws: int) -> Estimate:
+    """Spearman of a with the pooled oracle minus that of b, on the same resamples."""
+
+    def difference(one: Numbers, other: Numbers, oracle: Numbers) -> float:
+        return spearman(one, oracle) - spearman(other, oracle)
+
+    return bootstrap(difference, scores[a], scores[b], scores[POOLED], groups=rows, draws=draws)
+
+
+def convergence_records(
+    scores: Mapping[str, Numbers],
+    grown: Mapping[str, tuple[str, str, int]],
+    rows: Numbers,
+    draws: int,
+) -> list[dict[str, Any]]:
+    """One record a grown Fisher: Spearman with the main fit of its labels, and with the oracle.
+
+    ``grown`` maps a name in ``scores`` to (labels, name of the main fit, samples).
+    """
+    return [
+        {
+            "labels": labels,
+            "samples": samples,
+            "with_main_fit": bootstrap(
+                spearman, scores[name], scores[main], groups=rows, draws=draws
+            ),
+            "with_oracle": bootstrap(
+                spearman, scores[name], scores[POOLED], groups=rows, draws=draws
+            ),
+        }
+        for name, (labels, main, samples) in grown.items()
+    ]
+
+
+# --- the bound ---------------------------------------------------------------------------------
+
+
+def _bound(
+    subject: Subject,
+    models: tuple[nn.Module, nn.Module],
+    scored: Sequence[str],
+    fishers: Mapping[str, FisherDrift],
+    retention: Mapping[str, Sequence[Example]],
+    options: Options,
+) -> tuple[dict[str, BoundTerms], int, int]:
+    """Terms for each Fisher; rows and response tokens that they are on."""
+    before, after = models
+    rows = _within(retention, options.bound_tokens)
+    batches = subject.batches(rows)
+    adapter = find_adapter(before)
+    tuned = dict(after.named_parameters(remove_duplicate=False))
+    ideal = retention_gradient(
+        after, find_adapter(after).forward, batches, {name: tuned[name] for name in scored}
+    )
+    curved = Curved(
+        before,
+        lambda: retention_loss(adapter.forward, batches),
+        tuple(scored),
+        moved_parameters(before, after, scored),
+        ideal,
+        options.steps,
+        options.block,
+        options.points,
+        options.bound_parameters,
+    )
+    (whole,) = subject.batches(rows, len(rows))
+    dagger = fit_fisher(
+        before,
+        whole,
+        samples=subject.fisher_samples,
+        layers=subject.config.layers,
+        labels="token",
+        seed=subject.seed + 2_000_003,
+        progress=subject.progress,
+        score_bias=subject.config.score_bias,
+    )
+    terms = bound_terms(curved, fishers, dagger.fisher)
+    return terms, len(rows), sum(row.response_tokens for row in rows)
+
+
+def _within(retention: Mapping[str, Sequence[Example]], tokens: int) -> list[Example]:
+    """Rows of all sets in turn until the tokens are spent; at least one."""
+    longest = max(len(rows) for rows in retention.values())
+    turns = [rows[i] for i in range(longest) for rows in retention.values() if i < len(rows)]
+    found: list[Example] = []
+    for row in turns:
+        spent = sum(one.response_tokens for one in found)
+        if not found or spent + row.response_tokens <= tokens:
+            found.append(row)
+    return found
+
+
+TERMS = {
+    "ideal": ("||g_ideal||", "retention gradient at the model after"),
+    "proxy": ("||F dtheta||", "proxy gradient"),
+    "left": ("||g_ideal - F dtheta||", "what is bounded"),
+    "cosine": ("cos(g_ideal, F dtheta)", "direction alone"),
+    "residual": ("||r_0||", "retention gradient at the reference: unknown to the proxy"),
+    "drift": ("||dtheta_S||", "drift of the scored weights"),
+    "other_drift": ("||dtheta_rest||", "drift of all other weights"),
+    "mismatch": ("||H - F||", "Fisher-Hessian mismatch in one piece"),
+    "mismatch_along": ("||(H - F) dtheta_S||", "what it does on this drift"),
+    "off_diagonal": ("D_off", "||H - Diag H||"),
+    "calibration": ("D_cal", "||Diag H - F_dagger||"),
+    "transfer": ("D_transfer", "||F_dagger - F||"),
+    "cross": ("||H_S,rest||", "curvature between scored and other weights; not in the paper"),
+    "cross_along": ("||H_S,rest dtheta_rest||", "what it does on this drift"),
+    "third": ("M_3", "third derivative along the drift"),
+    "remainder": ("||remainder||", "in integral form"),
+    "right": ("right side", "the bound, cross term included"),
+    "right_along": ("right side along the drift", "the same with this drift in every term"),
+}
+"""Terms of the bound: symbol and meaning."""
+
+
+def bound_records(terms: Mapping[str, BoundTerms]) -> list[dict[str, Any]]:
+    """One record a Fisher and term, with how it was found."""
+    records = []
+    for fisher, one in terms.items():
+        for name, (symbol, meaning) in TERMS.items():
+            value = getattr(one, name)
+            records.append(
+                {
+                    "fisher": fisher,
+                    "term": symbol,
+                    "value": value if isinstance(value, float) else value.value,
+                    "how": "exact" if isinstance(value, float) else value.how,
+                    "meaning": meaning,
+                }
+            )
+    return records
+
+
+# --- answer ------------------------------------------------------------------------------------
+
+
+def _answer(
+    agreement: Sequence[Mapping[str, Any]],
+    gains: Mapping[str, Estimate],
+    convergence: Sequence[Mapping[str, Any]],
+    terms: Mapping[str, BoundTerms],
+    ratio: float,
+) -> list[str]:
+    by = {(record["retention"], record["proxy"]): record for record in agreement}
+    main, change = by[POOLED, "diagonal"], by[CHANGE, "diagonal"]
+    start = by[POOLED, "oracle at the reference"]
+    said = [
+        f"The diagonal Fisher proxy ranks tokens with Spearman {main['spearman']} to the retention "
+        f"oracle; of the top {ratio:g} it keeps {main['overlap']} in common, where a random choice "
+        f"has {main['random_overlap']}.",
+        f"With the part of the oracle that the drift changed, which is all the proxy models, its "
+        f"Spearman is {change['spearman']}; the oracle of the untouched reference, which it cannot "
+        f"know, has {start['spearman']} to the oracle after.",
+        "Against the bare drift (F = 1) the Fisher adds "
+        + "; ".join(f"{gain} Spearman ({name})" for name, gain in gains.items())
+        + ".",
+    ]
+    if convergence:
+        said.append(
+            "Samples: "
+            + "; ".join(
+                f"{record['samples']} ({record['labels']} labels) give Spearman "
+                f"{record['with_main_fit']} to an independent full fit"
+                for record in _last_of_each(convergence)
+            )
+            + "."
+        )
+    return [*said, _said_of_bound(terms["diagonal"])]
+
+
+def _last_of_each(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list({record["labels"]: record for record in records}.values())
+
+
+def _said_of_bound(terms: BoundTerms) -> str:
+    at_least = "" if terms.right.exact else "at least "
+    verdict = (
+        "The bound is vacuous here: a proxy of zero would meet it too"
+        if terms.vacuous
+        else "The bound says something here"
+    )
+    if not terms.mismatch.known:
+        verdict += f" ({terms.mismatch.how})"
+    return (
+        f"{verdict}. The proxy gradient is off by {terms.left:.3g} where the retention gradient is "
+        f"{terms.ideal:.3g} long (cosine {terms.cosine:.2f}); the right side is "
+        f"{at_least}{terms.right.value:.3g}, of which ||r_0|| is {terms.residual:.3g}. These are "
+        "norms on the named rows, without sampling error of their own."
+    )
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Compare the Fisher proxy with held-out retention rows on the subject's model.
+
+    Raises:
+        DataError: no retention rows.
+        InputError: too few response tokens, or a model that has not left its reference.
+    """
+    options = options or Options()
+    retention = subject.retention_rows(options.rows)
+    rows = subject.sample()
+    subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")
+    before, after, said = subject.before_and_after()
+    pooled = subject.batches([row for found in retention.values() for row in found])
+    model = _Model(subject, after, pooled)
+    scored = list(model.scorer.parameters)
+    _require_drift(before, model.scorer.parameters)
+    fishers, notes = _variants(subject, options)
+    named = dict(before.named_parameters(remove_duplicate=False))
+    fishers["none"] = unit_fisher({name: named[name] for name in scored})
+    grown_fishers, grown = _grown(subject, options)
+    directions = {name: model.along(drift) for name, drift in (fishers | grown_fishers).items()}
+    for name, found in retention.items():
+        directions[f"oracle {name}"] = model.along(subject.batches(found))
+    directions[POOLED] = model.along(pooled)
+    start = _Model(subject, before, pooled).along(pooled)
+    directions["oracle at the reference"] = start
+    directions[CHANGE] = {n: directions[POOLED][n] - part for n, part in start.items()}
+    scores, row = scores_along(subject, model.scorer, rows, directions)
+    proxies = [*fishers, "oracle at the reference"]
+    targets = [POOLED, CHANGE, *(f"oracle {name}" for name in retention)]
+    agreement = agreement_records(scores, proxies, targets, row, subject.ratio, options.draws)
+    gains = {
+        name: _gain(scores, name, "none", row, options.draws) for name in fishers if name != "none"
+    }
+    convergence = convergence_records(scores, grown, row, options.draws)
+    terms, bound_rows, bound_tokens = _bound(
+        subject, (before, after), scored, fishers, retention, options
+    )
+    notes += _notes(subject, rows, retention, said, bound_rows, bound_tokens, scored)
+    return Diagnosis(
+        NAME,
+        find(NAME).question,
+        tuple(_answer(agreement, gains, convergence, terms, subject.ratio)),
+        _tables(agreement, gains, convergence, terms),
+        _figures(scores, list(fishers), agreement, convergence, terms, row, subject, options),
+        tuple(notes),
+        subject.settings()
+        | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
+    )
+
+
+def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    named = dict(before.named_parameters(remove_duplicate=False))
+    missing = [name for name in parameters if name not in named]
+    if missing:
+        raise InputError(
+            "the reference is not the same kind of model",
+            got=f"it has no '{missing[0]}'",
+            why="W - W_ref needs the same weights in both",
+            remedy="give the model that fine-tuning began with, adapters included",
+        )
+    if all(torch.equal(weight, named[name]) for name, weight in parameters.items()):
+        raise InputError(
+            "the model has not left its reference in any scored weight",
+            got=f"{len(parameters)} weights with W = W_ref",
+            why="V = F o (W - W_ref) is zero, and so is every proxy value: there is no ranking",
+            remedy="give the model before fine-tuning as --reference, or a larger --tuning-rate",
+        )
+
+
+def _grown(
+    subject: Subject, options: Options
+) -> tuple[dict[str, FisherDrift], dict[str, tuple[str, str, int]]]:
+    """Fishers of growing numbers of samples, and what each is to be compared with."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {"token": ("diagonal", {})}
+    if options.sequence:
+        free = {"max_new_tokens": options.max_new_tokens}
+        kinds["sequence"] = ("diagonal, free samples", free)
+    fishers: dict[str, FisherDrift] = {}
+    grown: dict[str, tuple[str, str, int]] = {}
+    for labels, (main, extra) in kinds.items():
+        for size, drift in growing_fishers(subject, labels, options.sizes, **extra).items():
+            name = f"{labels} {size}"
+            fishers[name], grown[name] = drift, (labels, main, size)
+    return fishers, grown
+
+
+def _tables(
+    agreement: Sequence[Mapping[str, Any]],
+    gains: Mapping[str, Estimate],
+    convergence: Sequence[Mapping[str, Any]],
+    terms: Mapping[str, BoundTerms],
+) -> tuple[Table, ...]:
+    return (
+        Table.of("agreement", "Proxy against oracle", agreement),
+        Table.of(
+            "gains",
+            "Spearman gained over the bare drift",
+            [{"proxy": name, "gain": gain} for name, gain in gains.items()],
+        ),
+        Table.of("convergence", "Fishers of few samples", convergence),
+        Table.of(
+            "bound",
+            "Terms of the proxy bound",
+            bound_records(terms),
+            "Norms on the retention rows named in the notes, per sequence. 'at least': the true "
+            "norm is this or larger. An empty value was not computed; 'how' says why.",
+        ),
+    )
+
+
+def _figures(
+    scores: Mapping[str, Numbers],
+    proxies: Sequence[str],
+    agreement: Sequence[Mapping[str, Any]],
+    convergence: Sequence[Mapping[str, Any]],
+    terms: Mapping[str, BoundTerms],
+    rows: Numbers,
+    subject: Subject,
+    options: Options,
+) -> tuple[Any, ...]:
+    ratios = [round(0.1 * i, 1) for i in range(1, 10)]
+    curve = [
+        {
+            "proxy": proxy,
+            "ratio": ratio,
+            "overlap": bootstrap(
+                _overlap(ratio), scores[proxy], scores[POOLED], groups=rows, draws=options.draws
+            ),
+            "random": random_overlap(len(rows), ratio),
+        }
+        for proxy in proxies
+        for ratio in ratios
+    ]
+    figures = [
+        scatter_figure(scores["diagonal"], scores[POOLED]),
+        overlap_figure(curve),
+        agreement_figure([r for r in agreement if r["proxy"] in proxies]),
+        bound_figure({name: terms[name] for name in terms}),
+    ]
+    if convergence:
+        figures.insert(3, convergence_figure(convergence))
+    return tuple(figures)
+
+
+def _notes(
+    subject: Subject,
+    rows: Sequence[Example],
+    retention: Mapping[str, Sequence[Example]],
+    said: str,
+    bound_rows: int,
+    bound_tokens: int,
+    scored: Sequence[str],
+) -> list[str]:
+    tokens = sum(row.response_tokens for row in rows)
+    sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
+    notes = [
+        said,
+        f"{tokens} response tokens in {len(rows)} of {len(subject.train)} training rows are "
+        f"scored, by '{subject.config.estimator}' on {len(scored)} weights.",
+        f"Held-out retention rows: {sets}.",
+        f"The bound is on {bound_rows} of them with {bound_tokens} response tokens, at the same "
+        "scored weights; F_dagger is fitted on them with labels drawn on the given text.",
+        f"Everything is computed in the model's {subject.settings()['dtype']}.",
+    ]
+    if subject.fisher is not None:
+        fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
+        notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")
+    if len(rows) < FEWEST:
+        notes.append(
+            f"Fewer than {FEWEST} rows: intervals take tokens of one row for independent, and are "
+            "too narrow."
+        )
+    return notes
+
+
+def main() -> int:
+    """Run from the command line; the exit status."""
+    return run_as_module(NAME)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,487 @@
+"""Which tokens of my text are valued, and by which component?
+
+Values are drawn over the text of chosen rows, normalised within each response, as HTML and as
+figures; what the picture suggests is then measured over a whole sample of rows: which kinds of
+tokens are kept, which component decides, and whether another estimator would say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from alphatoken.data import Example
+from alphatoken.errors import ConfigError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.metrics import sign_agreement, spearman
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.token_figure import heatmap_figure
+from alphatoken.fidelity.token_page import heatmap_html
+from alphatoken.fidelity.token_text import KINDS, Panel, ValuedText, kind_of, normalised
+from alphatoken.fidelity.valuing import kept_by, retention_term, scorer_for
+from alphatoken.report import COMPONENTS
+from alphatoken.report.examples import visible
+
+__all__ = ["Options", "Valued", "agreement_of", "diagnose", "kinds_of", "shares_of"]
+
+Numbers = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+_SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
+_SIDES = ("adaptation", "stability")
+_NAMES = {component.key: component.name for component in COMPONENTS}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the diagnostic ``heatmap`` can be told."""
+
+    rows: tuple[int, ...] = field(
+        default=(), metadata={"help": "training rows to show, from 0; default: the first sampled"}
+    )
+    examples: int = field(default=3, metadata={"help": "how many rows, where none are named"})
+    against: str = field(
+        default="label",
+        metadata={
+            "help": "what the total is shown beside: another estimator, 'before' (the same "
+            "estimator before fine-tuning) or 'none'"
+        },
+    )
+    tuned: bool = field(
+        default=False,
+        metadata={
+            "help": "value at a fine-tuned copy of the model, so that the stability component is "
+            "not zero"
+        },
+    )
+    lines: int = field(default=16, metadata={"help": "most lines of text a panel of the figures"})
+    page_tokens: int = field(
+        default=400, metadata={"help": "most response tokens of a row on the page"}
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        known = (*ESTIMATORS, "before", "none")
+        if self.against not in known:
+            raise ConfigError(
+                "unknown comparison", got=repr(self.against), remedy=f"one of {', '.join(known)}"
+            )
+        for name in ("examples", "lines", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", got=str(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Valued:
+    """The pool: rows, and the values of their n response tokens.
+
+    Attributes:
+        places: number of each row among the training rows.
+        rows: the rows.
+        belongs: (n,) which of them a token belongs to.
+        position: (n,) its index there.
+        columns: component -> (n,) as it enters the total (lambda applied); "total" first.
+        kept: (n,) by the total.
+        other: (n,) total of what it is compared with, or None.
+        other_kept: (n,) by that.
+    """
+
+    places: Sequence[int]
+    rows: Sequence[Example]
+    belongs: NDArray[np.int64]
+    position: NDArray[np.int64]
+    columns: Mapping[str, Numbers]
+    kept: Mask
+    other: Numbers | None = None
+    other_kept: Mask | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        """The components that add up to the total."""
+        return [key for key in self.columns if key != "total"]
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def parts_of(columns: Mapping[str, Numbers], weight: float) -> dict[str, Numbers]:
+    """Total, then the four components, or the two sides where the estimator has no split."""
+    names = [key for key in _SPLIT if key in columns] or [key for key in _SIDES if key in columns]
+    return {"total": columns["total"]} | {
+        key: columns[key] * (weight if key.startswith("stability") else 1.0) for key in names
+    }
+
+
+def shares_of(valued: Valued) -> dict[str, Estimate]:
+    """Share of each component in the summed magnitudes of all components, over all tokens."""
+    columns = [valued.columns[key] for key in valued.parts]
+
+    def share(place: int) -> Estimate:
+        def of(*parts: Numbers) -> float:
+            sizes = [float(np.abs(part).sum()) for part in parts]
+            return sizes[place] / sum(sizes) if sum(sizes) > 0 else np.nan
+
+        return bootstrap(of, *columns, groups=valued.belongs)
+
+    return {key: share(place) for place, key in enumerate(valued.parts)}
+
+
+def agreement_of(valued: Valued) -> dict[str, Estimate]:
+    """Rank correlation, sign agreement and overlap of the kept ones with the other values."""
+    assert valued.other is not None
+    assert valued.other_kept is not None
+    columns = (valued.columns["total"], valued.other)
+    kept = (valued.kept.astype(np.float64), valued.other_kept.astype(np.float64))
+    return {
+        "spearman": bootstrap(spearman, *columns, groups=valued.belongs),
+        "sign_agreement": bootstrap(sign_agreement, *columns, groups=valued.belongs),
+        "kept_in_common": bootstrap(_overlap, *kept, groups=valued.belongs),
+    }
+
+
+def _overlap(a: Numbers, b: Numbers) -> float:
+    return float((a * b).sum() / a.sum()) if a.sum() else float("nan")
+
+
+def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """For each kind of token: how many, share kept, mean value normalised within its response."""
+    kinds = np.array([kind_of(text) for text in texts])
+    total = valued.columns["total"]
+    scaled = np.empty_like(total)
+    for row in np.unique(valued.belongs):
+        own = valued.belongs == row
+        scaled[own] = normalised(total[own])
+    return [
+        {
+            "kind": kind,
+            "tokens": int((kinds == kind).sum()),
+            "kept": _share_kept(valued.kept[kinds == kind], valued.belongs[kinds == kind]),
+            "normalised_value": bootstrap(
+                _mean, scaled[kinds == kind], groups=valued.belongs[kinds == kind]
+            ),
+        }
+        for kind in KINDS
+        if (kinds == kind).any()
+    ]
+
+
+def _share_kept(kept: Mask, belongs: NDArray[np.int64]) -> Estimate:
+    """The bootstrap's interval, at least as wide as Wilson's: it is a point where all are kept."""
+    found = bootstrap(_mean, kept.astype(np.float64), groups=belongs)
+    if not found.defined:
+        return found
+    count, share, z = found.count, found.value, 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
+    return Estimate(
+        share, min(found.low, float(middle - half)), max(found.high, float(middle + half)), count
+    )
+
+
+def _mean(values: Numbers) -> float:
+    return float(values.mean())
+
+
+# --- the diagnostic ------------------------------------------------------------------------------
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Values over the text of chosen rows, and what they add up to over a sample.
+
+    Raises:
+        ConfigError: a row that is not there or has no response; a comparison with before
+            fine-tuning without two models; matplotlib or jinja2 is missing.
+        InputError: too few response tokens in the sample.
+    """
+    options = options or Options()
+    shown, pool = _chosen(subject, options)
+    subject.require_tokens(
+        [subject.train[place] for place in pool], FEWEST, "shares and agreement are statistics"
+    )
+    valued, where = _valued(subject, options, pool)
+    words = [subject.texts(row) for row in valued.rows]
+    own = [words[row][at].text for row, at in zip(valued.belongs, valued.position, strict=True)]
+    texts = [_text_of(valued, subject, options, place) for place in shown]
+    shares = shares_of(valued)
+    agreement = {} if valued.other is None else agreement_of(valued)
+    kinds = kinds_of(valued, own)
+    tokens = _tokens_table(valued, own, shown)
+    figures = [
+        heatmap_figure(text, _row_table(tokens, text.row), lines=options.lines) for text in texts
+    ]
+    return Diagnosis(
+        name="heatmap",
+        question=find("heatmap").question,
+        answer=_answer(subject, valued, options, shares, agreement, kinds),
+        tables=(
+            _kinds_table(kinds, subject.ratio),
+            _shares_table(shares),
+            *([_agreement_table(agreement, subject, options)] if agreement else []),
+            tokens,
+        ),
+        figures=(*figures, kinds_figure(kinds, subject.ratio), shares_figure(shares, _NAMES)),
+        notes=_notes(subject, valued, options, shown, where),
+        settings={
+            **subject.settings(),
+            "rows shown": ", ".join(map(str, shown)),
+            "against": options.against,
+            "tuned": options.tuned,
+        },
+        html=heatmap_html(texts, most=options.page_tokens),
+    )
+
+
+def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
+    """Rows that are shown, and the pool in which tokens are ranked, both as training rows."""
+    numbers = {id(row): place for place, row in enumerate(subject.train)}
+    sampled = [numbers[id(row)] for row in subject.sample()]
+    for place in options.rows:
+        if not 0 <= place < len(subject.train) or not subject.train[place].response_tokens:
+            raise ConfigError(
+                "a row to show is not there, or has no response token",
+                got=f"--rows {place}",
+                remedy=f"rows are numbered from 0 to {len(subject.train) - 1}",
+            )
+    shown = list(dict.fromkeys(options.rows)) or sampled[: options.examples]
+    return shown, sorted({*sampled, *shown})
+
+
+def _valued(
+    subject: Subject, options: Options, pool: Sequence[int]
+) -> tuple[Valued, tuple[str, ...]]:
+    """Values of the pool and of what they are compared with; sentences on where they are taken."""
+    before, model, where = _models(subject, options)
+    retention = retention_term(subject, moved=options.tuned)
+    rows = [subject.train[place] for place in pool]
+    found = subject.score(scorer_for(subject, model=model, retention=retention), rows)
+    columns = parts_of(found, subject.config.stability_weight)
+    other = None
+    if options.against == "before":
+        other = subject.score(scorer_for(subject, model=before, retention=retention), rows)
+    elif options.against != "none":
+        scorer = scorer_for(subject, options.against, model=model, retention=retention)
+        other = subject.score(scorer, rows)
+    total = None if other is None else other["total"]
+    valued = Valued(
+        pool,
+        rows,
+        found["row"],
+        found["position"],
+        columns,
+        kept_by(columns["total"], subject.ratio),
+        total,
+        None if total is None else kept_by(total, subject.ratio),
+    )
+    return valued, where
+
+
+def _models(subject: Subject, options: Options) -> tuple[nn.Module, nn.Module, tuple[str, ...]]:
+    """The model before, the one whose values are shown, and what to say of them."""
+    if options.against == "before" and subject.reference is None and not options.tuned:
+        raise ConfigError(
+            "there are no two checkpoints to compare",
+            got="--against before, and one model",
+            remedy="give --reference MODEL, or --tuned for a copy that is fine-tuned here",
+        )
+    if not options.tuned:
+        return subject.reference or subject.model, subject.model, ()
+    before, after, said = subject.before_and_after()
+    return before, after, (said, "Values are those of the model after.")
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> ValuedText:
+    """One row with its panels: the total, the other total, then the components that are not 0."""
+    row = list(valued.places).index(place)
+    example = valued.rows[row]
+    own = valued.belongs == row
+    response = np.zeros(len(example.input_ids), dtype=bool)
+    response[valued.position[own]] = True
+    estimator = subject.config.estimator
+    panels = [Panel("total", f"Total, {estimator}", valued.columns["total"][own], valued.kept[own])]
+    if valued.other is not None and valued.other_kept is not None:
+        name = f"{estimator} before" if options.against == "before" else options.against
+        panels.append(Panel("other", f"Total, {name}", valued.other[own], valued.other_kept[own]))
+    panels += [
+        Panel(key, _NAMES[key], valued.columns[key][own], valued.kept[own])
+        for key in valued.parts
+        if valued.columns[key].any()
+    ]
+    texts = [visible(token.text) for token in subject.texts(example)]
+    return ValuedText(place, f"row {place} ({example.row.place})", texts, response, tuple(panels))
+
+
+def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) -> Table:
+    records = []
+    for place in shown:
+        row = list(valued.places).index(place)
+        own = np.flatnonzero(valued.belongs == row)
+        scaled = normalised(valued.columns["total"][own])
+        for token, colour in zip(own, scaled, strict=True):
+            records.append(
+                {
+                    "row": place,
+                    "position": int(valued.position[token]),
+                    "token": words[int(token)],
+                    **{key: float(values[token]) for key, values in valued.columns.items()},
+                    "normalised": float(colour),
+                    "kept": bool(valued.kept[token]),
+                    **_other_cells(valued, int(token)),
+                }
+            )
+    return Table.of(
+        "heatmap-tokens",
+        "Tokens of the rows shown",
+        records,
+        note="Components as they enter the total (stability times lambda). normalised: total over "
+        "the largest absolute total of the response. Single values are exact to the estimator, "
+        "not estimates.",
+    )
+
+
+def _other_cells(valued: Valued, token: int) -> dict[str, Any]:
+    if valued.other is None or valued.other_kept is None:
+        return {}
+    return {
+        "other_total": float(valued.other[token]),
+        "other_kept": bool(valued.other_kept[token]),
+    }
+
+
+def _row_table(tokens: Table, row: int) -> Table:
+    rows = tuple(cells for cells in tokens.rows if cells[0] == row)
+    return Table(f"heatmap-row-{row}", f"Tokens of row {row}", tokens.columns, rows, tokens.note)
+
+
+# --- tables and words -----------------------------------------------------------------------------
+
+
+def _kinds_table(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Table:
+    return Table.of(
+        "heatmap-kinds",
+        "Kinds of tokens",
+        kinds,
+        note=f"kept: share of these tokens that the selection keeps; {ratio:g} of all are kept. "
+        "normalised_value: mean of the total over the largest absolute total of its response.",
+    )
+
+
+def _shares_table(shares: Mapping[str, Estimate]) -> Table:
+    return Table.of(
+        "heatmap-shares",
+        "What the values are made of",
+        [{"component": key, "share": share} for key, share in shares.items()],
+        note="Share of the summed magnitudes of the components; stability times lambda.",
+    )
+
+
+def _agreement_table(
+    agreement: Mapping[str, Estimate], subject: Subject, options: Options
+) -> Table:
+    return Table.of(
+        "heatmap-agreement",
+        "Agreement of the two totals",
+        [{"estimator": subject.config.estimator, "against": options.against, **agreement}],
+        note=f"kept_in_common: {subject.ratio:g} for two rankings that are unrelated.",
+    )
+
+
+def _answer(
+    subject: Subject,
+    valued: Valued,
+    options: Options,
+    shares: Mapping[str, Estimate],
+    agreement: Mapping[str, Estimate],
+    kinds: Sequence[Mapping[str, Any]],
+) -> tuple[str, ...]:
+    sentences = [_kinds_sentence(kinds, subject.ratio)]
+    known = {key: share for key, share in shares.items() if share.defined and share.value > 0}
+    order = sorted(known, key=lambda key: -known[key].value)
+    if order:
+        parts = ", ".join(f"{_NAMES[key].lower()} {known[key]}" for key in order)
+        sentences.append(f"Of the summed magnitudes, these are the shares: {parts}.")
+    if _still(valued):
+        sentences.append(_still_sentence(subject, options))
+    if agreement:
+        other = "the values before fine-tuning" if options.against == "before" else options.against
+        sentences.append(
+            f"Against {other}: rank correlation {agreement['spearman']}, same sign for "
+            f"{agreement['sign_agreement']} of the tokens, {agreement['kept_in_common']} of the "
+            f"kept ones in common ({subject.ratio:g} by chance)."
+        )
+    return tuple(sentences)
+
+
+def _kinds_sentence(kinds: Sequence[Mapping[str, Any]], ratio: float) -> str:
+    more = [k for k in kinds if k["kept"].defined and k["kept"].low > ratio]
+    less = [k for k in kinds if k["kept"].defined and k["kept"].high < ratio]
+    said = [
+        f"kept {word} often than the {ratio:g} of all tokens: "
+        + ", ".join(f"{k['kind']} {k['kept']}" for k in found)
+        for word, found in (("more", more), ("less", less))
+        if found
+    ]
+    if not said:
+        return "No kind of token is clearly kept more or less often than the others."
+    text = "; ".join(said)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _still(valued: Valued) -> bool:
+    """Whether stability plays no part."""
+    return not any(valued.columns[key].any() for key in valued.parts if "stability" in key)
+
+
+def _still_sentence(subject: Subject, options: Options) -> str:
+    if subject.config.objective == "adaptation":
+        return "Stability is not asked for: values are adaptation only."
+    if options.tuned or subject.reference is not None or subject.fisher is not None:
+        return "Stability is zero for every token: the weights are those of the reference."
+    return (
+        "Stability is zero for every token, as it must be where the model is its own reference "
+        "(the start of training); --tuned shows it after a short fine-tuning."
+    )
+
+
+def _notes(
+    subject: Subject,
+    valued: Valued,
+    options: Options,
+    shown: Sequence[int],
+    where: tuple[str, ...],
+) -> tuple[str, ...]:
+    total = sum(row.response_tokens for row in subject.train)
+    notes = [
+        *where,
+        f"{len(shown)} rows are shown. Statistics, and the ranking that decides what is kept, are "
+        f"over {len(valued.belongs)} of {total} response tokens, in {len(valued.rows)} of "
+        f"{len(subject.train)} rows.",
+        "Each panel has its own scale, given in its title: the same colour in two panels is not "
+        "the same value.",
+    ]
+    if subject.config.estimator in ("label", "path"):
+        notes.append(f"{subject.config.estimator} has one value, not a direct and a causal part.")
+    if len(valued.rows) < FEWEST:
+        notes.append(
+            f"Only {len(valued.rows)} rows: intervals draw single tokens, and are a lower limit "
+            "of the truth."
+        )
+    if subject.tokenizer is None:
+        notes.append("There is no tokenizer: tokens are shown by number.")
+    return tuple(notes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_module("heatmap"))

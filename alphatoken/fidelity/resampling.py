@@ -1,0 +1,161 @@
+"""Decisions under redrawn rows: bootstrap of what a direction is a mean of.
+
+Pure arithmetic on ``RowColumns``: each resample is a weighted sum of columns, so none is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.fidelity.decisions import (
+    Agreement,
+    classify,
+    kept,
+    over_draws,
+)
+from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.per_row import RowColumns
+from alphatoken.selection import keep_count
+
+__all__ = ["FEWEST_ROWS", "Resampled", "noise_by_size", "noise_share", "resample"]
+
+Numbers = NDArray[np.float64]
+
+FEWEST_ROWS = 4
+"""Fewest rows that are drawn again from themselves."""
+
+_SUBSETS = 20
+_INNER = 200
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """What a bootstrap of the rows does to the decisions.
+
+    Attributes:
+        agreement: of a resample with all rows, over the resamples.
+        keep_share: (n,) share of the resamples in which a token is kept.
+    """
+
+    agreement: Agreement
+    keep_share: Numbers
+
+    def state(self, uncertain: float) -> NDArray[np.int64]:
+        """Index into ``DECISIONS`` of each token."""
+        return classify(self.keep_share, uncertain)
+
+
+def resample(
+    columns: RowColumns, rest: Numbers, ratio: float, resamples: int, *, seed: int
+) -> Resampled:
+    """Draw as many rows as there are, with replacement, again and again.
+
+    Args:
+        columns: values against each row.
+        rest: (n,) what is added to them, the same in each resample.
+        ratio: share to keep, at one threshold for all tokens.
+        resamples: how many.
+        seed: of the draws.
+    """
+    rows = len(columns.tokens)
+    weights = _weights(rows, rows, resamples, np.random.default_rng(seed))
+    whole, totals = columns.whole + rest, columns.at(weights) + rest
+    before, after = kept(whole, ratio), kept(totals, ratio)
+    found = Agreement(
+        over_draws(np.array([spearman(whole, total) for total in totals])),
+        over_draws((before & after).sum(1) / before.sum()),
+        over_draws((before != after).mean(1)),
+        keep_count(ratio, len(whole)) / len(whole),
+    )
+    return Resampled(found, after.mean(0))
+
+
+def _weights(
+    rows: int, draws: int, resamples: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """(resamples, rows): how often each row comes up in ``draws`` draws with replacement."""
+    return generator.multinomial(draws, np.full(rows, 1 / rows), size=resamples)
+
+
+def noise_share(flags: NDArray[np.bool_], groups: NDArray[Any], seed: int) -> Estimate:
+    """Share of marked tokens, with its interval over rows of tokens."""
+    return bootstrap(np.mean, flags.astype(np.float64), groups=groups, seed=seed)
+
+
+def noise_by_size(
+    columns: RowColumns,
+    rest: Numbers,
+    ratio: float,
+    uncertain: float,
+    *,
+    groups: NDArray[Any],
+    measured: NDArray[np.bool_],
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Share of noise decisions at fewer and at more rows than the V that there are.
+
+    Fewer: subsets of m rows, each bootstrapped as the whole is; the mean over subsets. More: 2V
+    and 4V rows drawn with replacement from the V. Whether that may be believed shows at V itself:
+    there the same is done with subsets of V / 2, and stands beside what was measured.
+
+    Args:
+        columns: values against each row.
+        rest: what is added to them.
+        ratio: share to keep.
+        uncertain: as in ``classify``.
+        groups: row of each token, for intervals.
+        measured: whether each token's decision is noise at V.
+        seed: of the draws.
+
+    Returns:
+        Records of "validation rows", "noise" and "how" ("subsets", "measured", "check", "drawn").
+    """
+    generator = np.random.default_rng((seed, 1))
+    rows = len(columns.tokens)
+
+    def of_subsets(size: int, draws: int) -> Estimate:
+        found = [
+            _noise(_subset(columns, size, generator), rest, ratio, uncertain, draws, generator)
+            for _ in range(_SUBSETS)
+        ]
+        return over_draws(np.array([flags.mean() for flags in found]))
+
+    small = sorted({m for m in (rows // 8, rows // 4, rows // 2) if m >= FEWEST_ROWS})
+    records = [_size(m, of_subsets(m, m), "subsets") for m in small]
+    records.append(_size(rows, noise_share(measured, groups, seed), "measured"))
+    if rows // 2 in small:
+        records.append(_size(rows, of_subsets(rows // 2, rows), "check"))
+    for more in (2 * rows, 4 * rows):
+        flags = _noise(columns, rest, ratio, uncertain, more, generator)
+        records.append(_size(more, noise_share(flags, groups, seed), "drawn"))
+    return records
+
+
+def _size(rows: int, noise: Estimate, how: str) -> dict[str, Any]:
+    return {"validation rows": rows, "noise": noise, "how": how}
+
+
+def _subset(columns: RowColumns, size: int, generator: np.random.Generator) -> RowColumns:
+    chosen: Sequence[int] = generator.permutation(len(columns.tokens))[:size].tolist()
+    return RowColumns(columns.sums[:, chosen], columns.tokens[chosen])
+
+
+def _noise(
+    columns: RowColumns,
+    rest: Numbers,
+    ratio: float,
+    uncertain: float,
+    draws: int,
+    generator: np.random.Generator,
+) -> NDArray[np.bool_]:
+    """Whether each decision is noise if ``draws`` rows are drawn from these."""
+    weights = _weights(len(columns.tokens), draws, _INNER, generator)
+    shares = kept(columns.at(weights) + rest, ratio).mean(0)
+    noise: NDArray[np.bool_] = classify(shares, uncertain) == 1
+    return noise

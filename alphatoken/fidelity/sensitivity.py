@@ -1,0 +1,590 @@
+"""How much do the kept tokens, and the cost, depend on each setting?
+
+One setting at a time is changed from the run's own: estimator, number of layers K, window W,
+lambda, ratio, validation rows. The kept set is compared with that of the run, and the scoring
+side is counted in FLOPs beside a training step on the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from alphatoken.adapter import find_adapter
+from alphatoken.capture import find_scope, resolve_layers
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example
+from alphatoken.direction import Direction, norms
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, CoverageError, FisherError, UnsupportedError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity import sensitivity_figures as figures
+from alphatoken.fidelity.decisions import agreement, percent
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.per_row import row_columns, values_along
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.scoring_cost import (
+    ScoringCost,
+    direction_cost,
+    step_cost,
+    values_cost,
+)
+from alphatoken.fidelity.stability import validation_sample
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.sweeps import (
+    captured,
+    positive_share,
+    ratio_sweep,
+    size_sweep,
+    weight_for_change,
+    weight_sweep,
+)
+from alphatoken.fidelity.valuing import with_estimator
+from alphatoken.scorer import Scorer
+from alphatoken.selection import keep_count
+
+__all__ = ["Options", "diagnose", "layer_choices"]
+
+Numbers = NDArray[np.float64]
+
+_WINDOWED = ("alphatoken", "paper_literal")
+_DISJOINT = "overlap, disjoint subsets"
+_OF_WEIGHTS = (
+    "||lambda V|| / ||G||",
+    "stability's share of the magnitudes",
+    "flips from adaptation alone",
+)
+_SOME_LAYERS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Values of the settings; the run's own are always added."""
+
+    estimators: tuple[str, ...] = field(
+        default=ESTIMATORS, metadata={"help": "estimators that are compared"}
+    )
+    layers: tuple[int, ...] = field(
+        default=(), metadata={"help": "numbers of last layers K; by default 1, 2, ... to the depth"}
+    )
+    windows: tuple[int, ...] = field(
+        default=(0, 1, 2, 4, 8, 16, 32, 64, 128), metadata={"help": "windows W, in positions"}
+    )
+    weights: tuple[float, ...] = field(
+        default=(0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
+        metadata={"help": "stability weights lambda"},
+    )
+    ratios: tuple[float, ...] = field(
+        default=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+        metadata={"help": "shares of tokens to keep"},
+    )
+    validation_rows: int = field(
+        default=64, metadata={"help": "most validation rows; of more, so many are drawn"}
+    )
+    draws: int = field(
+        default=20, metadata={"help": "subsets of validation rows drawn for each size"}
+    )
+    changed: float = field(
+        default=0.1,
+        metadata={"help": "share of decisions whose change by lambda is looked for"},
+    )
+    repeats: int = field(default=3, metadata={"help": "timings, of which the median is taken"})
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        least = {"validation_rows": 4, "draws": FEWEST, "repeats": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
+        for name, low in {"layers": 1, "windows": 0}.items():
+            if any(value < low for value in getattr(self, name)):
+                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
+        unknown = [name for name in self.estimators if name not in ESTIMATORS]
+        if unknown:
+            raise ConfigError(
+                "unknown estimator", got=unknown[0], remedy=f"one of {', '.join(ESTIMATORS)}"
+            )
+        if not all(0 < ratio <= 1 for ratio in self.ratios):
+            raise ConfigError("ratios must lie in (0, 1]", got=repr(self.ratios))
+        if not all(abs(weight) < float("inf") for weight in self.weights):
+            raise ConfigError("weights must be finite", got=repr(self.weights))
+        if not 0 < self.changed < 1:
+            raise ConfigError("changed must lie between 0 and 1", got=repr(self.changed))
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Change one setting at a time; compare kept sets and cost with the run's own.
+
+    Raises:
+        InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
+            has no validation side.
+    """
+    options = options or Options()
+    run = _Run.of(subject, options)
+    found = {
+        "estimator": run.sweep("estimator", run.estimators(options)),
+        "K": run.sweep("K", run.layers(options)),
+        "W": run.sweep("W", run.windows(options)),
+    }
+    weight = run.weight
+    gain, keep = run.values["adaptation"], run.values["stability"]
+    if run.retains:
+        found["lambda"] = weight_sweep(
+            gain,
+            keep,
+            sorted({*options.weights, weight}),
+            weight,
+            subject.ratio,
+            run.balance,
+            run.groups,
+            seed=subject.seed,
+        )
+    columns = row_columns(subject, run.scorer, run.rows, run.validation)
+    sizes = size_sweep(columns, weight * keep, subject.ratio, options.draws, seed=subject.seed)
+    found["validation rows"] = [
+        *(record | {"cost": run.cost_of_rows(int(record["value"]))} for record in sizes),
+        run.default_record(len(run.validation)),
+    ]
+    ratios = ratio_sweep(
+        run.total,
+        sorted({*options.ratios, subject.ratio}),
+        subject.ratio,
+        run.groups,
+        seed=subject.seed,
+    )
+    return _Findings(run, options, found, ratios).diagnosis()
+
+
+# --- the run that is compared with --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run's own settings: model, retention, values, cost.
+
+    ``wide`` is M's two sides over every layer that will be tried: any setting contracts with the
+    part that it scores, so that the validation rows are sent through the model once.
+    """
+
+    subject: Subject
+    model: nn.Module
+    retention: FisherDrift | None
+    rows: list[Example]
+    validation: list[Example]
+    wide: Direction
+    scorer: Scorer
+    values: dict[str, Numbers]
+    cost: ScoringCost
+    repeats: int
+    notes: list[str]
+
+    @classmethod
+    def of(cls, subject: Subject, options: Options) -> _Run:
+        if subject.config.objective == "stability":
+            raise ConfigError(
+                "the run has no validation side to be sensitive to",
+                got="objective='stability'",
+                remedy="objective='both' or 'adaptation'",
+            )
+        rows = subject.sample()
+        subject.require_tokens(rows, 2 * FEWEST, "rankings and shares are compared")
+        validation, notes = validation_sample(subject, options.validation_rows)
+        config, layers = subject.config, _tried_layers(subject, options)
+        model, retention = subject.model, None
+        if config.objective != "adaptation":
+            _, model, said = subject.before_and_after()
+            retention = subject.fisher or subject.fitted_fisher(
+                layers=layers, score_bias=config.score_bias, parameters=config.parameters
+            )
+            notes.append(f"Values are those of the model after fine-tuning. {said}")
+        scorer = _scorer(subject, model, retention, validation, config)
+        values = subject.score(scorer, rows, "Values of the run")
+        every = sum(row.response_tokens for row in subject.train)
+        notes.insert(
+            0,
+            f"{len(values['total'])} of {every} response tokens were valued, in {len(rows)} of "
+            f"{len(subject.train)} rows, all ranked in one pool.",
+        )
+        batch = subject.batches(rows)[0]
+        shape = tuple(batch["input_ids"].shape)
+        notes.append(
+            f"Cost is that of one batch of {shape[0]} rows and {shape[1]} positions, scored in the "
+            "forward that training runs, with M built anew from all validation rows; a step is "
+            "its forward and backward."
+        )
+        cost = ScoringCost(
+            direction_cost(scorer, repeats=1),
+            values_cost(scorer, batch, repeats=options.repeats),
+            step_cost(scorer.adapter, batch, repeats=options.repeats),
+        )
+        wide = _scorer(
+            subject,
+            model,
+            retention,
+            validation,
+            replace(config, layers=_covered(retention, model, layers, notes)),
+        ).direction
+        return cls(
+            subject, model, retention, rows, validation, wide, scorer, values, cost,
+            options.repeats, notes,
+        )  # fmt: skip
+
+    @property
+    def total(self) -> Numbers:
+        return self.values["total"]
+
+    @property
+    def groups(self) -> NDArray[Any]:
+        return self.values["row"]
+
+    @property
+    def weight(self) -> float:
+        return self.subject.config.stability_weight
+
+    @property
+    def retains(self) -> bool:
+        """Whether lambda multiplies anything."""
+        return self.retention is not None and bool(np.abs(self.values["stability"]).max() > 0)
+
+    @property
+    def balance(self) -> float:
+        """``||V|| / ||G||`` over all scored weights."""
+        direction = self.scorer.direction
+        return _norm(direction.stability or {}) / _norm(direction.adaptation)
+
+    def default_record(self, value: object) -> dict[str, Any]:
+        """The run against itself."""
+        same = Estimate(1.0, 1.0, 1.0, len(self.total))
+        none = Estimate(0.0, 0.0, 0.0, len(self.total))
+        chance = keep_count(self.subject.ratio, len(self.total)) / len(self.total)
+        return {
+            "value": value,
+            "default": True,
+            "spearman": same,
+            "overlap": same,
+            "overlap by chance": chance,
+            "flips": none,
+            "cost": self.cost,
+        }
+
+    # --- what is tried -----------------------------------------------------------------------
+
+    def estimators(self, options: Options) -> dict[object, ScorerConfig]:
+        config = self.subject.config
+        names = dict.fromkeys([*options.estimators, config.estimator])
+        return {name: with_estimator(config, name) for name in names}
+
+    def layers(self, options: Options) -> dict[object, ScorerConfig]:
+        config, scope = self.subject.config, self.scorer.scope.layers
+        depth = len(self.scorer.adapter.layers())
+        last = scope == tuple(range(depth - len(scope), depth))
+        if not last:
+            self.notes.append(f"The run scores layers {scope}, which are no last K layers.")
+        return {
+            k: config if last and k == len(scope) else replace(config, layers=k)
+            for k in layer_choices(options.layers, depth, len(scope) if last else None)
+        }
+
+    def windows(self, options: Options) -> dict[object, ScorerConfig]:
+        config = self.subject.config
+        if config.estimator not in _WINDOWED or config.path == "direct":
+            self.notes.append(f"'{config.estimator}' has no window W.")
+            return {}
+        longest = max(len(row.input_ids) for row in self.rows)
+        chosen = {*options.windows, *([] if config.window is None else [config.window])}
+        widths = sorted(width for width in chosen if width < longest or width == config.window)
+        tried: dict[object, ScorerConfig] = {w: replace(config, window=w) for w in widths}
+        return tried | {f"all ({longest})": replace(config, window=None)}
+
+    def sweep(self, setting: str, tried: Mapping[object, ScorerConfig]) -> list[dict[str, Any]]:
+        """Score and compare under each configuration; what the model does not allow is noted."""
+        subject = self.subject
+        tracker = subject.tracker(f"Setting {setting}", len(tried))
+        records = []
+        for number, (value, config) in enumerate(tried.items()):
+            if config == subject.config:
+                records.append(self.default_record(value))
+                continue
+            try:
+                scorer, total = self.scored(config)
+            except (CoverageError, FisherError, UnsupportedError) as problem:
+                self.notes.append(f"{setting} = {value} was left out: {problem.what}.")
+                continue
+            compared = agreement(self.total, total, subject.ratio, self.groups, seed=subject.seed)
+            records.append(
+                {
+                    "value": value,
+                    "default": False,
+                    **compared.record(),
+                    "cost": self.cost_of(scorer, own=setting == "K"),
+                }
+            )
+            tracker.report(number + 1)
+        return records
+
+    def scored(self, config: ScorerConfig) -> tuple[Scorer, Numbers]:
+        """Totals under another configuration, and a scorer of it that knows one validation row.
+
+        That scorer's own values are not used: they make it run the proofs on this model.
+        """
+        subject = self.subject
+        narrow = replace(config, contraction="auto" if config.estimator == "label" else "projected")
+        scorer = _scorer(subject, self.model, self.retention, self.validation[:1], narrow)
+        scorer.score(subject.batches(self.rows[:1])[0])
+        missing = [name for name in scorer.parameters if name not in self.wide.adaptation]
+        if missing:
+            raise FisherError("the Fisher given does not cover every scored weight", got=missing[0])
+        whole = self.wide.total()
+        side = {name: whole[name] for name in scorer.parameters}
+        found = [values_along(scorer, batch, [side])[:, 0] for batch in subject.batches(self.rows)]
+        return scorer, np.concatenate(found)
+
+    def cost_of(self, scorer: Scorer, *, own: bool) -> ScoringCost:
+        """Of another configuration; M is counted anew only where it is another one (``own``)."""
+        values = values_cost(scorer, self.subject.batches(self.rows)[0], repeats=self.repeats)
+        direction = self.cost.direction
+        if own:
+            scorer.set_validation(self.subject.batches(self.validation))
+            direction = direction_cost(scorer, repeats=0)
+        return ScoringCost(direction, values, self.cost.step)
+
+    def cost_of_rows(self, size: int) -> ScoringCost:
+        """The run's cost with the first ``size`` validation rows."""
+        rows = self.validation[:size]
+        scorer = _scorer(self.subject, self.model, self.retention, rows, self.subject.config)
+        return replace(self.cost, direction=direction_cost(scorer, repeats=0))
+
+
+def layer_choices(given: Sequence[int], depth: int, own: int | None) -> list[int]:
+    """Numbers of last layers that are tried: those given, or a spread up to the depth.
+
+    >>> layer_choices((), 5, 3)
+    [1, 2, 3, 4, 5]
+    >>> layer_choices((2, 40), 28, 3)
+    [2, 3]
+    """
+    chosen = {k for k in (given or (*_SOME_LAYERS, depth)) if k <= depth}
+    return sorted(chosen | ({own} if own is not None else set()))
+
+
+def _tried_layers(subject: Subject, options: Options) -> list[int]:
+    """Indices of all layers that some setting scores."""
+    adapter = find_adapter(subject.model)
+    depth, own = len(adapter.layers()), resolve_layers(adapter, subject.config.layers)
+    most = max(layer_choices(options.layers, depth, None), default=1)
+    return sorted({*own, *range(depth - most, depth)})
+
+
+def _covered(
+    retention: FisherDrift | None, model: nn.Module, layers: Sequence[int], notes: list[str]
+) -> list[int]:
+    """Those of the layers whose scored weights the Fisher has."""
+    if retention is None:
+        return list(layers)
+    adapter, known = find_adapter(model), set(retention.names)
+    found = [
+        layer
+        for layer in layers
+        if all(linear.weight_name in known for linear in find_scope(adapter, [layer]).linears)
+    ]
+    if len(found) < len(layers):
+        notes.append(f"The Fisher given covers layers {found} only; no other K is tried.")
+    return found
+
+
+def _scorer(
+    subject: Subject,
+    model: nn.Module,
+    retention: FisherDrift | None,
+    rows: Sequence[Example],
+    config: ScorerConfig,
+) -> Scorer:
+    scorer = Scorer(model, subject.batches(rows), retention, config)
+    scorer.warn = False  # which side decides is reported
+    return scorer
+
+
+def _norm(direction: Mapping[str, Tensor]) -> float:
+    return float(np.linalg.norm(list(norms(direction).values())))
+
+
+# --- what is said ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """Everything that was measured, and its presentation."""
+
+    run: _Run
+    options: Options
+    found: dict[str, list[dict[str, Any]]]
+    ratios: list[dict[str, Any]]
+
+    def diagnosis(self) -> Diagnosis:
+        subject, settings = self.run.subject, self.settings()
+        subsets = [r for r in self.found["validation rows"] if not r["default"]]
+        tables = [
+            Table.of(
+                "settings",
+                "Kept tokens and cost, one setting changed at a time",
+                [_without(record, _DISJOINT) for record in settings],
+                "Overlap: share of the run's kept tokens that are kept again. Validation rows: "
+                "mean over random subsets, intervals over subsets; for all else intervals are "
+                "over rows of tokens. Costs are shares of a training step on the same batch.",
+            ),
+            Table.of(
+                "ratios",
+                "What each ratio keeps",
+                self.ratios,
+                "Captured: sum of the kept values over the sum of all positive values. Kept sets "
+                "of different ratios are nested, so their overlap says nothing.",
+            ),
+            Table.of(
+                "subsets",
+                "Agreement of validation sets that have no row in common",
+                [{"rows": r["value"], _DISJOINT: r[_DISJOINT]} for r in subsets if _DISJOINT in r],
+                "Overlap of the tokens that two disjoint random subsets keep.",
+            ),
+        ]
+        if "lambda" in self.found:
+            tables.append(
+                Table.of(
+                    "weights",
+                    "What lambda does",
+                    [
+                        {"lambda": r["value"], **{name: r[name] for name in _OF_WEIGHTS}}
+                        for r in self.found["lambda"]
+                    ],
+                    "Norms are over all scored weights; magnitudes are those of the values.",
+                )
+            )
+        return Diagnosis(
+            "sensitivity",
+            find("sensitivity").question,
+            tuple(self.answer()),
+            tables=tuple(tables),
+            figures=(figures.masks(settings), figures.ratios(self.run.total, self.ratios)),
+            notes=tuple(self.run.notes),
+            settings={**subject.settings(), **asdict(self.options)},
+        )
+
+    def settings(self) -> list[dict[str, Any]]:
+        """All settings, with the columns that they share."""
+        return [
+            {
+                "setting": setting,
+                "value": f"{record['value']:g}" if setting == "lambda" else str(record["value"]),
+                **_without(record, "value", "cost", *_OF_WEIGHTS),
+                **(record["cost"].record() if "cost" in record else {}),
+            }
+            for setting, records in self.found.items()
+            for record in records
+        ]
+
+    # --- sentences -----------------------------------------------------------------------------
+
+    def answer(self) -> list[str]:
+        """Findings, most important first."""
+        said = [self._order(), self._ratio()]
+        if "lambda" in self.found:
+            said.append(self._weight())
+        return [*said, self._rows(), self._cost()]
+
+    def _order(self) -> str:
+        """Settings by the least overlap that one of their values has with the run."""
+        worst = {}
+        for setting, records in self.found.items():
+            others = [r for r in records if not r["default"] and r["overlap"].defined]
+            if others:
+                worst[setting] = min(others, key=lambda record: float(record["overlap"].value))
+        ordered = sorted(worst.items(), key=lambda item: float(item[1]["overlap"].value))
+        chance = keep_count(self.run.subject.ratio, len(self.run.total)) / len(self.run.total)
+        said = [
+            f"{setting} ({record['value']} keeps {percent(record['overlap'])} of the run's tokens)"
+            for setting, record in ordered
+        ]
+        return (
+            "The kept tokens depend on the settings in this order, each at the tried value that "
+            f"changes most: {'; '.join(said)}. By chance it would be {100 * chance:.0f} %."
+        )
+
+    def _ratio(self) -> str:
+        run = self.run
+
+        def estimate(statistic: Any) -> Estimate:
+            return bootstrap(statistic, run.total, groups=run.groups, seed=run.subject.seed)
+
+        own = estimate(lambda values: captured(values, run.subject.ratio))
+        return (
+            f"{percent(estimate(positive_share))} of the tokens have a positive value: the kept "
+            "total is largest at that ratio. The run's ratio of "
+            f"{run.subject.ratio:g} captures {percent(own)} of all positive value, keeping every "
+            f"token {percent(estimate(lambda values: captured(values, 1.0)))}."
+        )
+
+    def _weight(self) -> str:
+        run, changed = self.run, self.options.changed
+        gain, keep = run.values["adaptation"], run.values["stability"]
+        found = bootstrap(
+            lambda a, b: weight_for_change(a, b, run.subject.ratio, changed),
+            gain,
+            keep,
+            groups=run.groups,
+            draws=50,
+            seed=run.subject.seed,
+        )
+        own = next(record for record in self.found["lambda"] if record["default"])
+        reached = (
+            f"lambda = {found.value:.3g} [{found.low:.3g}, {found.high:.3g}]"
+            if found.defined
+            else "no lambda that was tried"
+        )
+        return (
+            f"The stability side reverses {100 * changed:g} % of the decisions at {reached}. The "
+            f"run's {run.weight:g} makes ||lambda V|| / ||G|| {own['||lambda V|| / ||G||']:.2g} "
+            f"and reverses {percent(own['flips from adaptation alone'])}."
+        )
+
+    def _rows(self) -> str:
+        apart = [
+            (record["value"], record[_DISJOINT])
+            for record in self.found["validation rows"]
+            if _DISJOINT in record
+        ]
+        said = [f"{size}: {percent(overlap)}" for size, overlap in (apart[0], apart[-1])]
+        return (
+            "Two validation sets without a common row keep the same tokens to this extent, by "
+            f"their rows: {'; '.join(said)}."
+        )
+
+    def _cost(self) -> str:
+        run, cost = self.run, self.run.cost
+        shares = {
+            str(record["value"]): record["cost"].values_share for record in self.found["estimator"]
+        }
+        named = ", ".join(
+            f"{name} {share:.2f}" for name, share in sorted(shares.items(), key=lambda x: x[1])
+        )
+        return (
+            f"Counted in FLOPs, scoring a batch in the forward of training adds "
+            f"{cost.values_share:.2f} of its step, and building M from all {len(run.validation)} "
+            f"validation rows {cost.direction_share:.2f}; the first by estimator: {named}. In "
+            f"seconds, measured here, it is {cost.values.seconds / cost.step.seconds:.2f} and "
+            f"{cost.direction.seconds / cost.step.seconds:.2f} (counts are exact; single timings "
+            "have no interval)."
+        )
+
+
+def _without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: cell for name, cell in record.items() if name not in names}
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_module("sensitivity"))

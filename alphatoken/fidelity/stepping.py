@@ -1,0 +1,232 @@
+"""One optimizer step, taken for real on a copy of the model, as often as asked, and taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from alphatoken.adapter import find_adapter
+from alphatoken.batch import LabelledBatch, read_batch, token_losses
+from alphatoken.capture import evaluation_mode
+from alphatoken.errors import ConfigError, NumericalError
+
+__all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
+
+Weights = dict[str, Tensor]
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
+
+
+def make_optimizer(
+    name: str, parameters: Sequence[Tensor], *, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """torch's optimizer of this name; the learning rate is set at each step.
+
+    Raises:
+        ConfigError: unknown name, or momentum for one that has its own.
+    """
+    if momentum and name not in ("sgd", "rmsprop"):
+        raise ConfigError("this optimizer takes no momentum", got=f"{name}, momentum={momentum}")
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.0, weight_decay=weight_decay),
+        "adam": lambda: torch.optim.Adam(parameters, lr=0.0, weight_decay=weight_decay),
+        "sgd": lambda: torch.optim.SGD(
+            parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay
+        ),
+        "rmsprop": lambda: torch.optim.RMSprop(
+            parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay
+        ),
+        "adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.0, weight_decay=weight_decay),
+    }
+    if name not in made:
+        raise ConfigError("unknown optimizer", got=repr(name), remedy=f"one of {', '.join(made)}")
+    return made[name]()
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
+    """The validation objective: mean loss over all response tokens; sums in float64.
+
+    Raises:
+        NumericalError: it is not finite.
+    """
+    adapter = find_adapter(model)
+    total, count = 0.0, 0
+    with evaluation_mode(model):
+        for batch in batches:
+            losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+            total += float(losses.double().sum())
+            count += batch.response_tokens
+    if not np.isfinite(total):
+        raise NumericalError("the validation loss is not finite after a step", got=str(total))
+    return total / count
+
+
+class Stepper:
+    """A copy of a model with an optimizer whose state is filled; every step starts from there.
+
+    Attributes:
+        model: the copy, in evaluation mode, always at the weights it came with outside of calls.
+        parameters: what trains, by name.
+        optimizer: with its state after the warm-up.
+        validation: where the objective is evaluated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str,
+        validation: Sequence[Mapping[str, Any]],
+        *,
+        dtype: torch.dtype | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        self.model = copy.deepcopy(model).eval()
+        if dtype is not None:
+            self.model.to(dtype)
+        self.adapter = find_adapter(self.model)
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(
+            optimizer,
+            list(self.parameters.values()),
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+        self.max_grad_norm = max_grad_norm
+        self.validation = [self.read(batch) for batch in validation]
+        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self._state = self._held()
+
+    def _held(self) -> dict[Tensor, dict[str, Any]]:
+        return {p: dict(self.optimizer.state[p]) for p in self.parameters.values()}
+
+    def read(self, batch: Mapping[str, Any]) -> LabelledBatch:
+        """Checked."""
+        return read_batch(batch, max_length=self.adapter.max_positions())
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def gradient(self, batch: LabelledBatch, weights: Tensor) -> Weights:
+        """Of ``sum_i weights_i loss_i`` at the model's present weights; no ``.grad`` is touched."""
+        with evaluation_mode(self.model), torch.enable_grad():
+            losses = token_losses(self.adapter.forward(batch.inputs), batch.labels)
+            loss = (losses * weights.to(losses)).sum()
+            found = torch.autograd.grad(
+                loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(self.parameters, found, strict=True))
+
+    def slope(self, weights: Mapping[str, Tensor] | None = None) -> Weights:
+        """Gradient of the objective, at ``weights`` if they are given."""
+        count = sum(batch.response_tokens for batch in self.validation)
+        with self.holding(weights or {}):
+            total: Weights = {}
+            for batch in self.validation:
+                for name, part in self.gradient(batch, batch.mask / count).items():
+                    total[name] = total[name] + part if name in total else part
+        return total
+
+    def clip_factor(self, gradient: Mapping[str, Tensor]) -> float:
+        """What clipping multiplies this gradient by; 1 without clipping."""
+        if not self.max_grad_norm:
+            return 1.0
+        norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
+        return min(1.0, self.max_grad_norm / (float(norm) + 1e-6))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def warm_up(self, batches: Iterator[LabelledBatch]) -> None:
+        """Fill the optimizer's state: one step of size 0 on the mean loss of each batch.
+
+        The weights stay, so the state is that of a run that has just arrived here.
+        """
+        for batch in batches:
+            self._step(self.gradient(batch, batch.mask / batch.response_tokens), 0.0)
+        self._state = self._held()
+        self._restore()
+
+    def moved(self, gradient: Mapping[str, Tensor], lr: float) -> Weights:
+        """Weights after one step of size ``lr`` along ``gradient``; the model stays."""
+        self._restore()
+        try:
+            self._step(gradient, lr)
+            return {name: p.detach().clone() for name, p in self.parameters.items()}
+        finally:
+            self._restore()
+
+    def set_rate(self, lr: float) -> None:
+        """What the optimizer says its learning rate is."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def objective(self, weights: Mapping[str, Tensor] | None = None) -> float:
+        """Mean validation loss, at ``weights`` if they are given."""
+        with self.holding(weights or {}):
+            return mean_loss(self.model, self.validation)
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The copy holds these weights inside, and its own ones afterwards."""
+        try:
+            with torch.no_grad():
+                for name, value in weights.items():
+                    self.parameters[name].copy_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                for name in weights:
+                    self.parameters[name].copy_(self._start[name])
+
+    def resolution(self, repeats: int = 4, seed: int = 0) -> float:
+        """Rounding noise of one evaluation of the objective.
+
+        Root mean square of ``J(theta + d) - J(theta) - <grad J, d>`` over random d so small that
+        curvature plays no part (a few float32 units of each weight).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        here, slope = self.objective(), self.slope()
+        size = 4 * torch.finfo(torch.float32).eps
+        found = []
+        for _ in range(repeats):
+            weights = {}
+            for name, p in self._start.items():
+                sign = torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1
+                weights[name] = p + size * sign * p.abs()
+            away = sum(
+                float((slope[n].double() * (w.double() - self._start[n].double())).sum())
+                for n, w in weights.items()
+            )
+            found.append(self.objective(weights) - here - away)
+        return float(np.sqrt(np.mean(np.square(found))))
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _step(self, gradient: Mapping[str, Tensor], lr: float) -> None:
+        factor = self.clip_factor(gradient)
+        for name, p in self.parameters.items():
+            p.grad = (factor * gradient[name]).to(p)
+        self.set_rate(lr)
+        self.optimizer.step()
+        for p in self.parameters.values():
+            p.grad = None
+
+    def _restore(self) -> None:
+        """Weights and state as they were; steps change state tensors in place."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._start[name])
+        self.optimizer.state.clear()
+        for held, state in self._state.items():
+            if state:
+                self.optimizer.state[held] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }

@@ -1,0 +1,228 @@
+"""One setting at a time, from values that are at hand: lambda, ratio, validation rows.
+
+None of these needs another scoring: totals are linear in lambda and in the validation rows, and
+the ratio only cuts the ranking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.fidelity.decisions import agreement, kept, over_draws, threshold
+from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.per_row import RowColumns
+from alphatoken.selection import keep_count
+
+__all__ = [
+    "captured",
+    "positive_share",
+    "ratio_sweep",
+    "reversed_by",
+    "size_sweep",
+    "weight_for_change",
+    "weight_sweep",
+]
+
+Numbers = NDArray[np.float64]
+
+_DECADES = 4
+_PER_DECADE = 8
+
+
+# --- lambda ------------------------------------------------------------------------------------
+
+
+def reversed_by(gain: Numbers, keep: Numbers, weight: float, ratio: float) -> float:
+    """Share of the decisions of ``gain`` alone that ``gain + weight * keep`` reverses."""
+    return float((kept(gain, ratio) != kept(gain + weight * keep, ratio)).mean())
+
+
+def weight_for_change(gain: Numbers, keep: Numbers, ratio: float, changed: float) -> float:
+    """The smallest lambda at which the stability side reverses ``changed`` of the decisions.
+
+    Looked for on a grid of four decades on either side of the lambda that makes both sides equal
+    in mean magnitude, then between its two neighbours there, to 1 %. NaN if no lambda on the grid
+    does, or if a side is zero.
+
+    Args:
+        gain: adaptation values.
+        keep: stability values, before lambda.
+        ratio: share to keep.
+        changed: share of all decisions.
+    """
+    ours, theirs = float(np.abs(gain).mean()), float(np.abs(keep).mean())
+    if ours == 0 or theirs == 0:
+        return math.nan
+    steps = np.arange(-_DECADES * _PER_DECADE, _DECADES * _PER_DECADE + 1) / _PER_DECADE
+    low = 0.0
+    for weight in ours / theirs * 10.0**steps:
+        if reversed_by(gain, keep, weight, ratio) >= changed:
+            break
+        low = float(weight)
+    else:
+        return math.nan
+    high = float(weight)
+    while low > 0 and high / low > 1.01:
+        middle = math.sqrt(low * high)
+        reached = reversed_by(gain, keep, middle, ratio) >= changed
+        low, high = (low, middle) if reached else (middle, high)
+    return high
+
+
+def weight_sweep(
+    gain: Numbers,
+    keep: Numbers,
+    weights: Sequence[float],
+    default: float,
+    ratio: float,
+    balance: float,
+    groups: NDArray[Any],
+    *,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """What each lambda does to the ranking and the decisions, by linearity.
+
+    Args:
+        gain: adaptation values.
+        keep: stability values, before lambda.
+        weights: lambdas.
+        default: the lambda that they are compared with.
+        ratio: share to keep.
+        balance: ``||V|| / ||G||`` over all scored weights.
+        groups: row of each token.
+        seed: of the intervals.
+    """
+    base, alone = gain + default * keep, kept(gain, ratio)
+    records = []
+    for weight in weights:
+        total = gain + weight * keep
+        away = (alone != kept(total, ratio)).astype(np.float64)
+        sizes = [np.abs(weight * keep), np.abs(gain) + np.abs(weight * keep)]
+        records.append(
+            {
+                "value": weight,
+                "default": weight == default,
+                **agreement(base, total, ratio, groups, seed=seed).record(),
+                "flips from adaptation alone": bootstrap(np.mean, away, groups=groups, seed=seed),
+                "stability's share of the magnitudes": bootstrap(
+                    _fraction, *sizes, groups=groups, seed=seed
+                ),
+                "||lambda V|| / ||G||": abs(weight) * balance,
+            }
+        )
+    return records
+
+
+def _fraction(part: Numbers, whole: Numbers) -> float:
+    below = float(whole.sum())
+    return float(part.sum()) / below if below > 0 else math.nan
+
+
+# --- ratio -------------------------------------------------------------------------------------
+
+
+def captured(total: Numbers, ratio: float) -> float:
+    """Sum of the kept values over the sum of all positive ones; NaN if none is positive.
+
+    1 at the ratio that keeps exactly the positive ones, less on either side of it.
+    """
+    best = float(total[total > 0].sum())
+    return float(total[kept(total, ratio)].sum()) / best if best > 0 else math.nan
+
+
+def positive_share(total: Numbers) -> float:
+    """Share of the tokens with a positive value: the ratio at which the kept total peaks."""
+    return float((total > 0).mean())
+
+
+def ratio_sweep(
+    total: Numbers, ratios: Sequence[float], default: float, groups: NDArray[Any], *, seed: int
+) -> list[dict[str, Any]]:
+    """What each ratio keeps. Kept sets of different ratios are nested, so no overlap is given."""
+
+    def estimate(statistic: Any) -> Estimate:
+        return bootstrap(statistic, total, groups=groups, seed=seed)
+
+    records = []
+    for ratio in ratios:
+        at = float(ratio)
+        records.append(
+            {
+                "value": at,
+                "default": at == default,
+                "tokens kept": keep_count(at, len(total)),
+                "threshold": estimate(lambda values, at=at: threshold(values, at)),
+                "captured": estimate(lambda values, at=at: captured(values, at)),
+            }
+        )
+    return records
+
+
+# --- validation rows ---------------------------------------------------------------------------
+
+
+def size_sweep(
+    columns: RowColumns,
+    rest: Numbers,
+    ratio: float,
+    draws: int,
+    *,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Kept tokens against m = 1, 2, 4, ... of the V validation rows.
+
+    Each m is drawn several times. A subset agrees with all V rows by having them in part, more so
+    the larger it is; two subsets without a common row do not, so their agreement stands beside
+    it as far as there are 2m rows.
+
+    Args:
+        columns: values against each row.
+        rest: what no validation row changes.
+        ratio: share to keep.
+        draws: subsets, or pairs of them, of each size.
+        seed: of the draws.
+    """
+    rows, generator = len(columns.tokens), np.random.default_rng((seed, 4))
+    whole = columns.whole + rest
+    sizes = [2**k for k in range(rows.bit_length()) if 2**k < rows]
+    records = []
+    for size in sizes:
+        parts = [generator.permutation(rows)[: 2 * size] for _ in range(draws)]
+        first = columns.at(_chosen(rows, [part[:size] for part in parts])) + rest
+        record: dict[str, Any] = {
+            "value": size,
+            "default": False,
+            **_over(np.tile(whole, (draws, 1)), first, ratio),
+            "overlap by chance": keep_count(ratio, len(whole)) / len(whole),
+        }
+        if 2 * size <= rows:
+            second = columns.at(_chosen(rows, [part[size:] for part in parts])) + rest
+            apart = _over(first, second, ratio)
+            record["overlap, disjoint subsets"] = apart["overlap"]
+        records.append(record)
+    return records
+
+
+def _chosen(rows: int, places: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """(choices, rows): 1 where a row is chosen."""
+    weights = np.zeros((len(places), rows), dtype=np.int64)
+    for choice, chosen in zip(weights, places, strict=True):
+        choice[chosen] = 1
+    return weights
+
+
+def _over(ours: Numbers, theirs: Numbers, ratio: float) -> dict[str, Estimate]:
+    """Agreement of each pair of rankings, over the draws."""
+    a, b = kept(ours, ratio), kept(theirs, ratio)
+    ranks = [spearman(x, y) for x, y in zip(ours, theirs, strict=True)]
+    return {
+        "spearman": over_draws(np.array(ranks)),
+        "overlap": over_draws((a & b).sum(1) / a.sum(1)),
+        "flips": over_draws((a != b).mean(1)),
+    }

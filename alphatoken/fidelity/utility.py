@@ -1,0 +1,669 @@
+"""Diagnostic ``utility``: predicted against actual change of the validation loss after one step.
+
+A copy of the model takes one real optimizer step on a batch with all tokens, and again with some
+left out; J is the mean validation loss, evaluated anew each time.
+
+    u_S = J(step without the tokens in S) - J(step with all)        > 0: training on S was useful
+
+First order in the step size eta, for values a_k, s tokens of n left out, mean over
+
+    nothing (sum)        u_S = eta sum_S a_k
+    all response tokens  u_S = eta sum_S a_k / n
+    the tokens kept      u_S = eta (sum_S a_k - s mean a) / (n - s)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken.batch import LabelledBatch
+from alphatoken.capture import resolve_layers
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example
+from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
+from alphatoken.fidelity import metrics
+from alphatoken.fidelity import utility_figures as figures
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.prediction import (
+    Prediction,
+    breakdown,
+    first_order,
+    relative_error,
+    slope,
+)
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.tokenwise import draw, token_gradients
+from alphatoken.oracle.evaluate import displaced
+from alphatoken.scorer import Scorer
+from alphatoken.selection import keep_count
+
+__all__ = [
+    "Drop",
+    "Options",
+    "diagnose",
+]
+
+Numbers = NDArray[np.float64]
+_NORMALIZATIONS = ("response", "kept", "sum")
+_ADAPTIVE = tuple(name for name in OPTIMIZERS if name != "sgd")
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the diagnostic ``utility``; each field's help says what it is."""
+
+    optimizer: str = _option("adamw", f"What takes the step: {', '.join(OPTIMIZERS)}.")
+    learning_rate: float = _option(1e-4, "Step size of your run.")
+    weight_decay: float = _option(0.0, "Weight decay of your run.")
+    momentum: float = _option(0.0, "Momentum of sgd or rmsprop.")
+    max_grad_norm: float = _option(0.0, "Gradient clipping of your run; 0: none.")
+    normalization: str = _option(
+        "response",
+        "The training loss is divided by: 'response' all response tokens, 'kept' those left in, "
+        "'sum' nothing.",
+    )
+    warmup: int = _option(
+        32, "Steps of size 0 that fill the optimizer's state at the model's own weights."
+    )
+    groups: int = _option(12, "Random groups of tokens that are left out together.")
+    group_share: float = _option(0.1, "Share of the batch's tokens in each of them.")
+    validation_tokens: int = _option(
+        1500, "Most validation response tokens at which the loss is evaluated again and again."
+    )
+    step_sizes: tuple[float, ...] = _option(
+        (), "Step sizes to compare; none: 0.01 to 100 times the learning rate."
+    )
+    sweep_tokens: int = _option(8, "Tokens left out one by one at each step size.")
+    float64_parameters: int = _option(
+        20_000_000, "Models up to this size are stepped as float64 copies, against cancellation."
+    )
+    draws: int = _option(200, "Bootstrap samples of each interval.")
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        for name, allowed in (("optimizer", OPTIMIZERS), ("normalization", _NORMALIZATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
+                )
+        if not self.learning_rate > 0 or any(not size > 0 for size in self.step_sizes):
+            raise ConfigError(
+                "step sizes must be positive", got=f"{self.learning_rate}, {self.step_sizes}"
+            )
+        if not 0 < self.group_share < 1:
+            raise ConfigError("group_share must lie in (0, 1)", got=repr(self.group_share))
+        for name, least in (("groups", FEWEST), ("sweep_tokens", 1), ("warmup", 0), ("draws", 1),
+                            ("validation_tokens", 1), ("weight_decay", 0), ("momentum", 0),
+                            ("max_grad_norm", 0), ("float64_parameters", 0)):  # fmt: skip
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} must be at least {least}", got=repr(getattr(self, name)))
+        if self.optimizer in _ADAPTIVE and self.warmup < 1:
+            raise ConfigError(
+                f"{self.optimizer} needs at least one warm-up step",
+                got=repr(self.warmup),
+                why="without second moments its first step is the gradient's sign",
+            )
+
+    @property
+    def etas(self) -> tuple[float, ...]:
+        """Step sizes to compare, the user's among them."""
+        given = self.step_sizes or [self.learning_rate * 10 ** (i / 2) for i in range(-4, 5)]
+        return tuple(sorted({*given, self.learning_rate}))
+
+
+# --- what is dropped, and what is predicted ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Tokens that are left out together.
+
+    Attributes:
+        name: how they were chosen.
+        tokens: places in (row, position) order.
+        gradient: of the sum of their losses.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    gradient: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Everything that one diagnosis steps with."""
+
+    subject: Subject
+    options: Options
+    rows: list[Example]
+    batch: LabelledBatch
+    places: list[tuple[int, int]]
+    stepper: Stepper
+    summed: dict[str, Tensor]
+
+    @property
+    def count(self) -> int:
+        """Response tokens of the batch."""
+        return len(self.places)
+
+    def gradient_without(self, drop: Drop | None) -> dict[str, Tensor]:
+        """Gradient of the training loss without these tokens, before clipping."""
+        left = self.count - (0 if drop is None else len(drop.tokens))
+        divisor = {"sum": 1, "response": self.count, "kept": max(left, 1)}
+        by = divisor[self.options.normalization]
+        if drop is None:
+            return {name: g / by for name, g in self.summed.items()}
+        return {name: (g - drop.gradient[name]) / by for name, g in self.summed.items()}
+
+    @property
+    def factor(self) -> float:
+        """What clipping multiplies the whole gradient by."""
+        return self.stepper.clip_factor(self.gradient_without(None))
+
+    def predicted(self, values: Numbers, drop: Drop, eta: float) -> float:
+        """First-order change, with the clipping of the whole gradient."""
+        return self.factor * first_order(values, drop.tokens, eta, self.options.normalization)
+
+
+def _bench(subject: Subject, options: Options) -> _Bench:
+    rows = subject.sample()[: subject.batch_size]
+    subject.require_tokens(rows, 2 * FEWEST, "statistics over fewer tokens are noise")
+    # The same draw as of training rows, of the validation rows.
+    judged = replace(subject, train=subject.validation).sample(most=options.validation_tokens)
+    size = sum(p.numel() for p in subject.model.parameters())
+    stepper = Stepper(
+        subject.model,
+        options.optimizer,
+        subject.batches(judged),
+        dtype=torch.float64 if size <= options.float64_parameters else None,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )
+    if options.optimizer in _ADAPTIVE or options.momentum:
+        tracker = subject.tracker("Filling the optimizer's state", options.warmup)
+        stepper.warm_up(_warm_up_batches(subject, stepper, options.warmup, tracker))
+    stepper.set_rate(options.learning_rate)
+    batch = stepper.read(*subject.batches(rows, len(rows)))
+    places = [(int(b), int(i)) for b, i in batch.mask.nonzero().tolist()]
+    summed = stepper.gradient(batch, batch.mask)
+    return _Bench(subject, options, rows, batch, places, stepper, summed)
+
+
+def _warm_up_batches(
+    subject: Subject, stepper: Stepper, steps: int, tracker: Any
+) -> Iterator[LabelledBatch]:
+    """Random training rows, a batch a step."""
+    generator = np.random.default_rng(subject.seed)
+    usable = [row for row in subject.train if row.response_tokens]
+    for step in range(steps):
+        chosen = generator.permutation(len(usable))[: subject.batch_size]
+        yield stepper.read(*subject.batches([usable[i] for i in chosen]))
+        tracker.report(step + 1)
+
+
+def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
+    """The first is the best one there is: exact, over all parameters, of the optimizer's step."""
+    found, notes = [], []
+    wanted = _wanted(bench)
+    tracker = bench.subject.tracker("Predictions", len(wanted))
+    adaptive = bench.options.optimizer in _ADAPTIVE
+    for number, (name, config, own) in enumerate(wanted):
+        kind = config.preconditioner
+        if adaptive:
+            name += f", P={'1' if kind is None else kind if isinstance(kind, str) else 'given'}"
+        try:
+            values = _values(bench, config)
+        except (UnsupportedError, CoverageError) as problem:
+            notes.append(f"{name} is left out: {str(problem).splitlines()[0]}")
+            continue
+        found.append(Prediction(name, values, kind is not None or not adaptive, own))
+        tracker.report(number + 1)
+    return found, notes
+
+
+def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
+    """(name, options, whether they are the user's) of every prediction."""
+    adaptive = bench.options.optimizer in _ADAPTIVE
+    kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
+    given = replace(
+        bench.subject.config, objective="adaptation", contraction="auto", precondition_after=1
+    )
+    own = given if adaptive else replace(given, preconditioner=None)
+    exact = replace(own, estimator="label", path="both")
+    layers = len(resolve_layers(bench.subject.adapter, own.layers))
+    whole = replace(exact, layers="all", parameters="all")
+    scored = replace(exact, parameters="linears")
+    bases = [("exact, all parameters", whole)]
+    if own.parameters != "all":
+        bases.append((f"exact, linears of {layers} layers", scored))
+    tried = [(name, replace(base, preconditioner=p)) for name, base in bases for p in kinds]
+    known = own.estimator == "label" and not isinstance(own.preconditioner, Mapping)
+    found = [(name, c, known and _alike(c, own)) for name, c in tried]
+    if not known:
+        name = f"{own.estimator}, {layers} layers"
+        if adaptive and own.preconditioner != "full":
+            found.append((name, replace(own, preconditioner="full"), False))
+        found.append((name, own, True))
+    return found
+
+
+def _alike(config: ScorerConfig, own: ScorerConfig) -> bool:
+    names = ("parameters", "preconditioner")
+    return all(getattr(config, name) == getattr(own, name) for name in names)
+
+
+def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
+    validation = [{**b.inputs, "labels": b.labels} for b in bench.stepper.validation]
+    optimizer = None if config.preconditioner is None else bench.stepper.optimizer
+    scorer = Scorer(bench.stepper.model, validation, None, config, optimizer=optimizer)
+    divisor = 1 if bench.options.normalization == "sum" else bench.count
+    values = scorer.score(
+        {**bench.batch.inputs, "labels": bench.batch.labels},
+        step_weights=bench.factor * bench.batch.mask.double() / divisor,
+    )
+    found: Numbers = values.total[bench.batch.mask].detach().double().cpu().numpy()
+    return found
+
+
+def _singles(bench: _Bench) -> list[Drop]:
+    """Sampled tokens, one a drop, each sent back alone."""
+    chosen = draw(bench.count, bench.subject.oracle_tokens, bench.subject.seed)
+    tracker = bench.subject.tracker("Gradients of single tokens", len(chosen))
+    gradients = token_gradients(
+        bench.stepper.adapter,
+        bench.rows,
+        [bench.places[i] for i in chosen],
+        bench.stepper.parameters,
+        bench.subject.device,
+    )
+    found = []
+    for number, (place, gradient) in enumerate(zip(chosen, gradients, strict=True)):
+        found.append(Drop("one", (int(place),), gradient))
+        tracker.report(number + 1)
+    return found
+
+
+def _group(bench: _Bench, name: str, tokens: Sequence[int]) -> Drop:
+    weights = torch.zeros(bench.batch.mask.shape, dtype=torch.float64)
+    for token in tokens:
+        weights[bench.places[token]] = 1.0
+    gradient = bench.stepper.gradient(bench.batch, weights.to(bench.batch.labels.device))
+    return Drop(name, tuple(int(t) for t in tokens), gradient)
+
+
+def _random_groups(bench: _Bench) -> list[Drop]:
+    generator = np.random.default_rng(bench.subject.seed + 1)
+    size = keep_count(bench.options.group_share, bench.count)
+    return [
+        _group(bench, "random", sorted(generator.permutation(bench.count)[:size]))
+        for _ in range(bench.options.groups)
+    ]
+
+
+def _selections(bench: _Bench, predictions: Sequence[Prediction]) -> list[Drop]:
+    """What selection at the user's ratio would leave out, by several rules, and the opposite."""
+    count = bench.count - keep_count(bench.subject.ratio, bench.count)
+    if not count:
+        return []
+    generator = np.random.default_rng(bench.subject.seed + 2)
+    rules = {"random": generator.permutation(bench.count)}
+    for prediction in (p for p in predictions if p.own or p is predictions[0]):
+        rules[f"lowest by {prediction.name}"] = np.argsort(prediction.values, kind="stable")
+    rules[f"highest by {predictions[0].name}"] = np.argsort(-predictions[0].values, kind="stable")
+    return [_group(bench, name, sorted(order[:count])) for name, order in rules.items()]
+
+
+# --- what happens --------------------------------------------------------------------------------
+
+
+def _actual(bench: _Bench, drops: Sequence[Drop], eta: float, label: str) -> tuple[Numbers, float]:
+    """(u_S of each drop, J after the step with all)."""
+    stepper = bench.stepper
+    tracker = bench.subject.tracker(label, len(drops))
+    whole = stepper.objective(stepper.moved(bench.gradient_without(None), eta))
+    found = []
+    for number, drop in enumerate(drops):
+        moved = stepper.moved(bench.gradient_without(drop), eta)
+        found.append(stepper.objective(moved) - whole)
+        tracker.report(number + 1)
+    return np.array(found), whole
+
+
+def _quality(
+    prediction: Prediction, predicted: Numbers, actual: Numbers, groups: Any, draws: int, what: str
+) -> dict[str, Estimate]:
+    def boot(statistic: Any) -> Estimate:
+        return bootstrap(statistic, predicted, actual, groups=groups, draws=draws, what=what)
+
+    unscaled = Estimate.undefined(len(actual), "not in units of the loss")
+    return {
+        "spearman": boot(metrics.spearman),
+        "sign_agreement": boot(metrics.sign_agreement),
+        "slope": boot(slope) if prediction.calibrated else unscaled,
+        "relative_error": boot(relative_error) if prediction.calibrated else unscaled,
+    }
+
+
+def _quality_table(
+    bench: _Bench,
+    key: str,
+    title: str,
+    predictions: Sequence[Prediction],
+    drops: Sequence[Drop],
+    actual: Numbers,
+) -> Table:
+    single = key == "one-token"
+    groups = [bench.places[drop.tokens[0]][0] for drop in drops] if single else None
+    records = []
+    for prediction in predictions:
+        predicted = _predicted(bench, prediction, drops)
+        found = _quality(
+            prediction, predicted, actual, groups, bench.options.draws,
+            "tokens" if single else "groups",
+        )  # fmt: skip
+        records.append({"prediction": prediction.name} | found)
+    note = (
+        "slope: of actual on predicted, 1 where the scale is right. relative_error: "
+        "||predicted - actual|| / ||actual||. A prediction with P = 1 under an adaptive optimizer "
+        "is not in units of the loss: it can only rank."
+    )
+    return Table.of(key, title, records, note)
+
+
+def _predicted(bench: _Bench, prediction: Prediction, drops: Sequence[Drop]) -> Numbers:
+    eta = bench.options.learning_rate
+    return np.array([bench.predicted(prediction.values, drop, eta) for drop in drops])
+
+
+def _drop_records(
+    bench: _Bench, predictions: Sequence[Prediction], drops: Sequence[Drop], actual: Numbers
+) -> list[dict[str, Any]]:
+    by_name = {p.name: _predicted(bench, p, drops) for p in predictions}
+    records = []
+    for place, drop in enumerate(drops):
+        where = bench.places[drop.tokens[0]] if len(drop.tokens) == 1 else (None, None)
+        record: dict[str, Any] = {"left_out": drop.name, "tokens": len(drop.tokens)}
+        record |= {"row": where[0], "position": where[1], "actual": float(actual[place])}
+        records.append(record | {name: float(found[place]) for name, found in by_name.items()})
+    return records
+
+
+# --- where linearisation breaks ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Relative errors by step size.
+
+    Attributes:
+        etas: ascending.
+        errors: name of the prediction -> one error a step size.
+    """
+
+    etas: list[float]
+    errors: dict[str, list[float]]
+
+
+ONE, GROUP = "one token", "groups"
+BEFORE = "one token, true step, slope before it"
+AFTER = "one token, true step, slope after it"
+
+
+def _sweep(
+    bench: _Bench, prediction: Prediction, singles: Sequence[Drop], groups: Sequence[Drop]
+) -> _Sweep:
+    singles = list(singles)[: bench.options.sweep_tokens]
+    groups = list(groups)[:4]
+    etas = list(bench.options.etas)
+    tracker = bench.subject.tracker("Step sizes", len(etas))
+    slope_before = bench.stepper.slope()
+    errors: dict[str, list[float]] = {}
+    for number, eta in enumerate(etas):
+        for name, error in _errors_at(
+            bench, prediction, singles, groups, slope_before, eta
+        ).items():
+            errors.setdefault(name, []).append(error)
+        tracker.report(number + 1)
+    return _Sweep(etas, errors)
+
+
+def _errors_at(
+    bench: _Bench,
+    prediction: Prediction,
+    singles: Sequence[Drop],
+    groups: Sequence[Drop],
+    slope_before: Mapping[str, Tensor],
+    eta: float,
+) -> dict[str, float]:
+    stepper, narrow = bench.stepper, bench.subject.model
+    with_all = stepper.moved(bench.gradient_without(None), eta)
+    whole, slope_after = stepper.objective(with_all), stepper.slope(with_all)
+    rounded = _is_narrower(bench)
+    whole_narrow = _narrow_objective(bench, with_all) if rounded else 0.0
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for drop in (*singles, *groups):
+        moved = stepper.moved(bench.gradient_without(drop), eta)
+        actual = stepper.objective(moved) - whole
+        predicted = bench.predicted(prediction.values, drop, eta)
+        if len(drop.tokens) > 1:
+            rows.setdefault(GROUP, []).append((predicted, actual))
+            continue
+        step = {name: moved[name].double() - with_all[name].double() for name in moved}
+        rows.setdefault(ONE, []).append((predicted, actual))
+        rows.setdefault(BEFORE, []).append((_inner(slope_before, step), actual))
+        rows.setdefault(AFTER, []).append((_inner(slope_after, step), actual))
+        if rounded:
+            seen = _narrow_objective(bench, moved) - whole_narrow
+            dtype = str(next(narrow.parameters()).dtype).removeprefix("torch.")
+            rows.setdefault(f"one token, evaluated in {dtype}", []).append((predicted, seen))
+    return {
+        name: relative_error(*(np.array(column) for column in zip(*pairs, strict=True)))
+        for name, pairs in rows.items()
+    }
+
+
+def _inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    return sum(float((a[name].double() * b[name].double()).sum()) for name in b)
+
+
+def _is_narrower(bench: _Bench) -> bool:
+    """Whether the user's model computes in less than the copy."""
+    copied = next(bench.stepper.model.parameters()).dtype
+    return next(bench.subject.model.parameters()).dtype != copied
+
+
+def _narrow_objective(bench: _Bench, weights: Mapping[str, Tensor]) -> float:
+    """J of the user's own model in its own dtype at these weights; it is left as it was."""
+    model = bench.subject.model
+    named = {n: p for n, p in model.named_parameters() if n in weights}
+    with displaced(named, weights):
+        return mean_loss(model, bench.stepper.validation)
+
+
+def _sweep_table(sweep: _Sweep) -> Table:
+    records = [
+        {"step_size": eta} | {name: errors[place] for name, errors in sweep.errors.items()}
+        for place, eta in enumerate(sweep.etas)
+    ]
+    return Table.of(
+        "step-size",
+        "Relative error of the prediction by step size",
+        records,
+        "||predicted - actual|| / ||actual|| over the same tokens at every step size. 'true step': "
+        "the inner product of the real difference of the weights with the slope of the validation "
+        "loss, before or after the step with all tokens: what is left is curvature alone.",
+    )
+
+
+# --- the diagnosis -------------------------------------------------------------------------------
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Leave tokens out of one real step; see the head of this file."""
+    options = options or Options()
+    bench = _bench(subject, options)
+    predictions, left_out = _predictions(bench)
+    best = predictions[0]
+    singles, groups = _singles(bench), _random_groups(bench)
+    chosen = _selections(bench, predictions)
+    eta, before = options.learning_rate, bench.stepper.objective()
+    one, after = _actual(bench, singles, eta, "Leaving one token out")
+    several, _ = _actual(bench, [*groups, *chosen], eta, "Leaving groups out")
+    sweep = _sweep(bench, best, singles, groups)
+    resolution = bench.stepper.resolution(seed=subject.seed)
+    tables = (
+        _quality_table(bench, "one-token", "Leaving one token out", predictions, singles, one),
+        _quality_table(
+            bench, "random-groups", "Leaving random groups out", predictions, groups,
+            several[: len(groups)],
+        ),
+        Table.of(
+            "selection",
+            f"Leaving {1 - subject.ratio:.0%} out",
+            _drop_records(bench, predictions, chosen, several[len(groups) :]),
+            f"Change of the validation loss against the step with all tokens, which moves it by "
+            f"{after - before:+.3g}. Positive: leaving these tokens out costs.",
+        ),
+        _sweep_table(sweep),
+        Table.of(
+            "left-out",
+            "Every token and random group that was left out",
+            _drop_records(
+                bench, predictions, [*singles, *groups],
+                np.concatenate([one, several[: len(groups)]]),
+            ),
+        ),
+    )  # fmt: skip
+    seen = float((np.abs(one) > 3 * math.sqrt(2) * resolution).mean())
+    return Diagnosis(
+        "utility",
+        find("utility").question,
+        (
+            *_prediction_sentences(bench, tables[0], tables[1], predictions),
+            *_selection_sentences(chosen, several[len(groups) :], after - before),
+            *_sweep_sentences(sweep, eta),
+        ),
+        tuple(table for table in tables if table.rows),
+        figures.draw(tables[4], predictions, sweep.etas, sweep.errors, eta, tables[2]),
+        (*_notes(bench, resolution, seen), *left_out),
+        subject.settings()
+        | {name: getattr(options, name) for name in ("optimizer", "learning_rate",
+           "weight_decay", "momentum", "max_grad_norm", "normalization", "warmup")},
+    )  # fmt: skip
+
+
+def _show(record: Mapping[str, Any], name: str) -> str:
+    value, low, high = (float(record[name + end]) for end in ("", "_low", "_high"))
+    return str(Estimate(value, low, high, int(record[name + "_n"])))
+
+
+def _prediction_sentences(
+    bench: _Bench, one: Table, several: Table, predictions: Sequence[Prediction]
+) -> list[str]:
+    options = bench.options
+    ones = {str(record["prediction"]): record for record in one.records()}
+    groups = {str(record["prediction"]): record for record in several.records()}
+    best = predictions[0].name
+    text = (
+        f"One {options.optimizer} step of size {options.learning_rate:g}, one token left out: the "
+        f"value '{best}' ranks the tokens' true effects at {_show(ones[best], 'spearman')} and is "
+        f"off by {_show(ones[best], 'relative_error')} of their size (slope "
+        f"{_show(ones[best], 'slope')}); random groups of {options.group_share:.0%} of the tokens: "
+        f"off by {_show(groups[best], 'relative_error')}."
+    )
+    others = [
+        f"'{p.name}'{' (your setting)' if p.own else ''} {_show(ones[p.name], 'spearman')}"
+        for p in predictions[1:]
+    ]
+    return [text] + ([f"Rank correlation of the other values: {'; '.join(others)}."] * bool(others))
+
+
+def _selection_sentences(drops: Sequence[Drop], actual: Numbers, gained: float) -> list[str]:
+    if not drops:
+        return []
+    share = len(drops[0].tokens)
+    parts = [f"{drop.name}: {float(u):+.3g}" for drop, u in zip(drops, actual, strict=True)]
+    return [
+        f"The step with all tokens moves the validation loss by {gained:+.3g}. Leaving {share} of "
+        f"them out changes the loss after it by (positive: worse) {'; '.join(parts)}. These are "
+        "exact re-evaluations of one batch, so they carry no interval."
+    ]
+
+
+def _sweep_sentences(sweep: _Sweep, eta: float) -> list[str]:
+    found = []
+    for name in (ONE, GROUP):
+        errors = sweep.errors.get(name)
+        if errors is None:
+            continue
+        at = [_limit(breakdown(sweep.etas, errors, limit)) for limit in (0.1, 0.5)]
+        now = errors[sweep.etas.index(eta)]
+        found.append(
+            f"{name}: off by {now:.1%} at your step size {eta:g}, by more than 10 % {at[0]}, by "
+            f"more than 50 % {at[1]}"
+        )
+    text = "First order breaks with growing step size; " + "; ".join(found) + "."
+    narrow = next((name for name in sweep.errors if "evaluated in" in name), None)
+    if narrow is not None:
+        errors = sweep.errors[narrow]
+        least = sweep.etas[int(np.nanargmin(errors))]
+        text += (
+            f" Evaluated in the model's own {narrow.rsplit(' ', 1)[-1]} the error is "
+            f"{errors[sweep.etas.index(eta)]:.1%} at your step size and least ({min(errors):.1%}) "
+            f"at {least:.2g}: below it differences of losses cancel."
+        )
+    return [text]
+
+
+def _limit(eta: float | None) -> str:
+    if eta is None:
+        return "nowhere in the sizes tried"
+    return "at every size tried" if eta == 0 else f"from {eta:.2g} on"
+
+
+def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
+    stepper, options, subject = bench.stepper, bench.options, bench.subject
+    dtype = str(next(stepper.model.parameters()).dtype).removeprefix("torch.")
+    tokens = sum(batch.response_tokens for batch in stepper.validation)
+    every = sum(row.response_tokens for row in subject.validation)
+    notes = [
+        f"One batch of {len(bench.rows)} rows with {bench.count} response tokens; "
+        f"{min(subject.oracle_tokens, bench.count)} of them were left out one by one. The loss is "
+        f"over {tokens} of {every} validation response tokens.",
+        f"Steps were taken on a {dtype} copy of the model. One evaluation of the loss is good to "
+        f"{resolution:.1e}; {seen:.0%} of the single effects stand clear of that.",
+    ]
+    if options.optimizer in _ADAPTIVE or options.momentum:
+        notes.append(
+            f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
+            "so it belongs to the model's present weights."
+        )
+    if options.max_grad_norm:
+        notes.append(
+            f"Clipping multiplies the whole gradient by {bench.factor:.3g}; that leaving a token "
+            "out changes this factor is in the actual effects, not in the predictions."
+        )
+    if subject.retention or subject.fisher is not None:
+        notes.append("Predictions are of the validation side alone: no retention term.")
+    return tuple(notes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_module("utility"))

@@ -1,0 +1,77 @@
+"""Scorers for a subject: the user's own settings with another estimator, at another checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from alphatoken.config import ScorerConfig
+from alphatoken.drift import FisherDrift
+from alphatoken.estimators import SPLIT
+from alphatoken.fidelity.subject import Subject
+from alphatoken.scorer import Scorer
+from alphatoken.selection import select_top
+
+__all__ = ["kept_by", "retention_term", "scorer_for", "with_estimator"]
+
+
+def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
+    """The same settings for another estimator; what it does not allow falls back to the default.
+
+    Raises:
+        ConfigError: no such estimator.
+    """
+    changes: dict[str, str] = {"estimator": estimator}
+    if estimator not in SPLIT or (estimator == "direct" and config.path == "causal"):
+        changes["path"] = "both"
+    if estimator != "label":
+        changes["parameters"] = "linears"
+    elif config.contraction == "gram":
+        changes["contraction"] = "auto"
+    return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all
+
+
+def retention_term(subject: Subject, *, moved: bool = False) -> FisherDrift | None:
+    """The retention term of the subject's values; None where it would be zero for every token.
+
+    ``V = F o (W - W_ref)`` is zero at the reference: without a Fisher or a reference model given
+    there is nothing to fit one for, unless the scored model has been ``moved`` away from it.
+    """
+    if subject.config.objective == "adaptation":
+        return None
+    if subject.fisher is not None:
+        return subject.fisher
+    if subject.reference is not None or moved:
+        return subject.fitted_fisher()
+    return None
+
+
+def scorer_for(
+    subject: Subject,
+    estimator: str | None = None,
+    *,
+    model: nn.Module | None = None,
+    retention: FisherDrift | None = None,
+) -> Scorer:
+    """A scorer with the subject's objective; by default its own estimator, at its own model."""
+    config = with_estimator(subject.config, estimator or subject.config.estimator)
+    scorer = Scorer(
+        subject.model if model is None else model,
+        subject.batches(subject.validation),
+        retention,
+        config,
+    )
+    scorer.warn = False  # a diagnosis says itself which side decides
+    return scorer
+
+
+def kept_by(values: NDArray[np.float64], ratio: float) -> NDArray[np.bool_]:
+    """The top share of a pool of tokens, ranked as one batch."""
+    numbers = torch.from_numpy(values).unsqueeze(0)
+    everything = torch.ones_like(numbers, dtype=torch.bool)
+    kept: NDArray[np.bool_] = select_top(numbers, everything, ratio)[0].numpy()
+    return kept

@@ -1,0 +1,555 @@
+"""``alphatoken diagnose``: names and help, arguments and every bad one, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.cli.diagnose_fields import OptionField, assignments, option_fields
+from alphatoken.cli.diagnose_parser import ALL, build_parser, overview, read_request
+from alphatoken.cli.diagnose_subject import retention_files
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.world import draw_exchanges
+from alphatoken.errors import ConfigError
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.storage import weights_digest
+
+# PyTorch's own forward-mode rules are scripted when the first of them is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+NAMES = (
+    "estimators", "utility", "value-propagation", "fisher", "heatmap", "coverage", "drift",
+    "sensitivity", "stability",
+)  # fmt: skip
+PATIENCE = 550
+
+
+def alone(*words: str, check: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter of its own; ``check`` is run after it."""
+    code = (
+        "import sys\nfrom alphatoken.cli import main\n"
+        f"try: status = main({list(words)!r})\n"
+        "except SystemExit as done: status = done.code\n"
+        f"{check}\nsys.exit(status)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout
+    )
+
+
+# --- names and help -------------------------------------------------------------------------------
+
+
+def test_list_prints_the_nine_names_and_nothing_else() -> None:
+    heavy = "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
+    done = alone("diagnose", "--list", check=heavy)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "".join(f"{name}\n" for name in NAMES)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_question_without_loading_anything(flag: str) -> None:
+    heavy = "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    done = alone("diagnose", flag, check=heavy)
+    assert (done.returncode, done.stderr) == (0, "")
+    for entry in DIAGNOSTICS:
+        assert entry.name in done.stdout
+        assert entry.question in done.stdout
+    assert done.stdout.strip() == overview()
+
+
+def helped(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", name, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_of_one_begins_with_its_question(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry, text = find(name), helped(name, capsys)
+    assert text.startswith(f"{entry.question}\n")
+    writes, usage = text.index(f"{name}/diagnosis.json"), text.index("usage:")
+    own = text.index(f"options of {name}")
+    assert 0 < writes < usage < own
+    for option in option_fields(entry.load().Options):
+        assert option.flag.removeprefix("--") in text[own:]
+        assert option.help, f"{name}.{option.name} has no help"
+
+
+def test_help_of_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(ALL, capsys)
+    assert text.startswith("How far can I trust")
+    for entry in DIAGNOSTICS:
+        for option in option_fields(entry.load().Options):
+            assert f"{entry.name}.{option.name}={option.shown}\n" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_diagnostic_is_a_program(name: str) -> None:
+    module = find(name).module
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"alphatoken.fidelity.{module}", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(find(name).question)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """One option of each kind."""
+
+    draws: int = field(default=7, metadata={"help": "how many, in %"})
+    learning_rate: float = field(default=0.1, metadata={"help": "h"})
+    kind: str = field(default="a", metadata={"help": "h"})
+    shown: bool = field(default=True, metadata={"help": "h"})
+    sizes: tuple[int, ...] = field(default=(1, 2), metadata={"help": "h"})
+    rates: tuple[float, ...] = field(default=(), metadata={"help": "h"})
+    names: tuple[str, ...] = field(default_factory=lambda: ("x",), metadata={"help": "h"})
+    most: int | None = field(default=None, metadata={"help": "h"})
+    layers: str = field(default="own", metadata={"help": "h"})
+
+
+NEEDED = ("--model", "m", "--train", "t", "--validation", "v", "--out", "o")
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    """What ``words`` set of ``Made``."""
+    fields = option_fields(Made)
+    parser = build_parser("coverage", [find("coverage")], {"coverage": fields})
+    given = vars(parser.parse_args([*NEEDED, *words]))
+    return {one.name: given[f"own_{one.name}"] for one in fields if f"own_{one.name}" in given}
+
+
+def test_every_kind_of_option_has_a_flag() -> None:
+    assert parsed() == {}
+    words = (
+        "--draws 9 --learning-rate 1e-3 --kind b --no-shown --sizes 4,5 --rates 0.5 --names p,q "
+        "--most 3"
+    )
+    assert Made(**parsed(*words.split())) == Made(
+        9, 1e-3, "b", False, (4, 5), (0.5,), ("p", "q"), 3
+    )
+    assert parsed("--most", "none", "--sizes", "none", "--shown") == {
+        "most": None,
+        "sizes": (),
+        "shown": True,
+    }
+
+
+def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
+    assert parsed("--layers", "2") == {}
+    assert parsed("--coverage-layers", "2") == {"layers": "2"}
+
+
+def test_assignments_are_the_same_options() -> None:
+    known = {"fisher": option_fields(Made), "utility": option_fields(Made)}
+    found = assignments(
+        ["fisher.draws=9", "fisher.learning-rate=1e-3", "utility.shown=no", "utility.sizes=4, 5"],
+        known,
+    )
+    assert found == {
+        "fisher": {"draws": 9, "learning_rate": 1e-3},
+        "utility": {"shown": False, "sizes": (4, 5)},
+    }
+    assert assignments(["fisher.most=none"], known) == {"fisher": {"most": None}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fisher.draws", "NAME.option=value"),
+        ("draws=3", "NAME.option=value"),
+        ("nope.draws=3", "names no diagnostic"),
+        ("fisher.nope=3", "has no option 'nope'"),
+        ("fisher.draws=x", "a whole number"),
+        ("fisher.shown=maybe", "true or false"),
+        ("fisher.sizes=1,x", "several with commas"),
+        ("fisher.most=x", "a whole number, or none"),
+    ],
+)
+def test_an_assignment_that_means_nothing_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        assignments([text], {"fisher": option_fields(Made)})
+
+
+def test_an_option_that_has_no_text_is_a_mistake_of_ours() -> None:
+    @dataclass(frozen=True)
+    class Wrong:
+        table: dict[str, int] = field(default_factory=dict)
+
+    @dataclass(frozen=True)
+    class Bare:
+        draws: int
+
+    for kind in (Wrong, Bare):
+        with pytest.raises(TypeError):
+            option_fields(kind)
+
+
+def test_options_of_one_are_not_read_for_another() -> None:
+    request = read_request("coverage", [find("coverage")], [*NEEDED, "--clusters", "5"])
+    assert request.options["coverage"].clusters == 5
+    assert request.command == f"alphatoken diagnose coverage {' '.join(NEEDED)} --clusters 5"
+    both = read_request(ALL, DIAGNOSTICS, [*NEEDED, "--set", "coverage.clusters=5"])
+    assert set(both.options) == set(NAMES)
+    assert both.options["coverage"].clusters == 5
+    assert OptionField("clusters", int, 12, "").shown == "12"
+
+
+def test_retention_files_have_names_and_fields() -> None:
+    found = retention_files(
+        ["stories.jsonl", "a=b/c=d.jsonl,prompt=text,response=code", "x/train.jsonl",
+         "y/train.jsonl,messages=chat", "z=w,response=text"]
+    )  # fmt: skip
+    assert [(one.name, one.path) for one in found] == [
+        ("stories", "stories.jsonl"), ("a", "b/c=d.jsonl"), ("x/train", "x/train.jsonl"),
+        ("y/train", "y/train.jsonl"), ("z", "w"),
+    ]  # fmt: skip
+    assert (found[1].fields.prompt, found[1].fields.response) == ("text", "code")
+    assert found[3].fields.messages == "chat"
+    for texts in (["a.jsonl,prompt"], ["a.jsonl,nope=x"], ["a=1.jsonl", "a=2.jsonl"]):
+        with pytest.raises(ConfigError, match="retention"):
+            retention_files(texts)
+
+
+def test_a_file_whose_name_looks_like_fields_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a=b,prompt=c.jsonl"
+    path.touch()
+    (found,) = retention_files([str(path)])
+    assert found.path == str(path)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """A saved tiny model and data files."""
+
+    folder: Path
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def words(self, name: str, out: Path, *more: object, **changed: object) -> list[str]:
+        """The command line on the small files; keyword arguments replace options."""
+        options: dict[str, object] = {
+            "model": self / "model",
+            "train": self / "train.jsonl",
+            "validation": self / "validation.jsonl",
+            "out": out,
+            "batch-size": 4,
+            "tokens": 120,
+            "oracle-tokens": 8,
+            "fisher-samples": 8,
+            "tuning-steps": 4,
+        } | {key.replace("_", "-"): value for key, value in changed.items()}
+        given = [
+            w for key, value in options.items() if value is not None for w in (f"--{key}", value)
+        ]
+        return [str(word) for word in ("diagnose", name, *given, "--quiet", *more)]
+
+    def run(self, name: str, out: Path, *more: object, **changed: object) -> int:
+        return main(self.words(name, out, *more, **changed))
+
+    @property
+    def retention(self) -> list[str]:
+        return [w for i in range(2) for w in ("--retention", str(self / f"held{i}.jsonl"))]
+
+
+def write_rows(path: Path, count: int, seed: int) -> Path:
+    exchanges = draw_exchanges(count, random.Random(seed))
+    rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = make_tokenizer()
+    make_model(tokenizer).save_pretrained(folder / "model")
+    make_model(tokenizer, seed=1).save_pretrained(folder / "other")
+    for name in ("model", "other"):
+        tokenizer.save_pretrained(folder / name)
+    write_rows(folder / "train.jsonl", 24, seed=1)
+    write_rows(folder / "validation.jsonl", 8, seed=2)
+    for number in range(2):
+        write_rows(folder / f"held{number}.jsonl", 10, seed=3 + number)
+    return World(folder)
+
+
+def test_one_diagnosis_is_written_and_said(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    digest = weights_digest(AutoModelForCausalLM.from_pretrained(world / "model"))
+    assert world.run("coverage", tmp_path / "out", "--draws", 20) == 0
+    out = capsys.readouterr()
+    found = Diagnosis.load(tmp_path / "out" / "coverage")
+    for sentence in found.answer:
+        assert f"  {sentence}\n" in out.out
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in out.out
+    assert found.question in out.out
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["diagnostics"]["coverage"]["options"]["draws"] == 20
+    assert run["diagnostics"]["coverage"]["seconds"] > 0
+    assert run["settings"]["model_sha256"] == digest
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert found.question in page
+    assert "--draws 20" in page
+    # Once more: refused; with other settings: refused; the same: kept as it is, and added to.
+    first = (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns
+    assert world.run("coverage", tmp_path / "out", "--draws", 20) == 2
+    assert "earlier run" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 21) == 2
+    assert "coverage.draws: 20 then, 21 now" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 20, tokens=100) == 2
+    assert "tokens: 120 then, 100 now" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 20) == 0
+    assert "finished earlier" in capsys.readouterr().out
+    assert (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns == first
+    (tmp_path / "out" / "mine.txt").touch()
+    assert world.run("coverage", tmp_path / "out", "--overwrite", "--draws", 21) == 0
+    assert (tmp_path / "out" / "mine.txt").exists()
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["diagnostics"]["coverage"]["options"]["draws"] == 21
+
+
+def test_rows_are_kept_apart_and_counted(world: World, tmp_path: Path) -> None:
+    lines = [(world / name).read_text() for name in ("train.jsonl", "held0.jsonl")]
+    held = (world / "validation.jsonl").read_text()
+    (tmp_path / "mixed.jsonl").write_text("".join([*lines, held]))
+    status = world.run(
+        "coverage", tmp_path / "out", "--draws", 20, *world.retention[:2],
+        train=tmp_path / "mixed.jsonl", retention_rows=6,
+    )  # fmt: skip
+    assert status == 0
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert settings["validation rows"] == 8
+    assert settings["retention rows, held0"] == 6
+    assert settings["training rows"] == 24 + 10 - 6
+    assert "8 training rows repeat a validation row or prompt and were removed." in page
+    assert "6 training rows repeat a retention row or a prompt of the Fisher" in page
+    assert "6 of 10 retention rows of held0 were drawn" in page
+
+
+def test_plain_text_rows_can_be_diagnosed(world: World, tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        rows = [json.loads(line) for line in (world / f"{name}.jsonl").read_text().splitlines()]
+        texts = [json.dumps({"text": row["response"]}) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+    status = world.run(
+        "coverage", tmp_path / "out", "--draws", 20, "--response-field", "text",
+        train=tmp_path / "train.jsonl", validation=tmp_path / "validation.jsonl",
+    )  # fmt: skip
+    assert status == 0
+
+
+def test_without_retention_rows_fisher_says_so_and_the_others_run(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``all`` on what is there: eight diagnoses, one reason, exit status 1."""
+    assert world.run(ALL, tmp_path / "out", *SMALL) == 1
+    said = capsys.readouterr()
+    last = said.err.strip().splitlines()[-1]
+    assert last.startswith("alphatoken: ")
+    assert "could not run: fisher" in last
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    failed = {name for name, record in run["diagnostics"].items() if "failure" in record}
+    done = {name for name in NAMES if Diagnosis.finished(tmp_path / "out" / name)}
+    assert "fisher" in failed
+    assert failed | done == set(NAMES)
+    assert failed & done == set()
+    for reason in (run["diagnostics"][name]["failure"] for name in failed):
+        assert "--retention" in reason
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Could not run: " in page
+    assert "--retention FILE" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "more", "said"),
+    [
+        ("nope", {}, (), "there is no such diagnostic"),
+        ("--out", {}, (), "the name of a diagnostic comes first"),
+        ("coverage", {}, ("--nope",), "unrecognized arguments: --nope"),
+        ("coverage", {}, ("--clusters", "x"), "a whole number"),
+        ("coverage", {}, ("--clusters", "0"), "clusters"),
+        ("coverage", {"model": None}, (), "required: --model"),
+        ("coverage", {"train": "nope.jsonl"}, (), "there is no training file"),
+        ("coverage", {"validation": "nope.jsonl"}, (), "there is no validation file"),
+        ("coverage", {"validation": None}, (), "there are no validation rows"),
+        ("coverage", {"fisher": "nope.st"}, (), "there is no Fisher file"),
+        ("coverage", {"retention": "nope.jsonl"}, (), "there is no retention (nope) file"),
+        ("coverage", {"retention": "x.jsonl,nope=1"}, (), "--retention cannot be read"),
+        ("coverage", {"ratio": "0"}, (), "ratio"),
+        ("coverage", {"layers": "x"}, (), "--layers"),
+        ("coverage", {"window": "x"}, (), "--window"),
+        ("coverage", {"tokens": "0"}, (), "must be at least 1"),
+        ("coverage", {}, ("--resume", "--overwrite"), "not allowed with"),
+        ("all", {}, ("--clusters", "5"), "unrecognized arguments"),
+        ("all", {}, ("--set", "coverage.nope=5"), "has no option 'nope'"),
+        ("all", {}, ("--set", "coverage.clusters=0"), "clusters"),
+    ],
+)
+def test_bad_arguments_are_one_line_before_any_model(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    changed: dict[str, object],
+    more: Sequence[str],
+    said: str,
+) -> None:
+    # There is no such model: whoever loads it first says so.
+    changed = {"model": str(tmp_path / "no model")} | changed
+    assert world.run(name, tmp_path / "out", *more, **changed) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("alphatoken: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert "no model" not in error
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    missing = str(tmp_path / "no model")
+    assert world.run("coverage", tmp_path / "file" / "out", model=missing) == 1
+    error = capsys.readouterr().err
+    assert "the output folder cannot be written" in error
+    assert error.count("\n") == 1
+    (tmp_path / "foreign" / "coverage").mkdir(parents=True)
+    assert world.run("coverage", tmp_path / "foreign", model=missing) == 2
+    assert "holds something else" in capsys.readouterr().err
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text("{}")
+    assert world.run("coverage", tmp_path / "old", model=missing) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "old", "--resume") == 2
+    assert "the earlier run cannot be read" in capsys.readouterr().err
+
+
+def test_bad_models_and_rows_are_one_line(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaConfig(
+        vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(other).save_pretrained(tmp_path / "small")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"prompt": "add : 77 and 77", "response": ""}\n')
+    capsys.readouterr()  # transformers' progress
+    for changed, said in (
+        ({"model": str(tmp_path / "nope")}, "there is no folder with the tokenizer"),
+        ({"reference": str(tmp_path / "nope")}, "there is no folder with the model"),
+        ({"reference": str(tmp_path / "small")}, "--reference is another kind of model"),
+        ({"train": str(empty)}, "empty response"),
+        ({"validation": str(empty)}, "empty response"),
+        ({"retention": str(empty)}, "no retention (empty) row is left"),
+        ({"fisher": str(empty)}, "cannot be read"),
+        ({"validation": str(world / "train.jsonl")}, "no training row is left"),
+    ):
+        assert world.run("coverage", tmp_path / "out", **changed) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "out" / "run.json").exists()
+
+
+# --- interruption ---------------------------------------------------------------------------------
+
+SMALL: tuple[str, ...] = ("--set", "coverage.draws=20")
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "alphatoken.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(out: Path) -> list[str]:
+    return [name for name in NAMES if Diagnosis.finished(out / name)]
+
+
+def test_all_killed_in_the_middle_is_resumed(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = world.words(ALL, out, *world.retention, *SMALL)
+    process, end = start(words), time.monotonic() + PATIENCE
+    try:
+        while len(finished(out)) < 2 and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    kept = {name: (out / name / "diagnosis.json").stat().st_mtime_ns for name in finished(out)}
+    assert 2 <= len(kept) < len(NAMES)
+    assert (out / "report.html").exists()
+    # What a killed process can leave: half a diagnosis, a file that never got its name.
+    half = out / next(name for name in NAMES if name not in kept)
+    half.mkdir(exist_ok=True)
+    (half / "half.csv").touch()
+    (out / ".run.json.1234abcd.tmp").touch()
+    process = start([*words, "--resume"])
+    said, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, error
+    assert finished(out) == list(NAMES)
+    for name, when in kept.items():
+        assert (out / name / "diagnosis.json").stat().st_mtime_ns == when
+        assert f"{name} (finished earlier)" in said
+    assert not (half / "half.csv").exists()
+    assert not list(out.glob(".*.tmp"))
+    page = (out / "report.html").read_text()
+    assert all(entry.question in page for entry in DIAGNOSTICS)
+    assert "Not run yet." not in page
+    assert "Could not run" not in page
+
+
+def test_interrupt_says_how_to_go_on(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process, end = (
+        start(world.words(ALL, out, *world.retention, *SMALL)),
+        time.monotonic() + PATIENCE,
+    )
+    while not (out / "run.json").exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "diagnoses are finished and kept" in error
+    assert "--resume" in error
+    assert "Traceback" not in error

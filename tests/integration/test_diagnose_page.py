@@ -1,0 +1,542 @@
+"""The page about diagnoses: its pictures, tables and links as text, and in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import math
+import re
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
+from alphatoken.fidelity.drawing import canvas, finish
+from alphatoken.fidelity.inline import inlined
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.page import MOST_ROWS, Section, render_page, write_page
+from tests.integration.browser import Browser
+
+HOSTILE = (
+    "</script><script>document.title='owned'</script>",
+    '<img src="http://example.invalid/x.png" onerror="document.title=1">',
+    "'\"><b>",
+    "שלום \u202eevil 😀",
+    "{{ 7 * 7 }}",
+    'a,b\n"c"',
+    "<!-- --!> -->",
+    "]]>",
+    "\x00\x1b",
+    "&amp;",
+)
+
+
+def drawn(key: str, title: str = "A curve", *, width: float = 6.4) -> Figure:
+    """A figure with clip paths, markers, a colour bar and a rasterised part."""
+    records = [{"x": x, "y": math.sin(x)} for x in range(5)]
+    with canvas(width) as figure:
+        axes = figure.add_subplot()
+        axes.plot([r["x"] for r in records], [r["y"] for r in records], marker="o")
+        mesh = axes.pcolormesh(np.arange(12.0).reshape(3, 4), rasterized=True)
+        figure.colorbar(mesh)
+        axes.set_title("a -- b > c")
+        data = Table.of(f"{key}_data", title, records)
+        return finish(figure, key, title, "Look for the bend.", data, alt=f"{title}: it bends.")
+
+
+def diagnosis(name: str = "estimators", **changes: Any) -> Diagnosis:
+    records = [
+        {"estimator": "label", "spearman": Estimate(0.914, 0.871, 0.95, 48), "seconds": 0.0123},
+        {"estimator": "path", "spearman": Estimate(-0.2, -0.31, 0.05, 48), "seconds": 1234.0},
+    ]
+    given: dict[str, Any] = {
+        "question": f"What is {name}?",
+        "answer": ("The first answer is 0.91 [0.87, 0.95].", "The second is a dash."),
+        "tables": (Table.of("fidelity", "Fidelity", records, note="All of them."),),
+        "figures": (drawn("curve"), drawn("wide", "A wide curve", width=11.0)),
+        "notes": ("48 of 900 tokens.",),
+        "settings": {"model": "stories", "draws": 7},
+    }
+    return Diagnosis(name, **given | changes)
+
+
+class Page(HTMLParser):
+    """Tables, identifiers, links and what would be fetched."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[dict[str, str]] = []
+        self.fetched: list[str] = []
+        self.handlers: list[str] = []
+        self.tags: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self._cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        self.handlers += [name for name in given if name.startswith("on")]
+        for name in ("src", "href", "action", "data", "xlink:href"):
+            if name in given and not given[name].startswith(("#", "data:")):
+                self.fetched.append(f"{tag} {name}={given[name]}")
+        if tag == "a":
+            self.links.append(given)
+        elif tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+
+def content(link: dict[str, str]) -> str:
+    """The text behind a download link."""
+    head, _, coded = link["href"].partition("base64,")
+    assert head == "data:text/csv;charset=utf-8;"
+    return base64.b64decode(coded).decode()
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def test_two_pictures_share_no_name_and_every_reference_stays_within_its_own() -> None:
+    figure = drawn("curve")
+    ids, parts = [], []
+    for prefix in ("one", "two"):
+        text = inlined(figure.svg, prefix, "label").html
+        names = re.findall(r' id="([^"]*)"', text)
+        references = re.findall(r'href="#([^"]*)"', text) + re.findall(r"url\(#([^)]*)\)", text)
+        assert len(references) > 5
+        assert set(references) <= set(names)
+        ids += names
+        parts.append(text)
+    assert len(set(ids)) == len(ids) > 20
+    originals = re.findall(r' id="([^"]*)"', figure.svg)
+    assert len(originals) * 2 == len(ids)
+    assert parts[0].replace("one-", "two-") == parts[1]
+
+
+def test_a_picture_keeps_what_is_drawn_and_says_what_it_shows() -> None:
+    figure = drawn("curve")
+    picture = inlined(figure.svg, "p", 'it "bends" <here>')
+    for tag in ("path", "use", "image", "clipPath"):
+        assert picture.html.count(f"<{tag} ") == figure.svg.count(f"<{tag} ") > 0
+    assert picture.width == round(6.4 * 96)
+    assert picture.html.startswith("<svg ")
+    assert 'role="img"' in picture.html
+    assert 'aria-label="it &quot;bends&quot; &lt;here&gt;"' in picture.html
+    assert "<!--" not in picture.html
+    assert "<style" not in picture.html  # it would hold for the whole page
+    assert "stroke-linejoin: round" in picture.html.partition(">")[0]
+
+
+def test_what_runs_or_refers_elsewhere_is_dropped() -> None:
+    svg = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
+      width="30" height="20" onload="alert(1)"><script>alert(2)</script>
+      <style>@import url(http://example.invalid/a.css); *{fill: red} b{color: red}</style>
+      <style>*{background: url(http://example.invalid/e.png)}</style>
+      <foreignObject><body xmlns="http://www.w3.org/1999/xhtml"><p>x</p></body></foreignObject>
+      <a href="http://example.invalid"><rect id="inside"/></a>
+      <image href="http://example.invalid/b.png"/><image xlink:href="data:image/png;base64,QQ=="/>
+      <use xlink:href="http://example.invalid/c.svg#d"/><use xlink:href="#r"/>
+      <animate attributeName="href" to="javascript:alert(3)"/>
+      <rect id="r" onclick="alert(4)" fill="url(http://example.invalid/#g)" style="fill: url('#g')"
+        clip-path="url( #r )" xml:space="preserve"/>
+      <!-- > -> <img src=x> --></svg>"""
+    picture = inlined(svg, "p", "")
+    html = picture.html
+    assert picture.width == 30
+    assert "example.invalid" not in html
+    assert not re.search(r"script|alert|foreign|animate|<a |<style|<!--| on\w+=|inside", html)
+    assert 'viewBox="0 0 30 20"' in html
+    assert 'style="fill: red"' in html.partition(">")[0]
+    assert 'href="data:image/png;base64,QQ=="' in html
+    assert '<use href="#p-r"' in html
+    assert 'style="fill: url(#p-g)"' in html
+    assert 'clip-path="url(#p-r)"' in html
+    assert ' fill="url' not in html
+
+
+@pytest.mark.parametrize(
+    ("svg", "said"),
+    [
+        ("<svg", "not well-formed"),
+        ("<p>x</p>", "not SVG"),
+        ('<svg xmlns="http://www.w3.org/2000/svg"/>', "no size"),
+        ('<svg width="x" height="1"/>', "no size"),
+    ],
+)
+def test_what_is_no_picture_is_refused(svg: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        inlined(svg, "p", "")
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def shown(records: list[dict[str, Any]]) -> list[list[str]]:
+    table = Table.of("t", "T", records)
+    page = Page(render_page([diagnosis(figures=(), settings={}, tables=(table,))]))
+    return page.tables[0]
+
+
+def test_an_estimate_is_one_cell_with_its_interval() -> None:
+    rows = shown(
+        [
+            {"who": "a", "rho_s": Estimate(0.914, 0.871, 0.95, 48), "other": 1},
+            {"who": "b", "rho_s": Estimate(-0.2, -0.31, 0.05, 48), "other": None},
+            {"who": "c", "rho_s": Estimate.undefined(48, "flat"), "other": math.nan},
+        ]
+    )
+    assert rows == [
+        ["who", "rho s, n = 48", "other"],
+        ["a", "0.914 [0.871, 0.950]", "1"],
+        ["b", "−0.20 [−0.31, 0.05]", "–"],
+        ["c", "not defined", "–"],
+    ]
+
+
+def test_counts_that_differ_have_a_column() -> None:
+    rows = shown([{"x": Estimate(12.0, 7.0, 19.5, 40)}, {"x": Estimate(3e-9, 1e-9, 5e-9, 1234)}])
+    assert rows == [["x", "x, n"], ["12 [7, 20]", "40"], ["3e-09 [1e-09, 5e-09]", "1,234"]]
+    assert shown([{"x": Estimate(0.5, 0.5, 0.5, 9)}])[1] == ["0.500 [0.500, 0.500]"]
+    assert shown([{"x": Estimate(math.inf, 1.0, math.inf, 9)}])[1] == ["∞ [1, ∞]"]
+
+
+def test_cells_are_short_and_say_what_is_missing() -> None:
+    rows = shown(
+        [
+            {"a": True, "b": 1234567, "c": 0.00012345, "d": -1.5e-7, "e": math.inf, "f": 2.0},
+            {"a": False, "b": -3, "c": 0.123456, "d": 123456.7, "e": -math.inf, "f": "</td>"},
+        ]
+    )
+    assert rows[1] == ["yes", "1,234,567", "0.00012", "−1.5e-07", "∞", "2"]
+    assert rows[2] == ["no", "−3", "0.123", "1.2e+05", "−∞", "</td>"]
+
+
+def test_a_long_table_is_cut_on_the_page_and_whole_in_its_file() -> None:
+    records = [{"row": row} for row in range(MOST_ROWS + 7)]
+    text = render_page([diagnosis(figures=(), tables=(Table.of("t", "T", records),))])
+    page = Page(text)
+    assert len(page.tables[0]) == 1 + MOST_ROWS
+    assert "7 more rows are in the file" in page.text
+    (link,) = [link for link in page.links if "download" in link]
+    assert link["download"] == "estimators-t.csv"
+    assert len(content(link).splitlines()) == 1 + len(records)
+    empty = Page(render_page([diagnosis(figures=(), tables=(Table.of("t", "T", []),))]))
+    assert "No rows." in empty.text
+
+
+# --- the page as text -----------------------------------------------------------------------------
+
+
+def hostile() -> Diagnosis:
+    """Everything that a text may be, wherever a text stands."""
+    evil = HOSTILE[0]
+    records = [{evil: text, "n": i} for i, text in enumerate(HOSTILE)]
+    table = Table.of('k"><script>', HOSTILE[1], records, note=HOSTILE[2])
+    plain = drawn("curve")
+    figure = Figure(
+        'f"<', HOSTILE[1], HOSTILE[0], table, plain.svg, plain.png, alt=" ".join(HOSTILE[:8])
+    )
+    return diagnosis(
+        'na"me <x>',
+        question=HOSTILE[0],
+        answer=HOSTILE,
+        notes=HOSTILE,
+        tables=(table,),
+        figures=(figure,),
+        settings={HOSTILE[0]: HOSTILE[1]},
+    )
+
+
+def test_hostile_text_stays_text() -> None:
+    text = render_page(
+        [hostile(), Section("b", HOSTILE[1], failure=HOSTILE[0]), Section("c", "?")],
+        title=HOSTILE[0],
+        settings={HOSTILE[1]: HOSTILE[0]},
+        notes=HOSTILE,
+        command=HOSTILE[1],
+    )
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert page.fetched == []
+    assert page.handlers == []
+    for part in HOSTILE[:5]:
+        assert part in page.text
+    assert "49" not in render_page([diagnosis(answer=("{{ 7 * 7 }}",), figures=(), tables=())])
+
+
+def test_page_is_self_contained_and_names_are_unique() -> None:
+    text = render_page([diagnosis(), diagnosis("fisher")], settings={"model": "stories"})
+    page = Page(text)
+    assert page.fetched == []
+    assert "script" not in page.tags
+    assert len(set(page.ids)) == len(page.ids) > 80
+    assert not re.search(r"@import|url\((?!#)", text)
+    within = [link["href"][1:] for link in page.links if link["href"].startswith("#")]
+    assert set(within) <= set(page.ids)
+    assert {"estimators", "fisher", "contents", "main", "settings"} <= set(within)
+
+
+def test_contents_say_each_question_and_its_first_answer() -> None:
+    sections = [
+        diagnosis(),
+        Section("fisher", "Is it so?", failure="there are no rows. Remedy: --retention FILE."),
+        Section("drift", "How far?"),
+    ]
+    text = render_page(sections, command="alphatoken diagnose all --out x")
+    contents = Page(text[text.index("<nav") : text.index("</nav>")]).text
+    for part in (
+        "What is estimators?", "The first answer is 0.91 [0.87, 0.95].", "Is it so?",
+        "Could not run: there are no rows. Remedy: --retention FILE.", "How far?", "Not run yet.",
+    ):  # fmt: skip
+        assert part in contents
+    assert "second is a dash" not in contents
+    assert "alphatoken diagnose all --out x" in text
+    assert re.search(r"1 of 3\s+diagnoses", text)
+    # What all depend on is said once; what one depends on stands with it.
+    page = render_page([diagnosis()], settings={"model": "stories"})
+    assert page.count('<th scope="row">model</th>') == 1
+    assert page.count('<th scope="row">draws</th>') == 1
+
+
+def test_every_link_holds_its_table() -> None:
+    one = diagnosis()
+    page = Page(render_page([one]))
+    links = {link["download"]: content(link) for link in page.links if "download" in link}
+    assert links == {
+        "estimators-curve.csv": one.figure("curve").data.csv(),
+        "estimators-wide.csv": one.figure("wide").data.csv(),
+        "estimators-fidelity.csv": one.table("fidelity").csv(),
+    }
+
+
+def test_extra_html_is_shown_as_it_is() -> None:
+    assert "<mark>a</mark>" in render_page([diagnosis(html="<p><mark>a</mark></p>")])
+
+
+def test_a_diagnostic_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        render_page([diagnosis(), diagnosis()])
+
+
+def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_page(tmp_path / "r.html", [diagnosis()])
+    before = path.read_bytes()
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        write_page(path, [diagnosis("fisher")])
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+# --- the page in a browser ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    long = Table.of(
+        "long", "Long", [{f"column_{i}": i * row for i in range(14)} for row in range(90)]
+    )
+    sections = [
+        diagnosis(tables=(*diagnosis().tables, long)),
+        diagnosis("utility", html="<p><span style='background:#fde'>tok</span>" * 200),
+        hostile(),
+        Section("fisher", "Is it so?", failure="x" * 400),
+    ]
+    return write_page(
+        tmp_path_factory.mktemp("page") / "report.html",
+        sections,
+        title="How far to trust the values: " + "m" * 120,
+        settings={"model": "/a" * 200, "dtype": "float32"},
+        notes=["32 of 350 rows were drawn."],
+        command="alphatoken diagnose all --model " + "/b" * 100,
+    )
+
+
+@pytest.fixture(scope="module")
+def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        found.resize(1400, 900)
+        found.open(page)
+        yield found
+        # After everything the tests below have done on the page:
+        assert found.errors == []
+        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_browser_opens_the_page_as_it_was_meant(browser: Browser) -> None:
+    assert browser.evaluate("document.title").startswith("How far to trust the values: mmm")
+    assert browser.evaluate("document.scripts.length + document.images.length") == 0
+    assert browser.evaluate("document.querySelectorAll('main section').length") == 4
+    drawn_boxes = browser.evaluate(
+        "[...document.querySelectorAll('figure svg')].map(s => {"
+        " const b = s.getBoundingClientRect();"
+        " return [b.width, b.height, s.getAttribute('aria-label').length,"
+        "  s.querySelectorAll('path').length, s.closest('figure').className]; })"
+    )
+    assert len(drawn_boxes) == 5
+    for width, height, label, paths, whole in drawn_boxes:
+        assert width > (700 if whole else 400)
+        assert 0.3 < height / width < 0.7
+        assert label > 5
+        assert paths > 10
+    # The style that matplotlib writes for all elements reaches its own picture and nothing else.
+    look = "getComputedStyle(document.querySelector('{}')).strokeLinejoin"
+    assert browser.evaluate(look.format("figure svg path")) == "round"
+    assert browser.evaluate(look.format("h1")) == "miter"
+
+
+def test_browser_contents_lead_to_each_section(browser: Browser) -> None:
+    count = browser.evaluate("document.querySelectorAll('.contents a').length")
+    assert count == 4
+    for index in range(count):
+        top = browser.evaluate(
+            f"(() => {{ const a = document.querySelectorAll('.contents a')[{index}]; a.click();"
+            " const s = document.getElementById(decodeURIComponent(a.hash.slice(1)));"
+            " return s.getBoundingClientRect().top; })()"
+        )
+        end = browser.evaluate("document.documentElement.scrollHeight - innerHeight - scrollY < 2")
+        assert -2 <= top <= 40 or end
+        assert browser.evaluate("scrollY") > 100
+    browser.evaluate("document.querySelector('.back a').click()")
+    assert -2 <= browser.evaluate("contents.getBoundingClientRect().top") <= 40
+
+
+def test_browser_keyboard_reaches_what_moves_and_what_leads(browser: Browser) -> None:
+    browser.evaluate("document.activeElement.blur(), window.scrollTo(0, 0)")
+    browser.evaluate("history.replaceState(null, '', location.pathname)")
+    browser.open(Path(browser.evaluate("decodeURIComponent(location.pathname)")))
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.className") == "skip"
+    box = browser.evaluate("document.activeElement.getBoundingClientRect().left")
+    assert 0 <= box < 50
+    browser.press("Enter", "\r")
+    assert browser.evaluate("document.activeElement.id") == "main"
+    for selector in (".picture", ".scroll", ".extra"):
+        assert browser.evaluate(
+            f"[...document.querySelectorAll('{selector}')].every(e => e.tabIndex === 0"
+            " && (e.getAttribute('aria-label') || e.getAttribute('aria-labelledby')))"
+        )
+    levels = browser.evaluate(
+        "[...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])"
+    )
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_browser_downloads_the_table(browser: Browser, tmp_path: Path) -> None:
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.evaluate("document.querySelector('a[download=\"estimators-fidelity.csv\"]').click()")
+    path, end = tmp_path / "estimators-fidelity.csv", time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert path.read_text() == diagnosis().table("fidelity").csv()
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert rows[0]["spearman"] == "0.914"
+    assert rows[0]["spearman_low"] == "0.871"
+
+
+def test_browser_needs_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
+    try:
+        for width in (320, 360, 768, 1400):
+            browser.resize(width, 800)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.resize(360, 800)
+        # A picture is not shrunk until nobody can read it: it moves in its frame.
+        wide = browser.evaluate(
+            "document.querySelector('figure svg').getBoundingClientRect().width"
+        )
+        assert wide > 450
+        assert browser.screenshot(tmp_path / "narrow.png").stat().st_size > 5000
+    finally:
+        browser.resize(1400, 900)
+
+
+CONTRAST = """
+(() => {
+  const parse = (c) => c.match(/[0-9.]+/g).map(Number);
+  const lum = (c) => { const p = c.slice(0, 3).map(v => v / 255).map(
+    v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * p[0] + 0.7152 * p[1] + 0.0722 * p[2]; };
+  const behind = (e) => { for (; e; e = e.parentElement) {
+    const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
+    return parse(getComputedStyle(document.documentElement).backgroundColor); };
+  let worst = [99, ""];
+  const all = "p, li, a, h1, h2, h3, th, td, figcaption, summary, code, span";
+  for (const e of document.querySelectorAll(all)) {
+    if (!e.textContent.trim() || e.closest("svg")) continue;
+    const a = lum(parse(getComputedStyle(e).color)), b = lum(behind(e));
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, e.outerHTML.slice(0, 80)];
+  }
+  return worst;
+})()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_text_has_contrast(browser: Browser, scheme: str) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.send("Emulation.setEmulatedMedia", features=[feature])
+    try:
+        background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+        ratio, where = browser.evaluate(CONTRAST)
+        assert ratio > 4.5, where
+        paper = browser.evaluate(
+            "getComputedStyle(document.querySelector('.picture')).backgroundColor"
+        )
+        assert paper == "rgb(255, 255, 255)"  # pictures keep the colours they were drawn in
+    finally:
+        browser.send("Emulation.setEmulatedMedia", features=[])
+
+
+def test_browser_prints_all_of_it(browser: Browser) -> None:
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert browser.evaluate(
+            "[...document.querySelectorAll('.scroll')].every("
+            "e => e.scrollHeight <= e.clientHeight + 1)"
+        )
+    finally:
+        browser.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_browser_runs_nothing_even_if_a_diagnosis_brings_it(tmp_path: Path) -> None:
+    evil = (
+        "<script>document.title = 'owned'</script>"
+        '<img src="http://example.invalid/x.png" onerror="document.title=\'owned\'">'
+    )
+    path = write_page(tmp_path / "evil.html", [diagnosis(html=evil)], title="safe")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(path)
+        assert browser.evaluate("document.title") == "safe"
+        assert any("Content Security Policy" in error for error in browser.errors)

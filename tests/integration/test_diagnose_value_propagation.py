@@ -1,0 +1,81 @@
+"""``value-propagation`` on the real tiny model and real rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from alphatoken import ScorerConfig
+from alphatoken.errors import InputError
+from alphatoken.fidelity import value_propagation as diagnostic
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import find
+from tests.integration.subjects import subject
+
+SMALL = diagnostic.Options(pairs=600, bins=12, draws=20)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    given = subject("near", train_rows=10, validation_rows=4, length=40, tokens=400, batch_size=5)
+    return diagnostic.diagnose(given, SMALL)
+
+
+def test_it_is_the_registered_diagnostic(found: Diagnosis) -> None:
+    assert find("value-propagation").load() is diagnostic
+    assert found.name == "value-propagation"
+    assert found.question == find("value-propagation").question
+
+
+def test_no_pair_of_the_real_model_violates_the_bound(found: Diagnosis) -> None:
+    records = found.table("heads").records()
+    assert {(r["layer"], r["head"]) for r in records} == {
+        (k, h) for k in (2, 3, 4) for h in range(8)
+    }
+    assert all(r["violations"] == 0 for r in records)
+    assert all(0 < r["tightness"] <= 1 for r in records)
+    assert all(r["tightness_low"] <= r["tightness"] <= r["tightness_high"] for r in records)
+    assert "on 0 of 14400 pairs, as it must" in " ".join(found.answer)
+
+
+def test_shares_add_up_and_end_with_the_last_layer(found: Diagnosis) -> None:
+    records = found.table("shares").records()
+    for layer in ("2", "3", "4", "all"):
+        assert sum(r["signed"] for r in records if r["layer"] == layer) == pytest.approx(
+            1, abs=1e-5
+        )
+    (last,) = [r for r in records if (r["layer"], r["part"]) == ("4", "longer hops")]
+    assert abs(last["norm"]) < 1e-4
+    (lower,) = [r for r in records if (r["layer"], r["part"]) == ("2", "longer hops")]
+    assert lower["norm"] > 0.1
+    near, wide, hop = (
+        r["relative_error"] for r in found.table("agreement").records() if r["layer"] == "all"
+    )
+    assert near > hop
+    assert 0.3 < near < 1.0
+    assert wide > 0
+
+
+def test_it_is_saved_with_its_figures(found: Diagnosis, tmp_path: Path) -> None:
+    found.save(tmp_path)
+    assert Diagnosis.load(tmp_path).answer == found.answer
+    for key in ("density", "residual", "shares"):
+        assert (tmp_path / f"{key}.svg").stat().st_size > 2000
+        assert found.figure(key).data.rows
+        assert found.figure(key).caption
+    assert "NaN" not in (tmp_path / "diagnosis.json").read_text(encoding="utf-8")
+
+
+def test_what_was_sampled_is_said(found: Diagnosis) -> None:
+    said = " ".join(found.notes)
+    assert "of the token positions that have one, in layers 2, 3, 4" in said
+    assert "float32" in said
+
+
+def test_a_window_of_zero_and_too_few_tokens_are_refused() -> None:
+    given = {"train_rows": 3, "validation_rows": 2, "length": 30}
+    with pytest.raises(InputError, match="no causal-window pair"):
+        diagnostic.diagnose(subject(config=ScorerConfig(window=0), **given), SMALL)
+    with pytest.raises(InputError, match="at least 8 response tokens"):
+        diagnostic.diagnose(subject("near", train_rows=1, validation_rows=2, length=6), SMALL)

@@ -1,0 +1,169 @@
+"""What every diagnostic stands on: rows drawn, values flat, models left as they were."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
+from alphatoken.progress import Progress
+from tests.integration.subjects import subject
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_rows_are_drawn_up_to_a_number_of_tokens() -> None:
+    found = subject(tokens=300)
+    drawn = found.sample()
+    count = sum(row.response_tokens for row in drawn)
+    assert 0 < count <= 300
+    assert drawn == found.sample()
+    indices = [row.row.index for row in drawn]
+    assert indices == sorted(indices)
+    assert [row.row.index for row in subject(tokens=300, seed=5).sample()] != indices
+    assert found.sample(most=10**9) == list(found.train)
+    assert len(found.sample(most=1)) == 1  # a row is never cut
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_flat_values_are_the_scorers(estimator: str) -> None:
+    found = subject(train_rows=5)  # batches of 4: the last one is smaller
+    rows = list(found.train)
+    config = ScorerConfig(estimator=estimator)
+    scorer = Scorer(found.model, found.batches(found.validation), None, config)
+    flat = found.score(scorer, rows)
+    assert len(flat["total"]) == sum(row.response_tokens for row in rows)
+    split = {"adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal"}
+    assert (split <= flat.keys()) == (estimator == "alphatoken")
+    for number, batch in enumerate(found.batches(rows)):
+        values = scorer.score(batch)
+        for place in range(len(batch["labels"])):
+            mine = flat["row"] == 4 * number + place
+            positions = flat["position"][mine]
+            labels = np.array(rows[4 * number + place].labels)
+            np.testing.assert_array_equal(positions, np.flatnonzero(labels[1:] != -100) + 1)
+            np.testing.assert_array_equal(
+                flat["total"][mine], values.total[place].double().numpy()[positions]
+            )
+
+
+def test_a_missing_second_model_is_made_once_from_a_copy() -> None:
+    found = subject()
+    before = weights(found.model)
+    reference, after, said = found.before_and_after()
+    assert reference is found.model
+    assert same(found.model, before)
+    assert not same(after, before)
+    assert found.before_and_after()[1] is after
+    assert "8 AdamW steps" in said
+    assert all(p.grad is None for p in after.parameters())
+    assert not after.training
+    again = subject().before_and_after()[1]  # a function of rows, settings and seed
+    assert same(again, weights(after))
+    losses = [mean_loss(found, model) for model in (found.model, after)]
+    assert losses[1] < losses[0]
+
+
+def mean_loss(found: object, model: nn.Module) -> float:
+    total = count = 0.0
+    for batch in found.batches(found.train):  # type: ignore[attr-defined]
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        total += float(
+            nn.functional.cross_entropy(
+                logits.logits[:, :-1].flatten(0, 1),
+                batch["labels"][:, 1:].flatten(),
+                reduction="sum",
+            )
+        )
+        count += float((batch["labels"][:, 1:] != -100).sum())
+    return total / count
+
+
+def test_a_given_reference_is_used_as_it_is() -> None:
+    found = subject()
+    other = copy.deepcopy(found.model)
+    given = subject(model=found.model, reference=other)
+    assert given.before_and_after()[:2] == (other, found.model)
+
+
+def test_fine_tuning_that_explodes_says_so() -> None:
+    with pytest.raises(AlphaTokenError, match="does not converge") as caught:
+        subject(tuning_rate=1e30, tuning_steps=20).before_and_after()
+    assert "--tuning-rate" in str(caught.value)
+
+
+def test_fishers_are_fitted_at_the_reference_and_kept() -> None:
+    found = subject()
+    fisher = found.fitted_fisher()
+    assert fisher.structure == "diagonal"
+    assert found.fitted_fisher() is fisher
+    assert found.fitted_fisher("kronecker").structure == "kronecker"
+    more = found.fitted_fisher(samples=5, seed=3)
+    assert more is not fisher
+    assert more.metadata["samples"] == 5
+    assert subject(fisher=fisher).fitted_fisher() is fisher
+    now = {name: p for name, p in found.model.named_parameters() if name in fisher.names}
+    assert max(fisher.drift(now).values()) == 0.0  # its reference is the model before
+
+
+def test_retention_rows_are_the_first_of_each_set() -> None:
+    found = subject()
+    rows = found.retention_rows(3)
+    assert set(rows) == set(found.retention)
+    assert all(len(part) == 3 for part in rows.values())
+
+
+def test_progress_is_told() -> None:
+    heard: list[Progress] = []
+    found = subject(train_rows=5, progress=heard.append)
+    scorer = Scorer(found.model, found.batches(found.validation), None, found.config)
+    found.score(scorer, list(found.train))
+    assert [(p.done, p.total) for p in heard] == [(4, 5), (5, 5)]
+    assert "alphatoken" in heard[0].label
+
+
+def test_texts_join_to_the_row() -> None:
+    found = subject()
+    row = found.train[0]
+    text = "".join(piece.text for piece in found.texts(row))
+    assert row.row.response.split()[0] in text
+    bare = subject(tokenizer=None)
+    assert bare.texts(row)[0].text == f"[{row.input_ids[0]}]"
+
+
+@pytest.mark.parametrize("name", ["batch_size", "tokens", "oracle_tokens", "fisher_samples"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        subject(**{name: 0})
+
+
+def test_rows_without_response_are_refused() -> None:
+    with pytest.raises(DataError, match="train rows have no response token"):
+        subject(train=[])
+    with pytest.raises(DataError, match="validation rows have no response token"):
+        subject(validation=[])
+
+
+def test_missing_retention_names_the_option() -> None:
+    with pytest.raises(DataError, match="--retention FILE"):
+        subject(retention={}).retention_rows()
+    with pytest.raises(DataError, match="empty"):
+        subject(retention={"empty": []}).retention_rows()
+
+
+def test_too_few_tokens_for_a_statistic_are_refused() -> None:
+    found = subject()
+    found.require_tokens(found.train, 8, "a rank needs ranks")
+    with pytest.raises(InputError, match="at least 1000000 response tokens"):
+        found.require_tokens(found.train, 1_000_000, "a rank needs ranks")

@@ -1,0 +1,298 @@
+"""Coverage: clouds, entropies and pictures whose right answer is known; states of real decoders."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from alphatoken.adapter import find_adapter
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example, Row, collate
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.fidelity import coverage
+from alphatoken.fidelity.clouds import (
+    clusters_of,
+    entropy,
+    log_volume,
+    mean_distance,
+    picture_of,
+    whitened,
+)
+from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, band_of, measured
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.states import TokenStates, token_states
+from alphatoken.fidelity.valuing import kept_by, with_estimator
+from alphatoken.progress import Tracker
+from tests.property.architectures import ARCHITECTURES
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+
+QUIET = Tracker("", 0, False)
+
+
+def rows_of(lengths: list[tuple[int, int]], vocabulary: int, seed: int = 0) -> list[Example]:
+    """Rows of drawn tokens, (prompt, response) long; ids from 3 on, clear of special ones."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for index, (prompt, response) in enumerate(lengths):
+        ids = generator.integers(3, vocabulary, prompt + response).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        found.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
+    return found
+
+
+def two_clusters(size: int, *, seed: int = 0, width: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian clouds around 0 and around a point 30 away; which one each point is of."""
+    generator = np.random.default_rng(seed)
+    labels = np.repeat([0, 1], size)
+    points = generator.standard_normal((2 * size, width))
+    points[:, 0] += 30 * labels
+    return points, labels
+
+
+def planted(size: int = 60) -> tuple[Pool, np.ndarray]:
+    points, labels = two_clusters(size)
+    ids = np.arange(2 * size) % 20 + 100 * labels
+    states = TokenStates(points, np.linspace(0.0, 3.0, 2 * size), ids, True)
+    rows = np.arange(2 * size) % 10
+    return Pool.of(states, rows, clusters=2, ratio=0.5, seed=0), labels
+
+
+# --- clouds --------------------------------------------------------------------------------------
+
+
+def test_entropy_is_one_when_even_and_zero_in_one_cluster():
+    assert entropy(np.array([0, 1, 2, 3] * 5), 4) == pytest.approx(1.0, abs=1e-12)
+    assert entropy(np.zeros(9, dtype=int), 4) == 0.0
+    assert entropy(np.array([0, 0, 0, 1]), 2) == pytest.approx(
+        -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)), abs=1e-12
+    )
+    assert math.isnan(entropy(np.array([], dtype=int), 4))
+
+
+def test_mean_distance_and_volume_scale_with_the_cloud():
+    points = np.random.default_rng(0).standard_normal((50, 3))
+    assert mean_distance(np.array([[0.0, 0.0], [6.0, 8.0]])) == pytest.approx(5.0)
+    assert mean_distance(4 * points) == pytest.approx(4 * mean_distance(points))
+    assert log_volume(4 * points) - log_volume(points) == pytest.approx(2 * math.log(4))
+    assert log_volume(points) == pytest.approx(np.linalg.slogdet(np.cov(points.T, ddof=0))[1] / 3)
+    assert math.isnan(log_volume(points[:5]))
+
+
+def test_whitening_gives_unit_covariance_and_leaves_flat_directions_out():
+    generator = np.random.default_rng(1)
+    points = generator.standard_normal((80, 4)) * [5, 1, 0.2, 0]
+    white = whitened(points, 4)
+    assert white.shape == (80, 3)
+    np.testing.assert_allclose(white.T @ white / 80, np.eye(3), atol=1e-10)
+    assert log_volume(white) == pytest.approx(0.0, abs=1e-10)
+
+
+def test_known_clusters_are_found_and_lie_apart_in_the_picture():
+    points, labels = two_clusters(60)
+    found = clusters_of(points, 2, seed=0)
+    assert len({(a, b) for a, b in zip(found.tolist(), labels.tolist(), strict=True)}) == 2
+    places = picture_of(points, seed=0)
+    distances = np.linalg.norm(places[:, None] - places[None], axis=-1)
+    np.fill_diagonal(distances, np.inf)
+    assert (labels[distances.argmin(1)] == labels).all()
+    centres = [places[labels == label].mean(0) for label in (0, 1)]
+    radii = [
+        np.linalg.norm(places[labels == label] - centre, axis=1).max()
+        for label, centre in zip((0, 1), centres, strict=True)
+    ]
+    assert np.linalg.norm(centres[0] - centres[1]) > sum(radii)
+
+
+def test_the_picture_is_a_function_of_points_and_seed_and_copes_with_few():
+    points = np.random.default_rng(2).standard_normal((40, 5))
+    np.testing.assert_array_equal(picture_of(points, seed=3), picture_of(points, seed=3))
+    assert picture_of(points[:4], seed=0, perplexity=30.0).shape == (4, 2)
+    assert picture_of(points[:, :1], seed=0).shape == (40, 2)
+    assert np.isfinite(picture_of(np.zeros((6, 3)), seed=0)).all()
+    with pytest.raises(InputError, match="4 points"):
+        picture_of(points[:3], seed=0)
+    with pytest.raises(InputError, match="not finite"):
+        picture_of(np.full((5, 2), np.nan), seed=0)
+
+
+def test_missing_scikit_learn_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigError, match=r"alphatoken\[diagnose\]"):
+        picture_of(np.zeros((9, 2)), seed=0)
+
+
+# --- statistics of a selection -------------------------------------------------------------------
+
+
+def test_keeping_everything_is_as_the_candidates_are():
+    pool, _ = planted()
+    everything = np.ones(len(pool.ids), dtype=bool)
+    found = {key: measured(pool, everything, key) for key in STATISTICS}
+    assert found["entropy"].value == pytest.approx(entropy(pool.labels, 2), abs=1e-12) == 1.0
+    assert found["spread"].value == pytest.approx(1.0, abs=1e-12)
+    assert found["volume"].value == pytest.approx(0.0, abs=1e-12)
+    assert found["types"].value == 1.0
+    assert found["loss"].value == pytest.approx(1.5)
+
+
+def test_keeping_one_cluster_has_no_entropy_and_is_narrower_than_chance():
+    pool, labels = planted()
+    kept = labels == 0
+    band = band_of(pool, int(kept.sum()), 100, seed=1)
+    for key, said in (("entropy", "below"), ("spread", "below"), ("types", "below")):
+        assert against(measured(pool, kept, key), band[key]) == said, key
+    assert measured(pool, kept, "entropy").value == 0.0
+    assert measured(pool, kept, "types").value == 0.5
+
+
+def test_the_band_holds_random_selections():
+    pool, _ = planted()
+    band = band_of(pool, 60, 300, seed=1)
+    generator = np.random.default_rng(99)
+    inside = dict.fromkeys(STATISTICS, 0)
+    for _ in range(100):
+        kept = np.zeros(120, dtype=bool)
+        kept[generator.permutation(120)[:60]] = True
+        for key, (_, _, statistic) in STATISTICS.items():
+            value = statistic(pool, np.flatnonzero(kept), np.arange(120))
+            inside[key] += band[key][0] <= value <= band[key][1]
+    assert min(inside.values()) >= 86  # of 100 at 95 %: 4 standard deviations
+
+
+def test_an_undefined_estimate_has_no_verdict():
+    assert against(Estimate.undefined(3, "few"), (0.0, 1.0)) == ""
+
+
+def test_kept_are_exactly_the_share():
+    kept = kept_by(np.array([3.0, -1.0, 2.0, 5.0, 0.0]), 0.5)
+    assert kept.tolist() == [True, False, True, True, False]
+
+
+# --- jackknife -----------------------------------------------------------------------------------
+
+
+def test_the_jackknife_of_a_mean_is_its_standard_error():
+    values = np.random.default_rng(4).standard_normal(40)
+    found = jackknife(lambda kept: float(values[kept].mean()), 40)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(40)
+    assert found.value == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
+
+
+def test_the_jackknife_leaves_out_rows_and_widens_with_what_they_share():
+    generator = np.random.default_rng(5)
+    rows = np.repeat(np.arange(12), 10)
+    values = np.repeat(generator.standard_normal(12), 10) + 0.1 * generator.standard_normal(120)
+
+    def mean(kept: np.ndarray) -> float:
+        return float(values[kept].mean())
+
+    by_row, by_token = jackknife(mean, 120, groups=rows), jackknife(mean, 120)
+    assert by_row.high - by_row.low > 2 * (by_token.high - by_token.low)
+
+
+def test_the_jackknife_refuses_few_and_cuts_at_the_ends():
+    assert not jackknife(lambda kept: 1.0, 7).defined
+    assert "7 probes" in str(jackknife(lambda kept: 1.0, 7, what="probes"))
+    assert not jackknife(lambda kept: math.nan, 9).defined
+    values = np.array([0.0] * 11 + [1.0])
+    assert jackknife(lambda kept: values[kept].mean(), 12, ends=(0.0, 1.0)).low == 0.0
+
+
+def test_too_few_rows_fall_back_to_groups_of_tokens():
+    values = np.arange(100.0)
+    found = jackknife(lambda kept: float(values[kept].mean()), 100, groups=np.repeat([0, 1], 50))
+    assert found.defined
+    assert found.low < found.value < found.high
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecoderConfig(),
+        DecoderConfig(norm="layernorm", bias=True, positions="learned", layers=3),
+        DecoderConfig(repeated_block=True, tied_embeddings=True),
+        DecoderConfig(norm="none", fused_qkv=True, transposed=True),
+    ],
+    ids=repr,
+)
+def test_states_are_what_the_head_reads_where_a_token_is_predicted(config: DecoderConfig):
+    model = ReferenceDecoder(config, seed=1).train()
+    rows = rows_of([(2, 5), (4, 3), (1, 7)], config.vocabulary)
+    found = token_states(model, [collate(rows)], QUIET)
+    logits = F.linear(torch.from_numpy(found.states), model.head.weight)
+    losses = F.cross_entropy(logits, torch.from_numpy(found.ids), reduction="none")
+    np.testing.assert_allclose(losses.detach().numpy(), found.losses, rtol=1e-12)
+    assert found.ids.tolist() == [t for row in rows for t in row.labels if t != -100]
+    assert found.has_head
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES, ids=lambda family: family.name)
+def test_the_head_is_found_on_every_family(family):
+    model = family.build(3)
+    rows = rows_of([(2, 5), (3, 4)], 23)
+    found = token_states(model, [collate(rows)], QUIET)
+    assert found.has_head
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        logits = head(torch.from_numpy(found.states))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
+    logits = logits * scale if cap is None else cap * torch.tanh(logits / cap)
+    losses = F.cross_entropy(logits, torch.from_numpy(found.ids), reduction="none")
+    np.testing.assert_allclose(losses.numpy(), found.losses, rtol=1e-5, atol=1e-5)
+    depth = len(find_adapter(model).layers())
+    assert depth == family.depth
+
+
+def test_padding_and_batches_change_no_state():
+    model = ReferenceDecoder(DecoderConfig(), seed=2)
+    rows = rows_of([(2, 5), (4, 3), (1, 7)], 11)
+    together = token_states(model, [collate(rows)], QUIET)
+    left = token_states(model, [collate(rows, padding_side="left")], QUIET)
+    alone = token_states(model, [collate([row]) for row in rows], QUIET)
+    for other in (left, alone):
+        np.testing.assert_allclose(other.states, together.states, atol=1e-12)
+        np.testing.assert_allclose(other.losses, together.losses, atol=1e-12)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"policies": ("best",)}, "unknown policy"),
+        ({"policies": ()}, "no policy"),
+        ({"policies": ("random", "random")}, "named twice"),
+        ({"clusters": 1}, "clusters"),
+        ({"perplexity": 0.5}, "perplexity"),
+        ({"draws": 3}, "draws"),
+        ({"points": 2}, "points"),
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        coverage.Options(**wrong)
+
+
+def test_settings_that_an_estimator_does_not_allow_fall_back():
+    config = ScorerConfig(path="causal", contraction="gram", window=8)
+    assert with_estimator(config, "label").path == "both"
+    assert with_estimator(config, "label").contraction == "auto"
+    assert with_estimator(config, "direct").path == "both"
+    assert with_estimator(config, "same_layer_hop").path == "causal"
+    everything = ScorerConfig(estimator="label", parameters="all")
+    assert with_estimator(everything, "alphatoken").parameters == "linears"
+    assert with_estimator(config, "label").window == 8

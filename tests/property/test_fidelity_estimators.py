@@ -1,0 +1,414 @@
+"""The ``estimators`` diagnostic: shared readings against the scorer, planted cases, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.batch import read_batch
+from alphatoken.data import Example, Row
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.estimators import CAPTURED, ESTIMATORS
+from alphatoken.fidelity import estimators as diagnostic
+from alphatoken.fidelity import metrics
+from alphatoken.fidelity.advice import advise
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.noise import calibration, plant
+from alphatoken.fidelity.readings import WINDOWED, Setting, full_gradient, read, supported
+from alphatoken.fidelity.subject import Subject
+from alphatoken.oracle import gradients as oracle
+from tests.property.architectures import BY_NAME
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.tolerance import close
+
+QUICK = diagnostic.Options(layers=(1, 3), windows=(0, 2), draws=20, repeats=1)
+
+
+def rows_of(
+    lengths: Sequence[int], *, vocabulary: int = 11, prompt: int = 2, seed: int = 7
+) -> list[Example]:
+    """Rows of random ids; all but the first ``prompt`` tokens are response."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
+    return found
+
+
+def subject_of(model: nn.Module, **changes: object) -> Subject:
+    given: dict[str, object] = {
+        "train": rows_of([9, 7, 8, 9, 6, 9, 8, 9, 9, 8]),
+        "validation": rows_of([6, 8, 7, 5], seed=8),
+        "config": ScorerConfig(layers=2, window=3),
+        "batch_size": 3,
+        "tokens": 10_000,
+        "oracle_tokens": 16,
+    }
+    return Subject(model, **given | changes)  # type: ignore[arg-type]
+
+
+def decoder_of(**config: object) -> ReferenceDecoder:
+    return ReferenceDecoder(DecoderConfig(**{"layers": 3} | config), 1)  # type: ignore[arg-type]
+
+
+# --- readings ------------------------------------------------------------------------------------
+
+STRUCTURES = {
+    "plain": {},
+    "grouped heads, window, bias": {
+        "heads": 4, "kv_heads": 2, "windows": (None, 3), "bias": True, "qk_norm": True,
+    },
+    "fused, transposed, sinks": {"fused_qkv": True, "transposed": True, "sinks": True},
+    "a block at two depths": {"repeated_block": True, "tied_embeddings": True},
+    "tied linears": {"tied_linears": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal_position": "context", "head_reduction": "mean", "score_bias": True}]
+)
+def test_one_forward_reads_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
+    """Every estimator, number of layers and window, to rounding."""
+    subject = subject_of(decoder_of(**STRUCTURES[name]), config=ScorerConfig(layers=2, **options))
+    layers = [(2,), (1, 2), (0, 1, 2), (0, 2)]
+    settings = [
+        Setting(estimator, scope, window)
+        for estimator in ESTIMATORS
+        for scope in layers
+        for window in ((0, 2, None) if estimator in WINDOWED else (None,))
+    ]
+    settings.append(Setting("label", (0, 1, 2), None, everything=True))
+    settings = [s for s in settings if allowed(subject, s)]
+    assert {s.estimator for s in settings} == set(ESTIMATORS)
+    readings = read(subject, subject.train, full_gradient(subject), settings)
+    validation = subject.batches(subject.validation)
+    for setting in settings:
+        scorer = Scorer(subject.model, validation, None, setting.config(subject.config))
+        wanted = subject.score(scorer, subject.train)
+        np.testing.assert_array_equal(readings.row, wanted["row"])
+        np.testing.assert_array_equal(readings.position, wanted["position"])
+        # One scale for all tokens: a value is a sum of terms that may cancel.
+        size = float(np.abs(wanted["total"]).max())
+        close(
+            torch.from_numpy(readings.values[setting]),
+            torch.from_numpy(wanted["total"]),
+            size,
+            1e-11,
+            name=str(setting),
+        )
+
+
+def allowed(subject: Subject, setting: Setting) -> bool:
+    """Whether the scorer itself takes this scope: shared weights rule some out."""
+    found, _ = supported(subject, setting.layers, subject.train)
+    return setting.estimator in found
+
+
+def test_a_reading_touches_no_gradient_and_no_weight() -> None:
+    subject = subject_of(decoder_of())
+    before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
+    read(subject, subject.train, full_gradient(subject), [Setting("alphatoken", (1, 2), 2)])
+    for name, p in subject.model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.grad is None
+
+
+# --- planted cases -------------------------------------------------------------------------------
+
+
+def test_the_mean_label_value_on_the_validation_batch_is_the_squared_norm_of_g() -> None:
+    """G is the mean token gradient there, so mean <g_k, G> = <mean g_k, G> = ||G||^2."""
+    model = decoder_of(heads=4, kv_heads=2)
+    rows = rows_of([9, 5, 8, 7])
+    subject = subject_of(model, train=rows, validation=rows)
+    direction = full_gradient(subject)
+    every = Setting("label", (0, 1, 2), None, everything=True)
+    some = Setting("label", (1, 2))
+    values = read(subject, rows, direction, [every, some]).values
+    whole = sum(float(g.square().sum()) for g in direction.values())
+    assert float(values[every].mean()) == pytest.approx(whole, rel=1e-12)
+    linears = Scorer(model, subject.batches(rows), None, some.config(subject.config)).parameters
+    part = sum(float(direction[name].square().sum()) for name in linears)
+    assert float(values[some].mean()) == pytest.approx(part, rel=1e-12)
+    assert 0 < part < whole
+
+
+def test_g_is_the_oracles_mean_of_token_gradients() -> None:
+    subject = subject_of(decoder_of())
+    batches = subject.batches(subject.validation)
+    adapter = subject.adapter
+    wanted = oracle.validation_gradient(subject.model, adapter.forward, batches)
+    for name, found in full_gradient(subject).items():
+        close(found, wanted[name], float(wanted[name].abs().max()), 1e-11, name=name)
+
+
+@cache
+def diagnosed() -> Diagnosis:
+    subject = subject_of(decoder_of(), tokens=60, batch_size=4)
+    return diagnostic.diagnose(subject, QUICK)
+
+
+def test_label_values_rank_as_the_oracle_does() -> None:
+    table = diagnosed().table("oracle").records()
+    exact = [r for r in table if r["estimator"] == "label" and r["reference"] == "same weights"]
+    assert {r["K"] for r in exact} == {1, 2, 3}  # 2 is the subject's own
+    assert {r["weights"] for r in exact} == {"linears", "all parameters"}
+    for record in exact:
+        assert record["spearman"] == record["kendall"] == 1.0
+        assert record["overlap"] == record["sign_agreement"] == 1.0
+        assert record["share_of_total"] == pytest.approx(1.0, abs=1e-9)
+        assert record["gain_share"] == pytest.approx(1.0, abs=1e-9)
+    others = [r for r in table if r["estimator"] in CAPTURED]
+    assert any(float(r["spearman"] or 0) < 0.95 for r in others)  # the test can fail
+    assert "pass is at most" in " ".join(diagnosed().answer)
+
+
+def test_the_oracle_is_per_token_autograd() -> None:
+    """The table's numbers once more, from the oracle's own function on the whole batch."""
+    subject = subject_of(decoder_of(), tokens=60, batch_size=100)
+    rows = subject.sample()
+    (batch,) = subject.batches(rows)
+    direction = full_gradient(subject)
+    scope = (1, 2)
+    config = Setting("path", scope).config(subject.config)
+    names = Scorer(subject.model, batch, None, config).parameters
+    exact = oracle.label_values(
+        subject.model, subject.adapter.forward, batch, {n: direction[n] for n in names}
+    )
+    mask = read_batch(batch).mask
+    label = Setting("label", scope)
+    found = read(subject, rows, direction, [label]).values[label]
+    close(torch.from_numpy(found), exact[mask], float(exact.abs().max()), 1e-11)
+
+
+def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
+    found = diagnosed()
+    layers = found.table("layers").records()
+    assert {(r["estimator"], r["K"]) for r in layers} == {
+        (estimator, k) for estimator in ESTIMATORS for k in (1, 2, 3)
+    }
+    windows = found.table("windows").records()
+    assert {(r["estimator"], str(r["W"])) for r in windows} == {
+        (estimator, w) for estimator in WINDOWED for w in ("0", "2", "3", "T")
+    }
+    for record in (*layers, *windows):
+        assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
+        assert record["cost_in_training_steps"] > 0
+    for name in ("depth", "window", "pareto", "noise-auc"):
+        figure = found.figure(name)
+        assert figure.data.rows
+        assert figure.svg.startswith("<svg")
+        assert figure.png.startswith(b"\x89PNG")
+    keys = [table.key for table in found.tables] + [figure.data.key for figure in found.figures]
+    assert len(keys) == len(set(keys))
+
+
+def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
+    """Known ties between rows of the tables."""
+    found = diagnosed()
+    layers = {(r["estimator"], r["K"]): r for r in found.table("layers").records()}
+    windows = {(r["estimator"], r["W"]): r for r in found.table("windows").records()}
+    for name in ("spearman", "kendall", "overlap", "share_of_total"):
+        zero, direct = windows["alphatoken", 0], layers["direct", 2]
+        assert zero[name] == pytest.approx(direct[name], abs=1e-9)
+        hop, path = layers["same_layer_hop", 1], layers["path", 1]
+        assert hop[name] == pytest.approx(path[name], abs=1e-9)
+
+
+def test_costs_rise_with_layers_and_label_over_everything_costs_most_of_label() -> None:
+    cost = {(r["estimator"], r["K"], r["weights"]): r for r in diagnosed().table("cost").records()}
+    for estimator in ESTIMATORS:
+        flops = [float(cost[estimator, k, "linears"]["flops"] or 0) for k in (1, 2, 3)]
+        assert flops == sorted(flops)
+        assert flops[0] > 0
+    assert (
+        cost["label", 3, "all parameters"]["flops"] >= cost["label", 3, "linears"]["flops"]  # type: ignore[operator]
+    )
+    step, forward = (cost[f"({name})", None, ""] for name in ("training step", "forward"))
+    # A backward is two products for each one of the forward.
+    assert float(step["flops"] or 0) == pytest.approx(3 * float(forward["flops"] or 0), rel=0.1)
+
+
+# --- what to use ---------------------------------------------------------------------------------
+
+TRUTH = np.linspace(-1, 1, 80)
+GROUPS = np.arange(80) // 8
+
+
+def made_up(*noise: float) -> dict[Setting, np.ndarray]:
+    generator = np.random.default_rng(3)
+    return {
+        Setting("direct", (n,)): TRUTH + level * generator.standard_normal(80)
+        for n, level in enumerate(noise)
+    }
+
+
+def test_advice_leaves_out_what_is_dearer_and_no_better() -> None:
+    values = made_up(1.5, 1.4, 0.1, 0.0)
+    settings = list(values)
+    costs = dict(zip(settings, (1.0, 1.1, 2.0, 0.5), strict=True))
+    (only,) = advise(values, TRUTH, costs, GROUPS, 50)
+    assert only.setting == settings[3]  # perfect, and the cheapest
+    assert only.spearman.value == 1.0
+    costs = dict(zip(settings, (1.0, 1.1, 2.0, 3.0), strict=True))
+    found = [advice.setting for advice in advise(values, TRUTH, costs, GROUPS, 50)]
+    assert found[0] == settings[0]
+    assert found[-2:] == settings[2:]
+    for advice in advise(values, TRUTH, costs, GROUPS, 50)[1:]:
+        assert advice.gain.low > 0
+
+
+def test_advice_needs_a_clear_gain() -> None:
+    """The same values with a touch of noise: on the front, but not worth more."""
+    values = made_up(1.0)
+    base = Setting("direct", (0,))
+    generator = np.random.default_rng(9)
+    for n in range(1, 30):
+        values[Setting("direct", (n,))] = values[base] + 1e-3 * generator.standard_normal(80)
+    costs = {setting: 1.0 + place for place, setting in enumerate(values)}
+    assert [a.setting for a in advise(values, TRUTH, costs, GROUPS, 50)] == [base]
+
+
+def test_spreads() -> None:
+    assert diagnostic.spread(3, 8) == (1, 2, 3)
+    found = diagnostic.spread(80, 8, 3, 200)
+    assert found[0] == 1
+    assert found[-1] == 80
+    assert 3 in found
+    assert len(found) <= 9
+    assert diagnostic.windows_of(1) == (0, None)
+    assert diagnostic.windows_of(8) == (0, 1, 2, 4, None)
+
+
+# --- planted noise -------------------------------------------------------------------------------
+
+
+def test_noise_is_where_it_is_said_to_be() -> None:
+    rows = rows_of([9, 7, 8, 9])
+    before = [(list(r.input_ids), list(r.labels)) for r in rows]
+    planted = plant(rows, 0.4, range(1, 11), seed=5)
+    assert [(r.input_ids, r.labels) for r in rows] == before
+    places = [
+        (number, i)
+        for number, row in enumerate(rows)
+        for i, x in enumerate(row.labels)
+        if x != -100
+    ]
+    assert len(places) == len(planted.marked)
+    assert int(planted.marked.sum()) == round(0.4 * len(places))
+    changed = set()
+    for number, (old, new) in enumerate(zip(rows, planted.rows, strict=True)):
+        for i, (a, b) in enumerate(zip(old.input_ids, new.input_ids, strict=True)):
+            if a != b:
+                changed.add((number, i))
+        # Input and label are replaced together.
+        assert [b for b in new.labels if b != -100] == [
+            x for x, b in zip(new.input_ids, new.labels, strict=True) if b != -100
+        ]
+    assert changed == {place for place, mark in zip(places, planted.marked, strict=True) if mark}
+    # A score that knows the places finds them all.
+    assert metrics.auc(planted.marked.astype(float), planted.marked) == 1.0
+    assert diagnostic.kept_share(-planted.marked.astype(float), planted.marked * 1.0, 0.5) == 0.0
+
+
+def test_bad_noise_is_refused() -> None:
+    rows = rows_of([9])
+    with pytest.raises(ConfigError, match="share of planted noise"):
+        plant(rows, 1.0, range(9), 0)
+    with pytest.raises(ConfigError, match="two different tokens"):
+        plant(rows, 0.5, [3, 3], 0)
+
+
+def test_calibration_of_a_model_that_knows_nothing() -> None:
+    """Uniform predictions: loss and entropy are both log V."""
+    model = decoder_of()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    found = calibration(subject_of(model), rows_of([9, 8]))
+    assert found.loss == pytest.approx(math.log(11), abs=1e-12)
+    assert found.entropy == pytest.approx(math.log(11), abs=1e-12)
+    assert not calibration(subject_of(model), rows_of([9])).overconfident
+
+
+def test_a_sure_and_wrong_model_is_overconfident() -> None:
+    model = decoder_of()
+    with torch.no_grad():
+        model.head.weight.mul_(50)
+    assert calibration(subject_of(model), rows_of([9, 8])).overconfident
+
+
+def test_noise_table_names_the_loss_and_every_estimator() -> None:
+    records = diagnosed().table("noise").records()
+    assert str(records[0]["score"]) == "loss, high"
+    assert len(records) == 1 + len(ESTIMATORS) + 1
+    for record in records:
+        assert 0 <= record["auc_low"] <= record["auc"] <= record["auc_high"] <= 1  # type: ignore[operator]
+
+
+# --- models and input that do not go all the way -------------------------------------------------
+
+
+def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
+    subject = subject_of(decoder_of(conv_mixer=True), tokens=60, batch_size=4)
+    found = diagnostic.diagnose(subject, QUICK)
+    named = {r["estimator"] for r in found.table("layers").records()}
+    assert named == {"label", "path"}
+    assert sum("left out on this model" in note for note in found.notes) == 4
+    assert any("not defined on this model" in sentence for sentence in found.answer)
+
+
+def test_layers_by_index_are_the_users_own() -> None:
+    subject = subject_of(
+        decoder_of(), tokens=60, batch_size=4, config=ScorerConfig(layers=[0, 2], window=None)
+    )
+    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,), windows=(0,)))
+    windows = found.table("windows").records()
+    assert {str(r["W"]) for r in windows} == {"0", "T"}
+    assert {r["K"] for r in windows} == {2}
+
+
+def test_too_few_tokens_are_refused() -> None:
+    subject = subject_of(decoder_of(), train=rows_of([6, 6]))
+    with pytest.raises(InputError, match="24 response tokens"):
+        diagnostic.diagnose(subject, QUICK)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": (0,)},
+        {"windows": (-1,)},
+        {"noise_share": 0.0},
+        {"draws": 0},
+        {"repeats": 0},
+        {"price": "euros"},
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        diagnostic.Options(**options)  # type: ignore[arg-type]
+
+
+def test_layers_beyond_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lie within the model"):
+        diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, layers=(7,)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_real_architectures(name: str) -> None:
+    model = BY_NAME[name].build().eval()
+    subject = subject_of(model, config=ScorerConfig(layers=1, window=2), tokens=60)
+    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,), windows=(0,)))
+    exact = [r for r in found.table("oracle").records() if r["estimator"] == "label"]
+    assert all(float(r["spearman"] or 0) > 0.999 for r in exact if r["reference"] == "same weights")

@@ -1,0 +1,159 @@
+"""Measures of agreement and detection: closed forms, brute force, cases with known answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from alphatoken.errors import InputError
+from alphatoken.fidelity import metrics
+from alphatoken.fidelity.advice import front
+from alphatoken.fidelity.cost import measure
+from tests.property.profiles import budget
+
+# Few different values: ties are the hard case.
+COLUMNS = st.integers(4, 14).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(-3, 3), min_size=n, max_size=n),
+        st.lists(st.integers(-3, 3), min_size=n, max_size=n),
+    )
+)
+
+
+@given(COLUMNS)
+@budget(1.0)
+def test_kendall_counts_pairs(columns: tuple[list[int], list[int]]) -> None:
+    a, b = columns
+    pairs = list(itertools.combinations(range(len(a)), 2))
+    signs = [(np.sign(a[i] - a[j]), np.sign(b[i] - b[j])) for i, j in pairs]
+    sizes = [sum(s[side] != 0 for s in signs) for side in (0, 1)]
+    found = metrics.kendall(a, b)
+    if 0 in sizes:
+        assert math.isnan(found)
+    else:
+        agreeing = sum(int(x * y) for x, y in signs)
+        assert found == pytest.approx(agreeing / math.sqrt(sizes[0] * sizes[1]), abs=1e-12)
+
+
+@given(COLUMNS)
+@budget(1.0)
+def test_spearman_is_pearson_of_mean_ranks(columns: tuple[list[int], list[int]]) -> None:
+    a, b = columns
+    found = metrics.spearman(a, b)
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        assert math.isnan(found)
+    else:
+        assert found == pytest.approx(float(stats.spearmanr(a, b).statistic), abs=1e-12)
+
+
+@given(COLUMNS)
+@budget(1.0)
+def test_auc_counts_pairs_of_marked_and_unmarked(columns: tuple[list[int], list[int]]) -> None:
+    score, drawn = columns
+    marked = [d > 0 for d in drawn]
+    high = [s for s, m in zip(score, marked, strict=True) if m]
+    low = [s for s, m in zip(score, marked, strict=True) if not m]
+    found = metrics.auc(score, marked)
+    if not high or not low:
+        assert math.isnan(found)
+        return
+    wins = sum((h > x) + 0.5 * (h == x) for h in high for x in low)
+    assert found == pytest.approx(wins / (len(high) * len(low)), abs=1e-12)
+
+
+def test_a_perfect_score_finds_everything_and_its_opposite_nothing() -> None:
+    marked = np.array([0, 1, 0, 1, 1, 0.0])
+    score = np.array([0.1, 2.0, 0.3, 5.0, 0.9, -1.0])
+    assert metrics.auc(score, marked) == 1.0
+    assert metrics.auc(-score, marked) == 0.0
+    assert metrics.auc(np.zeros(6), marked) == 0.5
+
+
+def test_share_of_total_and_of_gain() -> None:
+    truth = np.array([4.0, 3.0, -2.0, -1.0])
+    assert metrics.share_of_total(truth / 2, truth) == pytest.approx(0.5)
+    assert metrics.gain_share(truth * 7, truth, ratio=0.5) == pytest.approx(1.0)
+    assert metrics.gain_share(-truth, truth, ratio=0.5) == pytest.approx(-1.0)
+    # Keeps 4 and -2 where chance keeps half of 4: nothing is gained.
+    assert metrics.gain_share([9, 0, 8, 0], truth, ratio=0.5) == pytest.approx(0.0)
+    assert math.isnan(metrics.gain_share(truth, np.ones(4)))
+    assert math.isnan(metrics.share_of_total(truth, [1, -1, 1, -1]))
+
+
+def test_only_masked_tokens_count() -> None:
+    a = torch.tensor([[0.0, 1.0, 2.0, 3.0, 99.0]])
+    b = torch.tensor([[7.0, 1.0, 2.0, 3.0, -99.0]])
+    mask = torch.tensor([[False, True, True, True, False]])
+    assert metrics.spearman(a, b, mask) == metrics.kendall(a, b, mask) == pytest.approx(1.0)
+    assert metrics.share_of_total(a, b, mask) == metrics.sign_agreement(a, b, mask) == 1.0
+    assert metrics.top_overlap(a, b, mask) == 1.0
+    assert metrics.auc(a, torch.tensor([[1, 0, 0, 1, 0]]), mask) == 1.0
+
+
+@pytest.mark.parametrize("name", ["spearman", "kendall", "sign_agreement", "top_overlap", "auc"])
+def test_columns_of_different_lengths_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="one shape"):
+        getattr(metrics, name)([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+# --- what is worth its price ---------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.one_of(st.integers(0, 6), st.just(math.nan))), max_size=12
+    )
+)
+@budget(2.0)
+def test_the_front_is_what_nothing_dominates(points: list[tuple[int, float]]) -> None:
+    costs = [float(c) for c, _ in points]
+    scores = [float(s) for _, s in points]
+    found = front(costs, scores)
+    usable = [i for i in range(len(points)) if not math.isnan(scores[i])]
+
+    def dominated(i: int) -> bool:
+        return any(
+            costs[j] <= costs[i]
+            and scores[j] >= scores[i]
+            and (costs[j] < costs[i] or scores[j] > scores[i])
+            for j in usable
+        )
+
+    undominated = {(costs[i], scores[i]) for i in usable if not dominated(i)}
+    assert {(costs[i], scores[i]) for i in found} == undominated  # nothing missing, nothing more
+    assert len(found) == len(undominated)  # of equals, one
+    assert [costs[i] for i in found] == sorted(costs[i] for i in found)
+
+
+def test_the_front_of_made_up_points() -> None:
+    costs = [1.0, 2.0, 2.0, 3.0, 0.5, 4.0]
+    scores = [0.4, 0.3, 0.7, 0.7, 0.1, 0.9]
+    assert front(costs, scores) == [4, 0, 2, 5]
+    with pytest.raises(InputError, match="equally many"):
+        front([1.0], [])
+
+
+def test_a_matrix_product_costs_what_it_costs() -> None:
+    a, b = torch.randn(30, 40), torch.randn(40, 50)
+    calls = []
+    cost = measure(lambda: calls.append(a @ b), repeats=3)
+    assert cost.flops == 2 * 30 * 40 * 50
+    assert cost.seconds > 0
+    assert len(calls) == 4
+
+
+def test_the_cpus_attention_kernel_is_counted() -> None:
+    """Its two products, forward; and more backward."""
+    states = [torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    forward = measure(lambda: attend(*states, is_causal=True), repeats=1)
+    assert forward.flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+    both = measure(lambda: attend(*states, is_causal=True).sum().backward(), repeats=1)
+    assert both.flops >= 3 * forward.flops

@@ -1,0 +1,454 @@
+"""The ``value-propagation`` diagnostic: numbers against the oracles, and planted pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.adapter import find_adapter
+from alphatoken.batch import LabelledBatch, read_batch, to_token_index
+from alphatoken.data import Example, Row
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.fidelity import causal_parts
+from alphatoken.fidelity import value_propagation as diagnostic
+from alphatoken.fidelity.pairs import (
+    PairValues,
+    choose_positions,
+    measure_pairs,
+    pair_counts,
+    see_calls,
+)
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.value_propagation_figures import density
+from alphatoken.oracle import influence, jacobian
+from tests.property import decoder
+from tests.property.architectures import BY_NAME
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.tolerance import close
+
+EXACT, MODEL = 1e-10, 1e-11
+TINY = diagnostic.Options(pairs=100_000, bins=6, draws=10)
+
+
+def rows_of(config: DecoderConfig, lengths: Sequence[int], prompt: int = 1) -> list[Example]:
+    """Rows of random ids; all but the first ``prompt`` tokens are response."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, config.vocabulary, (length,), generator=generator).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
+    return found
+
+
+def subject_of(model: nn.Module, rows: Sequence[Example], **changes: object) -> Subject:
+    given: dict[str, object] = {
+        "config": ScorerConfig(layers="all", window=3),
+        "batch_size": 2,
+        "tokens": 10_000,
+    }
+    validation = rows_of(DecoderConfig(), [6, 5])
+    return Subject(model, rows, validation, **given | changes)  # type: ignore[arg-type]
+
+
+def batch_of(subject: Subject, rows: Sequence[Example]) -> LabelledBatch:
+    (batch,) = subject.batches(rows, len(rows))
+    return read_batch(batch)
+
+
+def spec_of(model: ReferenceDecoder, layer: int, length: int) -> jacobian.AttentionSpec:
+    """The oracle's description of one attention layer, read off the decoder's own weights."""
+    config, attention = model.config, model.layers[layer].attention
+
+    def part(which: int, kind: str) -> Tensor | None:
+        names = ("q_proj", "k_proj", "v_proj")
+        module = attention.qkv_proj if config.fused_qkv else getattr(attention, names[which])
+        tensor = getattr(module, kind)
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        tensor = tensor.T if kind == "weight" and config.transposed else tensor
+        return tensor.split(attention.widths)[which] if config.fused_qkv else tensor
+
+    w_q, w_k, w_v = (part(i, "weight") for i in range(3))
+    b_q, b_k, b_v = (part(i, "bias") for i in range(3))
+    assert w_q is not None
+    assert w_k is not None
+    assert w_v is not None
+    tables = None
+    if config.positions == "rotary":
+        tables = decoder._rotary_tables(config, torch.arange(length).unsqueeze(0))
+    window = config.window(layer)
+    place = torch.arange(length)
+    gap = place[:, None] - place
+    return jacobian.AttentionSpec(
+        w_q,
+        w_k,
+        w_v,
+        config.heads,
+        config.kv_heads,
+        config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        b_q,
+        b_k,
+        b_v,
+        attention.q_norm.weight.detach() if config.qk_norm else None,
+        attention.k_norm.weight.detach() if config.qk_norm else None,
+        cos=None if tables is None else tables[0][0, 0],
+        sin=None if tables is None else tables[1][0, 0],
+        softcap=config.softcap,
+        sinks=None if attention.sinks is None else attention.sinks.detach(),
+        mask=(gap >= 0) & (gap < (window or length)),
+    )
+
+
+structures = st.builds(
+    DecoderConfig,
+    layers=st.just(2),
+    hidden=st.sampled_from([6, 8]),
+    heads=st.just(4),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    value_dim=st.sampled_from([None, 3]),
+    norm=st.sampled_from(["rms", "none"]),
+    qk_norm=st.booleans(),
+    positions=st.sampled_from(["rotary", "learned"]),
+    rotary_factor=st.sampled_from([1.0, 1.3]),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+    windows=st.sampled_from([(None,), (3, None)]),
+    fused_qkv=st.booleans(),
+    transposed=st.booleans(),
+    additive_mask=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(config=structures, seed=st.integers(0, 99), window=st.sampled_from([1, 3, None]))
+@example(config=DecoderConfig(qk_norm=True, rotary_factor=1.3, kv_heads=1), seed=0, window=None)
+@example(
+    config=DecoderConfig(fused_qkv=True, transposed=True, bias=True, softcap=1.5, sinks=True),
+    seed=1,
+    window=None,
+)
+def test_pairs_are_the_oracles(config: DecoderConfig, seed: int, window: int | None) -> None:
+    """Weight, residual, bound and value path of every pair: closed form, autograd, bound."""
+    model = ReferenceDecoder(config, seed)
+    subject = subject_of(model, rows_of(config, [6, 4]))
+    batch = batch_of(subject, subject.train)
+    used = diagnostic.label_positions(batch)
+    calls = see_calls(find_adapter(model), [0, 1], batch)
+    assert [seen.layer for seen in calls] == [0, 1]
+    for seen in calls:
+        pairs = measure_pairs(seen, used, used, window)
+        assert seen.hidden is not None
+        for row, length in enumerate((6, 4)):
+            spec, x = spec_of(model, seen.layer, length), seen.hidden[row, :length].detach()
+            mine = pairs.row == row
+            k, t = torch.as_tensor(pairs.k[mine]), torch.as_tensor(pairs.t[mine])
+            state = jacobian.attend(spec, x)
+            _compare(pairs.alpha[mine], state.alpha[:, k, t], "alpha")
+            _compare(pairs.residual[mine], jacobian.score_residual_norm(spec, x)[:, k, t], "norm")
+            _compare(pairs.bound[mine], jacobian.value_path_bound(spec, x)[:, k, t], "bound")
+            whole = jacobian.jacobian_by_autograd(spec, x)
+            values = spec.w_v.unflatten(0, (spec.groups, -1)).repeat_interleave(
+                spec.heads // spec.groups, 0
+            )
+            value_path = torch.einsum("hkt,hvm->hktvm", state.alpha, values)
+            left_out = torch.linalg.matrix_norm(whole - value_path, ord=2)
+            _compare(pairs.residual[mine], left_out[:, k, t], "residual by autograd")
+            kept = torch.linalg.matrix_norm(value_path, ord=2)
+            _compare(pairs.value_path[mine], kept[:, k, t], "value path")
+        assert not diagnostic.violations(pairs, EXACT).any()
+
+
+def _compare(found: np.ndarray, wanted: Tensor, name: str) -> None:
+    close(torch.as_tensor(found), wanted.T, wanted.abs().max() + 1.0 if wanted.numel() else 1.0,
+          MODEL, name=name)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    prompt=st.integers(1, 3),
+    window=st.sampled_from([0, 1, 2, 5, None]),
+)
+@example(lengths=[2], prompt=1, window=None)
+def test_counts_of_pairs_are_exact(lengths: list[int], prompt: int, window: int | None) -> None:
+    """n response tokens in a row have sum_i min(W, n - 1 - i) pairs, in each layer and head."""
+    lengths = [length + prompt for length in lengths]
+    model = ReferenceDecoder(DecoderConfig(heads=4, kv_heads=2), 0)
+    subject = subject_of(model, rows_of(model.config, lengths, prompt))
+    batch = batch_of(subject, subject.train)
+    used = diagnostic.label_positions(batch)
+    wanted = [
+        sum(min(n - 1 - i, n if window is None else window) for i in range(n))
+        for n in (length - prompt for length in lengths)
+    ]
+    assert pair_counts(used, window).sum(1).tolist() == wanted
+    (chosen,) = choose_positions([used], window, 10**9, 0)
+    for seen in see_calls(subject.adapter, [0, 1], batch):
+        pairs = measure_pairs(seen, used, chosen, window)
+        assert pairs.alpha.shape == (sum(wanted), 4)
+        assert np.bincount(pairs.row, minlength=len(lengths)).tolist() == wanted
+        assert bool((pairs.t < pairs.k).all())
+        assert window is None or bool((pairs.k - pairs.t <= window).all())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "olmo2", "phi3", "gpt2", "gpt_oss"])
+def test_real_architectures_keep_the_bound(name: str) -> None:
+    """Fused and transposed projections, key norms per head and per projection, windows, sinks."""
+    model = BY_NAME[name].build()
+    rows = rows_of(DecoderConfig(vocabulary=23), [9, 6])
+    subject = subject_of(model, rows)
+    layers, _ = diagnostic.softmax_layers(subject)
+    batch = batch_of(subject, rows)
+    used = diagnostic.label_positions(batch)
+    for seen in see_calls(subject.adapter, layers, batch):
+        pairs = measure_pairs(seen, used, used, None)
+        assert len(pairs.row)
+        assert np.isfinite(pairs.bound).all()
+        assert float(np.median(pairs.residual)) > 0
+        assert not diagnostic.violations(pairs, 1e-5).any()  # norms are cast to float32 inside
+
+
+def test_adapters_are_part_of_the_key_projection() -> None:
+    """LoRA on W_K: the bound is that of base and adapter together."""
+    from peft import LoraConfig, get_peft_model
+
+    base = BY_NAME["llama"].build()
+    rows = rows_of(DecoderConfig(vocabulary=23), [9, 6])
+
+    def measured(model: nn.Module) -> PairValues:
+        subject = subject_of(model, rows)
+        batch = batch_of(subject, rows)
+        used = diagnostic.label_positions(batch)
+        (seen,) = see_calls(subject.adapter, [2], batch)
+        return measure_pairs(seen, used, used, None)
+
+    options = LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(base, options)
+    found = measured(adapted)
+    merged = measured(adapted.merge_and_unload())
+    assert not diagnostic.violations(found, 1e-5).any()
+    for name in ("residual", "bound", "value_path"):
+        np.testing.assert_allclose(getattr(found, name), getattr(merged, name), rtol=1e-5)
+
+
+def test_positions_are_drawn_until_the_budget_is_reached() -> None:
+    used = torch.ones(4, 20, dtype=torch.bool)
+    counts = pair_counts(used, 5)
+    (some,) = choose_positions([used], 5, 40, 0)
+    assert 30 <= int(counts[some].sum()) <= 40
+    assert torch.equal(some, choose_positions([used], 5, 40, 0)[0])
+    assert not torch.equal(some, choose_positions([used], 5, 40, 1)[0])
+    (one,) = choose_positions([used], 5, 1, 0)
+    assert int(one.sum()) >= 1
+    (every,) = choose_positions([used], 5, 10**6, 0)
+    assert int(every.sum()) == 4 * 19  # the last position has no later one
+
+
+def parts_of(
+    model: ReferenceDecoder, window: int | None = 3, lengths: Sequence[int] = (7, 5)
+) -> tuple[Subject, causal_parts.CausalParts, Scorer]:
+    subject = subject_of(
+        model, rows_of(model.config, lengths), config=ScorerConfig(layers="all", window=window)
+    )
+    layers = range(len(model.layers))
+    scorer = causal_parts.causal_scorer(subject, list(layers))
+    return subject, causal_parts.causal_parts(subject, scorer, subject.train), scorer
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecoderConfig(layers=3, heads=4, kv_heads=2),
+        DecoderConfig(layers=2, qk_norm=True, bias=True, softcap=1.5, sinks=True, windows=(3,)),
+    ],
+    ids=["plain", "options"],
+)
+def test_the_parts_add_up_to_the_exact_causal_value(config: DecoderConfig) -> None:
+    """Against the influence matrix of the untouched model, layer by layer."""
+    model = ReferenceDecoder(config, 3)
+    subject, parts, scorer = parts_of(model)
+    batch = batch_of(subject, subject.train)
+    terms = influence.exact_influence(
+        model,
+        lambda inputs: model(**inputs),
+        {**batch.inputs, "labels": batch.labels},
+        {linear.name: linear.module for linear in scorer.scope.linears},
+        scorer.direction.adaptation,
+    )
+    last = config.layers - 1
+    for layer, found in parts.parts.items():
+        names = [linear.name for linear in scorer.scope.linears if linear.layer == layer]
+        wanted = influence.causal(sum(terms.terms[name] for name in names))
+        scale = sum(terms.absolute[name] for name in names).sum(1).max()
+        exact = to_token_index(wanted)[batch.mask]
+        close(torch.as_tensor(found["exact"]), exact, scale, MODEL, name="exact causal")
+        together = sum(found[name] for name in causal_parts.PARTS)
+        close(torch.as_tensor(together), exact, scale, MODEL, name="sum of the parts")
+        if layer == last:  # nothing comes after it
+            close(torch.as_tensor(found["longer"]), torch.zeros_like(exact), scale, MODEL)
+        else:
+            assert float(np.abs(found["longer"]).max()) > 1e-3 * float(scale)
+    value = subject.score(
+        Scorer(model, subject.batches(subject.validation), None, subject.config), subject.train
+    )["adaptation_causal"]
+    close(torch.as_tensor(parts.total()["window"]), torch.as_tensor(value),
+          float(np.abs(value).max()), MODEL, name="what the estimator computes")  # fmt: skip
+
+
+def silenced(*projections: str, frozen: bool = False) -> ReferenceDecoder:
+    """A decoder whose named projections are zero in every layer."""
+    model = ReferenceDecoder(DecoderConfig(layers=2, heads=4, kv_heads=2), 5)
+    for block in model.layers:
+        for name in projections:
+            weight = getattr(block.attention, name).weight
+            weight.data.zero_()
+            weight.requires_grad_(not frozen)
+    return model
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
+def test_a_zero_score_path_is_seen_as_zero(projection: str) -> None:
+    """W_Q = 0 or W_K = 0: attention is uniform, and the residual is at most 1e-10."""
+    subject = subject_of(silenced(projection), rows_of(DecoderConfig(), [7, 6]))
+    pairs, share = diagnostic.collect_pairs(subject, subject.train, [0, 1], 10**6)
+    assert share == 1.0
+    for one in pairs:
+        assert float(one.residual.max()) <= 1e-10
+        np.testing.assert_allclose(one.alpha, (1 / (one.k + 1))[:, None].repeat(4, 1), rtol=1e-12)
+        assert float(one.value_path.min()) > 0
+    found = diagnostic.diagnose(subject, TINY)
+    assert all(record["violations"] == 0 for record in found.table("heads").records())
+    assert all(record["residual"] <= 1e-10 for record in found.table("heads").records())
+
+
+@pytest.mark.parametrize(
+    ("projection", "frozen"), [("q_proj", False), ("k_proj", True)], ids=["W_Q", "frozen W_K"]
+)
+def test_without_a_score_path_the_same_layer_hop_is_value_propagation(
+    projection: str, frozen: bool
+) -> None:
+    _, parts, _ = parts_of(silenced(projection, frozen=frozen), window=None)
+    for found in parts.parts.values():
+        scale = float(np.abs(found["window"]).max())
+        assert scale > 0
+        assert float(np.abs(found["score"]).max()) <= 1e-10 * scale
+        assert float(np.abs(found["beyond"]).max()) == 0.0
+
+
+def test_a_zero_key_projection_that_is_trained_still_has_a_score_part() -> None:
+    """The Jacobian's score path is zero, the gradient of W_K is not: it can leave zero."""
+    _, parts, _ = parts_of(silenced("k_proj"), window=None)
+    last = parts.parts[1]
+    assert float(np.abs(last["score"]).max()) > 1e-3 * float(np.abs(last["window"]).max())
+
+
+def test_saturated_attention_has_no_residual() -> None:
+    """One key takes all: alpha is 0 or 1, and both ends leave nothing out."""
+    config = DecoderConfig(layers=1, heads=4, kv_heads=2, attention_scale=3000.0)
+    subject = subject_of(ReferenceDecoder(config, 2), rows_of(config, [9, 8]))
+    (pairs,), _ = diagnostic.collect_pairs(subject, subject.train, [0], 10**6)
+    ends = (pairs.alpha < 1e-14) | (pairs.alpha > 1 - 1e-14)
+    taken = pairs.alpha > 1 - 1e-14
+    assert ends.mean() > 0.95
+    assert taken.any()
+    assert float(pairs.residual[ends].max()) < 1e-8
+    assert float(pairs.deviation[taken].max()) < 1e-12
+
+
+def test_one_response_token_has_no_pairs_and_no_causal_value() -> None:
+    model = ReferenceDecoder(DecoderConfig(), 0)
+    subject, parts, _ = parts_of(model, lengths=[2] * 9)
+    total = parts.total()
+    assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*causal_parts.PARTS, "exact"))
+    assert diagnostic.collect_pairs(subject, subject.train, [0, 1], 100) == ([], 0.0)
+    records = causal_parts.share_records(total, parts.row, "all", 10)
+    assert not any(record["signed"].defined for record in records)
+    with pytest.raises(InputError, match="no causal-window pair"):
+        diagnostic.diagnose(subject, TINY)
+
+
+def test_too_few_tokens_are_refused() -> None:
+    model = ReferenceDecoder(DecoderConfig(), 0)
+    with pytest.raises(InputError, match="at least 8 response tokens"):
+        diagnostic.diagnose(subject_of(model, rows_of(model.config, [4])), TINY)
+
+
+def test_shares_add_up_and_keep_their_signs() -> None:
+    generator = np.random.default_rng(0)
+    parts = {name: generator.normal(size=50) for name in causal_parts.PARTS}
+    parts["score"] = -0.5 * parts["window"]  # works against the rest
+    parts["exact"] = sum(parts.values())
+    rows = np.arange(50) // 5
+    records = causal_parts.share_records(parts, rows, "0", 20)
+    assert sum(record["signed"].value for record in records) == pytest.approx(1.0)
+    by_part = {record["part"]: record for record in records}
+    assert by_part["score path"]["signed"].value < 0 < by_part["score path"]["norm"].value
+    for record in records:
+        assert record["signed"].low <= record["signed"].value <= record["signed"].high
+
+
+def test_a_residual_above_its_bound_is_counted() -> None:
+    """The check can fail: one planted violation is one violation."""
+    ones = np.ones((9, 2))
+    pairs = PairValues(0, np.arange(9), np.arange(9) + 1, np.arange(9), ones, ones, ones,
+                       ones.copy(), ones)  # fmt: skip
+    assert not diagnostic.violations(pairs, EXACT).any()
+    pairs.bound[3, 1] = 0.9
+    assert diagnostic.violations(pairs, EXACT).nonzero()[0].tolist() == [3]
+    records = diagnostic.head_records([pairs], rounding=EXACT, draws=10)
+    assert [record["violations"] for record in records] == [0, 1]
+
+
+def test_layers_that_mix_in_another_way_are_named_and_left_out() -> None:
+    config = DecoderConfig(layers=3, conv_mixer=True)
+    subject = subject_of(ReferenceDecoder(config, 0), rows_of(config, [9, 8]))
+    found = diagnostic.diagnose(subject, TINY)
+    assert {record["layer"] for record in found.table("heads").records()} == {0, 1}
+    assert any("causal convolution" in note for note in found.notes)
+    assert any("No shares for layers 0, 1" in note for note in found.notes)
+    assert "shares" not in {table.key for table in found.tables}
+    alone = replace(subject, config=ScorerConfig(layers=1))
+    with pytest.raises(UnsupportedError, match="no attention weights"):
+        diagnostic.diagnose(alone, TINY)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = ReferenceDecoder(DecoderConfig(), 0).train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    diagnostic.diagnose(subject_of(model, rows_of(model.config, [9, 8])), TINY)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    after = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert hooks == after == 0
+
+
+def test_the_density_counts_every_pair_that_is_seen() -> None:
+    model = ReferenceDecoder(DecoderConfig(layers=2, heads=2), 0)
+    subject = subject_of(model, rows_of(model.config, [9, 8]))
+    pairs, _ = diagnostic.collect_pairs(subject, subject.train, [0, 1], 10**6)
+    counts, edges_a, edges_d = density(pairs, 7)
+    assert counts.sum() == sum(one.alpha.size for one in pairs)
+    assert len(edges_a) == len(edges_d) == 8
+    drawn = diagnostic.diagnose(subject, TINY).figure("density").data.records()
+    assert sum(record["pairs"] for record in drawn) == counts.sum()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pairs": 0}, {"bins": 1}, {"draws": 1}, {"levels": ()}, {"levels": (0.0,)}]
+)
+def test_options_are_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        diagnostic.Options(**wrong)  # type: ignore[arg-type]
