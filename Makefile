@@ -21,7 +21,7 @@ help:
 	@echo "make test         lint, types, imports, doctests, property and integration tests"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        measurements; writes docs/benchmarks.md"
-	@echo "make nightly      property tests with 5,000 examples each"
+	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"
 	@echo "single steps of test: lint types imports doctests property integration"
@@ -86,6 +86,7 @@ bench: $(READY)
 
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/property -n $(JOBS) --timeout 0
+	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/integration/test_checkpoint.py -n $(JOBS)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis \

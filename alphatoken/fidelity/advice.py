@@ -66,12 +66,12 @@ def advise(
     """By rising cost, settings that rank clearly better than every cheaper one that is advised.
 
     Of the Pareto front, a setting is left out where the 95 % interval of its gain in Spearman,
-    paired on the same resampled rows, reaches 0.
+    paired on the same resampled rows, reaches 0. Costs within 0.01 count as equal.
     """
     settings, groups = list(costs), np.asarray(rows, dtype=np.int64)
     scores = [metrics.spearman(values[s], truth) for s in settings]
     chosen: list[Advice] = []
-    for place in front([costs[s] for s in settings], scores):
+    for place in front([round(costs[s], 2) for s in settings], scores):
         setting = settings[place]
         gain = Estimate.undefined(len(truth), "the cheapest")
         if chosen:

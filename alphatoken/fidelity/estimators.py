@@ -29,7 +29,7 @@ from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.cost import Cost, measure
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.noise import Planted, calibration, plant
 from alphatoken.fidelity.readings import (
     WINDOWED,
@@ -73,7 +73,7 @@ class Options:
         0.3, "Share of the response tokens that is replaced by random ones to be found again."
     )
     draws: int = _option(200, "Bootstrap samples of each interval.")
-    repeats: int = _option(3, "Timed repeats of each computation.")
+    repeats: int = _option(2, "Timed repeats of each computation.")
     price: str = _option(
         "flops", "What a setting is priced by: 'flops' (repeatable) or 'seconds' (this machine)."
     )
@@ -558,11 +558,13 @@ def _advice_sentences(advice: Sequence[Advice], price: str) -> list[str]:
     if not advice:
         return ["No setting could be ranked: all values are equal."]
     unit = "training steps" + ("" if price == "flops" else " (seconds)")
-    parts = [f"from {a.cost:.2f} on, {a.setting}: {a.spearman}" for a in advice]
-    text = "; ".join(parts)
+    # The table has them all; a sentence of five can be read.
+    shown = sorted({round(i) for i in np.linspace(0, len(advice) - 1, min(5, len(advice)))})
+    parts = [(advice[i].cost, advice[i].setting, advice[i].spearman) for i in shown]
+    text = "; ".join(f"from {cost:.2f} on, {setting}: {score}" for cost, setting, score in parts)
     return [
-        f"What to use, by what you can spend a batch in {unit}, with the rank correlation with "
-        f"the exact first-order value over all parameters: {text}."
+        f"What to use, by what values and direction may cost a batch in {unit}, with the rank "
+        f"correlation with the exact first-order value over all parameters: {text}."
     ]
 
 
@@ -655,6 +657,11 @@ def _notes(
         "Values are of the validation side alone (no retention term) with P = 1, in "
         f"{subject.settings()['dtype']}.",
     ]
+    if len(np.unique(readings.row)) < FEWEST:
+        notes.append(
+            f"Fewer than {FEWEST} rows were valued, so intervals are over single tokens and too "
+            "narrow: tokens of one row are not independent. A larger --tokens draws more rows."
+        )
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]

@@ -180,18 +180,15 @@ def bound_figure(terms: Mapping[str, BoundTerms]) -> Figure:
     ]
     with canvas(6.4, 3.6) as figure:
         axes = figure.add_subplot()
-        shown = [max(record["value"], 1e-12) for record in records]
-        places = np.arange(len(records))
-        kinds = [(False, "exact", 0), (True, "at least", 1)]
-        for at_least, title, number in kinds:
+        for at_least, title, number in ((False, "exact", 0), (True, "at least", 1)):
             here = [i for i, record in enumerate(records) if record["at_least"] is at_least]
-            axes.barh(
-                places[here], [shown[i] for i in here], color=COLOURS[number],
-                hatch=("", "//")[number], edgecolor="white", label=title,
+            axes.plot(
+                [max(records[i]["value"], 1e-12) for i in here], here, color=COLOURS[number],
+                marker=("o", ">")[number], linestyle="none", markersize=7, label=title,
             )  # fmt: skip
         axes.axvline(one.ideal, color=COLOURS[4], linestyle=DASHES[1], label="||g_ideal||")
         axes.set_xscale("log")
-        axes.set_yticks(places, [record["term"] for record in records])
+        axes.set_yticks(range(len(records)), [record["term"] for record in records])
         axes.invert_yaxis()
         axes.set_xlabel("norm")
         figure.legend(loc="outside upper center", ncols=3)
@@ -199,10 +196,10 @@ def bound_figure(terms: Mapping[str, BoundTerms]) -> Figure:
             figure,
             "bound_terms",
             "The proxy's bound, term by term",
-            "The right side is the sum of the bars above it. If it passes the dashed line, the "
-            "bound is vacuous: a proxy of zero would meet it. The longest bar is the reason. "
-            "Hatched bars are lower limits.",
+            "The right side is the sum of all terms above it. If it lies beyond the dashed line, "
+            "the bound is vacuous: a proxy of zero would meet it; the term farthest to the right "
+            "is the reason. Triangles are lower limits.",
             Table.of("bound_drawn", "Terms of the bound, diagonal Fisher", records),
-            alt="Horizontal bars on a logarithmic axis: summands of the bound, both sides, and the "
+            alt="Points on a logarithmic axis: summands of the bound, both sides, and the "
             "retention gradient",
         )

@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from alphatoken.errors import InputError
-from alphatoken.selection import keep_count, select_top
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.selection import keep_count
 
 __all__ = [
     "auc",
@@ -30,21 +31,36 @@ __all__ = [
 
 Column = Tensor | NDArray[Any] | Sequence[Any]
 """Values of tokens: one number each."""
+Numbers = NDArray[np.float64]
+
+_FEW = 128  # up to so many tokens all pairs are counted
 
 
-def _pair(a: Column, b: Column, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    x, y = torch.as_tensor(a), torch.as_tensor(b)
-    if mask is None:
-        mask = torch.ones_like(x, dtype=torch.bool)
-    if x.shape != y.shape or x.shape != mask.shape:
+def _pair(a: Column, b: Column, mask: Tensor | None) -> tuple[Numbers, Numbers]:
+    x, y = _numbers(a), _numbers(b)
+    chosen = np.ones(x.shape, dtype=np.bool_) if mask is None else mask.cpu().numpy()
+    if x.shape != y.shape or x.shape != chosen.shape:
         raise InputError(
             "both values and the mask must have one shape",
-            got=f"{tuple(x.shape)}, {tuple(y.shape)}, {tuple(mask.shape)}",
+            got=f"{x.shape}, {y.shape}, {chosen.shape}",
         )
-    return x[mask].detach().double().cpu(), y[mask].detach().double().cpu()
+    return x[chosen], y[chosen]
 
 
-def _constant(x: Tensor) -> bool:
+def _numbers(column: Column) -> Numbers:
+    if isinstance(column, Tensor):
+        column = column.detach().to("cpu", torch.float64).numpy()
+    return np.asarray(column, dtype=np.float64)
+
+
+def _ranks(x: Numbers) -> Numbers:
+    """1 to n, ties by their mean rank."""
+    _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ranks: Numbers = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks
+
+
+def _constant(x: Numbers) -> bool:
     return len(x) < 3 or bool((x == x[0]).all())
 
 
@@ -53,7 +69,7 @@ def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
     x, y = _pair(a, b, mask)
     if _constant(x) or _constant(y):
         return math.nan
-    r, q = (stats.rankdata(column.numpy()) for column in (x, y))
+    r, q = _ranks(x), _ranks(y)
     r, q = r - r.mean(), q - q.mean()
     return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
 
@@ -66,13 +82,16 @@ def kendall(a: Column, b: Column, mask: Tensor | None = None) -> float:
     x, y = _pair(a, b, mask)
     if _constant(x) or _constant(y):
         return math.nan
-    return float(stats.kendalltau(x.numpy(), y.numpy(), method="asymptotic").statistic)
+    if len(x) > _FEW:
+        return float(stats.kendalltau(x, y, method="asymptotic").statistic)
+    r, q = (np.sign(column[:, None] - column) for column in (x, y))
+    return float((r * q).sum()) / math.sqrt(float((r * r).sum()) * float((q * q).sum()))
 
 
 def sign_agreement(a: Column, b: Column, mask: Tensor | None = None) -> float:
     """Share of tokens on whose sign both agree."""
     x, y = _pair(a, b, mask)
-    return float((torch.sign(x) == torch.sign(y)).double().mean()) if len(x) else math.nan
+    return float((np.sign(x) == np.sign(y)).mean()) if len(x) else math.nan
 
 
 def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:
@@ -82,11 +101,20 @@ def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float =
     """
     x, y = _pair(a, b, mask)
     kept_x, kept_y = _kept(x, ratio), _kept(y, ratio)
-    return float((kept_x & kept_y).sum() / kept_x.sum().clamp(min=1))
+    return float((kept_x & kept_y).sum()) / max(int(kept_x.sum()), 1)
 
 
-def _kept(x: Tensor, ratio: float) -> Tensor:
-    return select_top(x[None], torch.ones_like(x[None], dtype=torch.bool), ratio)[0]
+def _kept(x: Numbers, ratio: float) -> NDArray[np.bool_]:
+    """As ``selection.select_top`` keeps them: ties by place."""
+    if not np.isfinite(x).all():
+        raise NumericalError(
+            "a token value is not finite",
+            got=str(x[~np.isfinite(x)][0]),
+            why="a NaN has no rank; what is kept would be arbitrary",
+        )
+    kept = np.zeros(len(x), dtype=np.bool_)
+    kept[np.argsort(-x, kind="stable")[: keep_count(ratio, len(x))]] = True
+    return kept
 
 
 def share_of_total(a: Column, b: Column, mask: Tensor | None = None) -> float:
@@ -112,7 +140,7 @@ def gain_share(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 
     chance = float(y.sum()) * keep_count(ratio, len(y)) / len(y)
     best = float(y[_kept(y, ratio)].sum()) - chance
     found = float(y[_kept(x, ratio)].sum()) - chance
-    return found / best if best > 1e-12 * float(y.abs().sum()) else math.nan
+    return found / best if best > 1e-12 * float(np.abs(y).sum()) else math.nan
 
 
 def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:
@@ -127,10 +155,9 @@ def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:
         mask: tokens that count.
     """
     x, y = _pair(score, marked, mask)
-    found = (y != 0).numpy()
+    found = y != 0
     positives, negatives = int(found.sum()), int((~found).sum())
     if not positives or not negatives:
         return math.nan
-    ranks = stats.rankdata(x.numpy())
-    above = float(ranks[found].sum()) - positives * (positives + 1) / 2
+    above = float(_ranks(x)[found].sum()) - positives * (positives + 1) / 2
     return above / (positives * negatives)

@@ -108,8 +108,8 @@ def _costs(axes: Axes, setting: str, records: Sequence[Record]) -> None:
     ):
         axes.plot(
             places, [records[place][key] for place in places], color=COLOURS[2 + number],
-            marker=MARKERS[2 + number], markersize=4, linestyle=DASHES[number], linewidth=1,
-            label=label,
+            marker=MARKERS[2 + number], markersize=4, linewidth=1,
+            linestyle="" if setting == "estimator" else DASHES[number], label=label,
         )  # fmt: skip
 
 

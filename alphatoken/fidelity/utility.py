@@ -424,12 +424,14 @@ class _Sweep:
 ONE, GROUP = "one token", "groups"
 BEFORE = "one token, true step, slope before it"
 AFTER = "one token, true step, slope after it"
+GROUP_AFTER = "groups, true step, slope after it"
 
 
 def _sweep(
     bench: _Bench, prediction: Prediction, singles: Sequence[Drop], groups: Sequence[Drop]
 ) -> _Sweep:
-    singles = list(singles)[: bench.options.sweep_tokens]
+    apart = max(1, len(singles) // bench.options.sweep_tokens)
+    singles = list(singles)[::apart][: bench.options.sweep_tokens]
     groups = list(groups)[:4]
     etas = list(bench.options.etas)
     tracker = bench.subject.tracker("Step sizes", len(etas))
@@ -462,10 +464,11 @@ def _errors_at(
         moved = stepper.moved(bench.gradient_without(drop), eta)
         actual = stepper.objective(moved) - whole
         predicted = bench.predicted(prediction.values, drop, eta)
+        step = {name: moved[name].double() - with_all[name].double() for name in moved}
         if len(drop.tokens) > 1:
             rows.setdefault(GROUP, []).append((predicted, actual))
+            rows.setdefault(GROUP_AFTER, []).append((_inner(slope_after, step), actual))
             continue
-        step = {name: moved[name].double() - with_all[name].double() for name in moved}
         rows.setdefault(ONE, []).append((predicted, actual))
         rows.setdefault(BEFORE, []).append((_inner(slope_before, step), actual))
         rows.setdefault(AFTER, []).append((_inner(slope_after, step), actual))
@@ -620,6 +623,11 @@ def _sweep_sentences(sweep: _Sweep, eta: float) -> list[str]:
             f"more than 50 % {at[1]}"
         )
     text = "First order breaks with growing step size; " + "; ".join(found) + "."
+    if min(sweep.errors.get(GROUP, [0])) > 0.1 > min(sweep.errors.get(GROUP_AFTER, [1])):
+        text += (
+            " What is left of the groups' error at small steps is the optimizer's: its step is "
+            "not linear in the gradient."
+        )
     narrow = next((name for name in sweep.errors if "evaluated in" in name), None)
     if narrow is not None:
         errors = sweep.errors[narrow]
@@ -654,6 +662,11 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
         notes.append(
             f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
             "so it belongs to the model's present weights."
+        )
+    if len(bench.rows) < FEWEST:
+        notes.append(
+            f"Fewer than {FEWEST} rows are in the batch, so intervals of single tokens are over "
+            "tokens and too narrow: tokens of one row are not independent."
         )
     if options.max_grad_norm:
         notes.append(

@@ -20,6 +20,7 @@ from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.sft import padded_batch
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
@@ -205,3 +206,20 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """The prompts of the pairs."""
         return [list(row["prompt_ids"]) for row in islice(rows, samples)]
+
+    def fisher_sequences(self, rows: Any, samples: int) -> Any:
+        """Prompt and chosen response of each pair as one batch, cut as TRL's collator cuts."""
+        limit = self.args.max_length
+        place = (
+            slice(limit)
+            if self.args.truncation_mode == "keep_start"
+            else slice(-(limit or 0), None)
+        )
+        found = []
+        for row in islice(rows, samples):
+            prompt, chosen = list(row["prompt_ids"]), list(row["chosen_ids"])
+            ids, labels = prompt + chosen, [IGNORE] * len(prompt) + chosen
+            found.append({"input_ids": ids[place], "labels": labels[place]})
+        found = [row for row in found if any(label != IGNORE for label in row["labels"][1:])]
+        pad = getattr(self.processing_class, "pad_token_id", None) or 0
+        return padded_batch(found, pad, self.args.device) if found else []

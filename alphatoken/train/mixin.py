@@ -155,6 +155,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Prompts of the first tokenised rows, for the Fisher's responses."""
         raise NotImplementedError
 
+    def fisher_sequences(self, rows: Any, samples: int) -> Any:
+        """The first tokenised rows, whole: on their prefixes labels are sampled anew."""
+        raise NotImplementedError
+
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Whatever the pool's rows need that only the prepared model can give."""
 
@@ -285,7 +289,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return sharded_drift(sharding, here, self._reference)
 
     def fit_or_load_fisher(self, fisher: FisherDrift | None, dataset: Any = None) -> FisherDrift:
-        """The Fisher handed over, or one fitted on these rows' prompts (training rows) and cached.
+        """The Fisher handed over, or one fitted on these rows (training rows) and cached.
+
+        With ``fisher_labels="sequence"`` on responses to their prompts, with "token" on labels
+        resampled at their own response positions.
 
         Raises:
             ConfigError: the rows that were named for it leave no prompt.
@@ -293,7 +300,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if fisher is not None:
             return fisher
         rows = self.train_dataset if dataset is None else self.tokenised(dataset, "Fisher")
-        prompts = self.fisher_prompts(rows, self.args.fisher_samples)
+        token = self.args.fisher_labels == "token"
+        given = self.fisher_sequences if token else self.fisher_prompts
+        prompts = given(rows, self.args.fisher_samples)
         if not prompts:
             raise ConfigError(
                 "no row is left to fit the Fisher on",

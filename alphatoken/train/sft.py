@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from alphatoken.batch import IGNORE, label_mask
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
@@ -65,6 +66,23 @@ class LabelledRows:
             if len(prompts) == samples:
                 break
         return prompts
+
+    def fisher_sequences(self, rows: Any, samples: int) -> Any:
+        """Prompt and response of each row, as one batch.
+
+        Raises:
+            ConfigError: the rows are packed.
+        """
+        found = []
+        for row in islice(rows, samples):
+            if len(row.get("seq_lengths") or ()) > 1:
+                raise ConfigError(
+                    "fisher_labels='token' cannot take packed rows",
+                    why="a document would be read after another one",
+                    remedy="fisher_dataset=..., whose rows are never packed",
+                )
+            found.append({"labels": row["input_ids"], **row})
+        return self.row_batch(found) if found else []
 
 
 def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,5 +78,8 @@ def test_a_window_of_zero_and_too_few_tokens_are_refused() -> None:
     given = {"train_rows": 3, "validation_rows": 2, "length": 30}
     with pytest.raises(InputError, match="no causal-window pair"):
         diagnostic.diagnose(subject(config=ScorerConfig(window=0), **given), SMALL)
+    few = subject("near", **given)
+    row = few.train[0]
+    cut = replace(row, labels=[*row.labels[:5], *[-100] * (len(row.labels) - 5)])
     with pytest.raises(InputError, match="at least 8 response tokens"):
-        diagnostic.diagnose(subject("near", train_rows=1, validation_rows=2, length=6), SMALL)
+        diagnostic.diagnose(replace(few, train=[cut]), SMALL)

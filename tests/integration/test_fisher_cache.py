@@ -36,6 +36,7 @@ from alphatoken.train.fisher_cache import (
     fitted_fisher,
 )
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.sft import padded_batch
 from tests.integration import tiny_training as tiny
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -276,6 +277,32 @@ def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
     if not more:
         assert trained == 12, "the rows are not trained on"
         assert equal(trainer(kind, tmp_path)._fisher, by_hand(0, rows=12)), "the default"
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "plain"])
+@pytest.mark.parametrize("own", [True, False], ids=["own rows", "training rows"])
+def test_labels_of_single_tokens_are_sampled_on_the_responses(
+    tmp_path: Path, kind: str, own: bool
+) -> None:
+    made = trainer(kind, tmp_path, rows=held_out(kind) if own else None, fisher_labels="token")
+    given = held_out("plain") if own else tokenised(12, 0)
+    if kind != "plain":  # TRL ends a response
+        end = tiny.tokenizer().eos_token_id
+        given = [{name: [*row[name], end] for name in ("input_ids", "labels")} for row in given]
+    batch = padded_batch(list(given), tiny.tokenizer().pad_token_id or 0, "cpu")
+    how = {"samples": 7, "layers": 2, "labels": "token", "progress": False}
+    assert equal(made._fisher, fit_fisher(tiny.model(), batch, **how))
+    prompts = {**batch, "labels": torch.where(batch["labels"] == -100, batch["input_ids"], -100)}
+    assert not equal(made._fisher, fit_fisher(tiny.model(), prompts, **how)), "not on the prompts"
+
+
+def test_packed_rows_have_no_token_labels(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="never packed"):
+        trainer("sft", tmp_path, packing=True, fisher_labels="token")
+    made = trainer("sft", tmp_path, packing=True, fisher_labels="token", rows=held_out("sft"))
+    assert equal(
+        made._fisher, trainer("sft", tmp_path, rows=held_out("sft"), fisher_labels="token")._fisher
+    )
 
 
 def test_each_data_set_has_an_entry_of_its_own(tmp_path: Path) -> None:

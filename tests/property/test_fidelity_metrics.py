@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from alphatoken.errors import InputError
+from alphatoken.errors import InputError, NumericalError
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import front
 from alphatoken.fidelity.cost import measure
+from alphatoken.selection import select_top
 from tests.property.profiles import budget
 
 # Few different values: ties are the hard case.
@@ -40,6 +41,28 @@ def test_kendall_counts_pairs(columns: tuple[list[int], list[int]]) -> None:
     else:
         agreeing = sum(int(x * y) for x, y in signs)
         assert found == pytest.approx(agreeing / math.sqrt(sizes[0] * sizes[1]), abs=1e-12)
+
+
+def test_kendall_of_many_tokens_is_the_same_number() -> None:
+    """Above a size another algorithm counts."""
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(0, 40, (2, 400)).astype(float)
+    r, q = (np.sign(column[:, None] - column) for column in (a, b))
+    wanted = (r * q).sum() / math.sqrt((r * r).sum() * (q * q).sum())
+    assert metrics.kendall(a, b) == pytest.approx(wanted, abs=1e-12)
+
+
+@given(COLUMNS, st.sampled_from([0.1, 0.5, 0.55, 1.0]))
+@budget(1.0)
+def test_overlap_keeps_what_selection_keeps(
+    columns: tuple[list[int], list[int]], ratio: float
+) -> None:
+    """Ties by place, exactly ceil(ratio n)."""
+    a, b = (torch.tensor([c], dtype=torch.float64) for c in columns)
+    mask = torch.ones_like(a, dtype=torch.bool)
+    kept = [select_top(x, mask, ratio) for x in (a, b)]
+    wanted = float((kept[0] & kept[1]).sum() / kept[0].sum())
+    assert metrics.top_overlap(a, b, mask, ratio) == pytest.approx(wanted, abs=1e-7)
 
 
 @given(COLUMNS)
@@ -101,6 +124,11 @@ def test_only_masked_tokens_count() -> None:
 def test_columns_of_different_lengths_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="one shape"):
         getattr(metrics, name)([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_a_value_without_a_rank_is_refused() -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        metrics.top_overlap([1.0, math.nan, 2.0], [1.0, 2.0, 3.0])
 
 
 # --- what is worth its price ---------------------------------------------------------------------

@@ -1,0 +1,509 @@
+"""The ``fisher`` diagnostic: a Fisher that equals the Hessian, one that does not, and the bound."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.linalg import hadamard
+from torch import Tensor, nn
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
+from alphatoken.data import Example, Row
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.fidelity import curvature
+from alphatoken.fidelity import fisher as diagnostic
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.subject import Subject
+from alphatoken.oracle.retention import (
+    exact_fisher,
+    hessian,
+    proxy_bound,
+    retention_gradient,
+    retention_loss,
+)
+from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
+from tests.property.tolerance import close
+
+MODEL = 1e-9
+CONTEXTS, LABELS, READ = 8, 16, 4
+DOWN = "layers.0.mlp.down_proj.weight"
+TINY = diagnostic.Options(
+    rows=CONTEXTS * LABELS, sizes=(4, 8), max_new_tokens=4, steps=4, block=4, draws=10
+)
+
+
+def example(ids: Sequence[int], prompt: int = 1) -> Example:
+    ids = list(ids)
+    return Example(Row(0, "row", ()), ids, [-100] * prompt + ids[prompt:])
+
+
+# --- a Fisher that equals the Hessian --------------------------------------------------------
+
+
+def quadratic() -> ReferenceDecoder:
+    """A decoder whose retention loss is quadratic around it, with a diagonal Hessian.
+
+    Token z puts one unit z of the MLP to a_z, whatever came before (no attention). The head reads
+    dimensions that only W_down writes, and W_down is zero there: logits are zero, predictions are
+    uniform, and linear in W_down. Columns of the head are orthogonal and add up to zero (Hadamard),
+    of size s_o. So H = F = s_o^2 E[a_z^2 at z], at (o, z), and nothing off the diagonal; the square
+    of a sampled gradient is that number exactly, whatever label is drawn.
+    """
+    config = DecoderConfig(
+        vocabulary=LABELS, layers=1, hidden=CONTEXTS + READ, mlp="plain", mlp_width=CONTEXTS,
+        norm="none", positions="none", end_token=None,
+    )  # fmt: skip
+    model = ReferenceDecoder(config, 1)
+    block = model.layers[0]
+    size = torch.linspace(0.7, 2.2, CONTEXTS, dtype=torch.float64)
+    scale = torch.tensor([0.2, 0.5, 1.0, 2.0], dtype=torch.float64)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.embedding.weight[:CONTEXTS, :CONTEXTS] = torch.diag(size)
+        block.attention.o_proj.weight.zero_()
+        block.mlp.up_proj.weight.zero_()
+        block.mlp.up_proj.weight[:, :CONTEXTS] = torch.eye(CONTEXTS, dtype=torch.float64)
+        block.mlp.down_proj.weight.zero_()
+        model.head.weight.zero_()
+        signs = torch.as_tensor(hadamard(LABELS)[:, 1 : READ + 1], dtype=torch.float64)
+        model.head.weight[:, CONTEXTS:] = signs * scale
+    return model
+
+
+def after(model: ReferenceDecoder, size: float = 1e-4) -> ReferenceDecoder:
+    """The same after a small step of W_down where the head reads it."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    step = torch.randn(READ, CONTEXTS, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        moved.layers[0].mlp.down_proj.weight[CONTEXTS:] += size * step
+    return moved
+
+
+def rows_to_value() -> list[Example]:
+    """Permutations of all contexts, then a label: each context is read once a row."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for _ in range(12):
+        order = torch.randperm(CONTEXTS, generator=generator).tolist()
+        label = int(torch.randint(LABELS, (1,), generator=generator))
+        rows.append(example([*order, label]))
+    return rows
+
+
+def every_label() -> list[Example]:
+    """The model's own label distribution, enumerated: each context with each of its labels."""
+    return [example([z, y]) for z in range(CONTEXTS) for y in range(LABELS)]
+
+
+def planted(**changes: Any) -> Subject:
+    model = quadratic()
+    given: dict[str, Any] = {
+        "model": after(model),
+        "reference": model,
+        "train": rows_to_value(),
+        "validation": rows_to_value()[:2],
+        "retention": {"own": every_label()},
+        "config": ScorerConfig(layers=1),
+        "batch_size": 64,
+        "fisher_samples": 48,
+    }
+    return Subject(**given | changes)
+
+
+def exact() -> dict[str, Tensor]:
+    """The diagonal Fisher by enumeration, of all scored weights."""
+    model = quadratic()
+    named = dict(model.named_parameters())
+    scored = [linear.weight_name for linear in ReferenceAdapter(model).scored_linears([0])]
+    return exact_fisher(
+        model,
+        lambda batch: model(**batch),
+        [torch.tensor([z]) for z in range(CONTEXTS)],
+        1,
+        {name: named[name] for name in scored},
+        LABELS,
+        diagonal=True,
+    )
+
+
+def drift_of(fisher: Mapping[str, Tensor]) -> FisherDrift:
+    named = dict(quadratic().named_parameters())
+    return FisherDrift(fisher, {n: named[n].detach() for n in fisher}, exact_names=True)
+
+
+def spearman_of(found: Diagnosis, proxy: str, retention: str = diagnostic.POOLED) -> float:
+    (record,) = [
+        r
+        for r in found.table("agreement").records()
+        if (r["proxy"], r["retention"]) == (proxy, retention)
+    ]
+    return record["spearman"]
+
+
+def test_the_plant_is_what_it_says() -> None:
+    """Hessian of the enumerated rows = diagonal Fisher, by the oracles; the gradient is zero."""
+    model = quadratic()
+    parameters = {DOWN: dict(model.named_parameters())[DOWN]}
+    subject = planted()
+
+    def loss() -> Tensor:
+        return retention_loss(lambda b: model(**b), subject.batches(every_label()))
+
+    dense = hessian(loss, parameters)
+    fisher = exact()[DOWN].flatten()
+    assert float(fisher.max()) > 100 * float(fisher[fisher > 0].min()) > 0
+    close(dense, torch.diag(fisher), fisher.max(), MODEL, name="H = F, diagonal")
+    (gradient,) = torch.autograd.grad(loss(), list(parameters.values()))
+    close(gradient, torch.zeros_like(gradient), 1.0, 1e-14, name="r_0 = 0")
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    """The whole pipeline, the Fisher fitted by the library."""
+    return diagnostic.diagnose(planted(), TINY)
+
+
+def test_a_fisher_that_equals_the_hessian_ranks_as_the_oracle(found: Diagnosis) -> None:
+    assert spearman_of(found, "diagonal") >= 0.999
+    assert spearman_of(found, "diagonal", "oracle own") >= 0.999
+    assert spearman_of(found, "diagonal, free samples") >= 0.999
+    assert spearman_of(found, "kronecker") >= 0.98  # its S_F has off-diagonal noise
+    (record,) = [
+        r
+        for r in found.table("agreement").records()
+        if r["proxy"] == "diagonal" and r["retention"] == diagnostic.POOLED
+    ]
+    assert record["overlap"] >= 0.95 > record["random_overlap_high"]
+    assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
+
+
+def test_the_bare_drift_does_not(found: Diagnosis) -> None:
+    assert spearman_of(found, "none") < 0.8
+    gains = {r["proxy"]: r for r in found.table("gains").records()}
+    assert gains["diagonal"]["gain_low"] > 0
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_a_given_fisher_that_equals_the_hessian_is_used(structure: str) -> None:
+    fisher = exact()
+    drift = drift_of(fisher)
+    if structure == "kronecker":  # rank 1 as a table of (o, z): s_o^2 times a_z^2 / contexts
+        factors = {}
+        for name, table in fisher.items():
+            column, row = table[:, 0], table[-1]
+            corner = table[-1, 0] if float(table[-1, 0]) else torch.tensor(1.0).double()
+            factors[name] = (torch.diag(column / corner), torch.diag(row))
+        drift = FisherDrift.from_kronecker(factors, drift.reference)
+        rebuilt = torch.outer(*(f.diagonal() for f in drift.factors[DOWN]))
+        close(rebuilt, fisher[DOWN], fisher[DOWN].max(), MODEL)
+    found = diagnostic.diagnose(planted(fisher=drift), replace(TINY, sequence=False, sizes=()))
+    assert spearman_of(found, structure) >= 0.999
+    assert any(f"The {structure} Fisher is the one given" in note for note in found.notes)
+
+
+def test_a_permuted_fisher_does_not_rank_as_the_oracle() -> None:
+    """The same numbers at other weights: the largest where the smallest were."""
+    fisher = exact()
+    table = fisher[DOWN][CONTEXTS:].flatten()
+    order = table.argsort()
+    swapped = torch.empty_like(table)
+    swapped[order] = table[order.flip(0)]
+    fisher[DOWN] = fisher[DOWN].clone()
+    fisher[DOWN][CONTEXTS:] = swapped.view(READ, CONTEXTS)
+    found = diagnostic.diagnose(
+        planted(fisher=drift_of(fisher)), replace(TINY, sequence=False, sizes=())
+    )
+    assert spearman_of(found, "diagonal") < 0.6
+
+
+def test_the_bound_of_the_plant_says_something() -> None:
+    size = sum(weight.numel() for weight in exact().values())
+    options = replace(TINY, sequence=False, sizes=(), block=size, steps=20)
+    found = diagnostic.diagnose(planted(), options)
+    terms = {r["term"]: r for r in found.table("bound").records() if r["fisher"] == "diagonal"}
+    largest = float(exact()[DOWN].max())
+    assert terms["D_off"]["value"] < 1e-9
+    assert terms["D_off"]["how"] == "exact"
+    assert terms["D_cal"]["value"] < 1e-9 * largest
+    assert terms["||r_0||"]["value"] < 1e-12
+    assert terms["cos(g_ideal, F dtheta)"]["value"] > 0.9999
+    assert "The bound says something here" in found.answer[-1]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_model_at_its_reference_is_refused() -> None:
+    model = quadratic()
+    with pytest.raises(InputError, match=r"has not left its reference"):
+        diagnostic.diagnose(planted(model=copy.deepcopy(model), reference=model), TINY)
+
+
+def test_missing_retention_rows_and_too_few_tokens_are_refused() -> None:
+    with pytest.raises(DataError, match="retention rows"):
+        diagnostic.diagnose(planted(retention={}), TINY)
+    with pytest.raises(InputError, match="at least 8 response tokens"):
+        diagnostic.diagnose(planted(train=[example([1, 2, 3])]), TINY)
+
+
+def test_another_kind_of_reference_is_refused() -> None:
+    other = ReferenceDecoder(DecoderConfig(vocabulary=LABELS, layers=1, fused_qkv=True), 0)
+    with pytest.raises(InputError, match="not the same kind of model"):
+        diagnostic.diagnose(planted(reference=other), TINY)
+
+
+def test_what_is_too_large_is_said_and_never_made_up() -> None:
+    options = replace(TINY, sequence=False, sizes=(), bound_parameters=10)
+    found = diagnostic.diagnose(planted(), options)
+    records = [r for r in found.table("bound").records() if r["fisher"] == "diagonal"]
+    missing = {r["term"] for r in records if "too large" in r["how"]}
+    assert {"||H - F||", "D_off", "D_cal", "M_3", "||H_S,rest||", "||remainder||"} <= missing
+    assert all(np.isnan(r["value"]) for r in records if r["term"] in missing)
+    known = {r["term"]: r["value"] for r in records if r["how"] == "exact"}
+    assert known["||g_ideal||"] > 0
+    assert "too large" in found.answer[-1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rows": 0}, {"sizes": (8, 4)}, {"sizes": (0,)}, {"points": 1}, {"draws": 1}, {"steps": 0}],
+)
+def test_options_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        diagnostic.Options(**wrong)
+
+
+# --- pieces -------------------------------------------------------------------------------------
+
+
+def ordinary(seed: int, **changes: Any) -> ReferenceDecoder:
+    config = DecoderConfig(
+        **{"vocabulary": 5, "layers": 2, "hidden": 4, "heads": 2, "kv_heads": 1, "head_dim": 2,
+           "mlp_width": 3} | changes
+    )  # fmt: skip
+    return ReferenceDecoder(config, seed)
+
+
+def nudged(model: nn.Module, size: float) -> nn.Module:
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += size * noise
+    return moved
+
+
+def some_rows(count: int, length: int, vocabulary: int = 5) -> list[Example]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        example(torch.randint(vocabulary, (length,), generator=generator).tolist(), 2)
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_scores_along_a_direction_are_the_scorers_stability(estimator: str) -> None:
+    before = ordinary(0)
+    model = nudged(before, 0.02)
+    config = ScorerConfig(estimator=estimator, layers="all", causal_position="label")
+    subject = Subject(model, some_rows(5, 7), some_rows(2, 7), config=config, batch_size=2,
+                      reference=before, fisher_samples=6)  # fmt: skip
+    drift = subject.fitted_fisher()
+    batches = subject.batches(some_rows(3, 6))
+    scorer = diagnostic._Model(subject, model, batches)
+    directions = {"fisher": scorer.along(drift), "data": scorer.along(batches)}
+    scores, row = diagnostic.scores_along(subject, scorer.scorer, subject.train, directions)
+    for name, retention in (("fisher", drift), ("data", batches)):
+        wanted = subject.score(
+            Scorer(model, None, retention, replace(config, objective="stability")), subject.train
+        )
+        close(torch.as_tensor(scores[name]), torch.as_tensor(wanted["stability"]),
+              float(np.abs(wanted["stability"]).max()), 1e-10, name=f"{estimator} {name}")  # fmt: skip
+        assert row.tolist() == wanted["row"].tolist()
+
+
+def test_growing_fishers_are_means_of_their_pieces() -> None:
+    model = ordinary(1)
+    subject = Subject(model, some_rows(3, 7), some_rows(2, 7), config=ScorerConfig(layers=1))
+    grown = diagnostic.growing_fishers(subject, "token", (2, 5))
+    rows = [subject.train[i] for i in (2, 0, 1)]  # samples 2, 3, 4 go round
+    (batch,) = subject.batches(rows, 3)
+    second = fit_fisher(model, batch, samples=3, layers=1, labels="token", seed=1_000_005,
+                        progress=False)  # fmt: skip
+    for name, first in grown[2].fisher.items():
+        mean = (2 * first + 3 * second.fisher[name]) / 5
+        close(grown[5].fisher[name], mean, mean.max() + 1e-12, 1e-6, name=name)
+
+
+def test_a_random_choice_overlaps_as_counted() -> None:
+    found = diagnostic.random_overlap(40, 0.3)
+    assert found.value == pytest.approx(12 / 40)
+    generator = np.random.default_rng(0)
+    drawn = [
+        np.intersect1d(generator.permutation(40)[:12], range(12)).size / 12 for _ in range(4000)
+    ]
+    assert np.mean(drawn) == pytest.approx(found.value, abs=4 * np.std(drawn) / 4000**0.5)
+    inside = np.mean([found.low <= share <= found.high for share in drawn])
+    assert inside >= 0.95
+    assert not diagnostic.random_overlap(5, 0.5).defined
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lanczos_never_exceeds_the_norm_and_reaches_it(seed: int) -> None:
+    matrix = torch.as_tensor(np.random.default_rng(seed).normal(size=(30, 30)))
+    matrix = matrix + matrix.T
+    norm = float(torch.linalg.matrix_norm(matrix, ord=2))
+    found = [
+        curvature.largest_eigenvalue(lambda v: matrix @ v, 30, like=matrix, steps=steps)
+        for steps in (1, 3, 6, 12, 30)
+    ]
+    values = [one.value for one in found]
+    assert values == sorted(values)
+    assert all(value <= norm * (1 + 1e-12) for value in values)
+    assert found[-1].exact
+    assert values[-1] == pytest.approx(norm, rel=1e-10)
+    assert not found[0].exact
+    assert found[0].how.startswith("at least")
+
+
+def test_lanczos_ends_where_nothing_is_left() -> None:
+    zero = curvature.largest_eigenvalue(torch.zeros_like, 8, like=torch.zeros(1).double(), steps=5)
+    assert (zero.value, zero.exact) == (0.0, True)
+
+
+@pytest.fixture(scope="module")
+def both_bounds() -> tuple[Any, curvature.BoundTerms]:
+    """Every term twice: dense matrices of the oracle, products here."""
+    before = ordinary(4, layers=1)
+    model = nudged(before, 0.03)
+    subject = Subject(model, some_rows(3, 5), some_rows(2, 5), reference=before,
+                      config=ScorerConfig(layers=1), fisher_samples=5)  # fmt: skip
+    named = dict(before.named_parameters())
+    scored = [linear.weight_name for linear in ReferenceAdapter(before).scored_linears([0])][:3]
+    fisher = fit_fisher(before, subject.batches(subject.train)[0], samples=5, layers=1,
+                        labels="token", progress=False).fisher  # fmt: skip
+    dagger = fit_fisher(before, subject.batches(some_rows(4, 6))[0], samples=5, layers=1,
+                        labels="token", seed=3, progress=False).fisher  # fmt: skip
+    batches = subject.batches(some_rows(4, 6), 2)
+
+    def loss() -> Tensor:
+        return retention_loss(lambda b: before(**b), batches)
+
+    own = {name: fisher[name] for name in scored}
+    moving = curvature.moved_parameters(before, model, scored)
+    assert list(moving)[:3] == scored
+    assert set(moving) == set(named)
+    wanted = proxy_bound(
+        before,
+        loss,
+        named,
+        reference={},
+        current={name: p.detach() for name, p in model.named_parameters()},
+        fisher=own,
+        retention_fisher={name: dagger[name] for name in scored},
+        points=3,
+    )
+    tuned = dict(model.named_parameters())
+    ideal = retention_gradient(
+        model, lambda b: model(**b), batches, {name: tuned[name] for name in scored}
+    )
+    curved = curvature.Curved(
+        before, loss, tuple(scored), moving, ideal, steps=2000, block=10_000, points=3,
+        limit=10_000,
+    )  # fmt: skip
+    reference = {name: named[name].detach() for name in scored}
+    drift = FisherDrift(own, reference, exact_names=True)
+    before_weights = {n: p.detach().clone() for n, p in named.items()}
+    found = curvature.bound_terms(curved, {"diagonal": drift}, dagger)["diagonal"]
+    assert all(torch.equal(named[n], w) for n, w in before_weights.items())
+    return wanted, found
+
+
+def test_every_term_of_the_bound_is_the_oracles(both_bounds: Any) -> None:
+    wanted, found = both_bounds
+    pairs = {
+        "left": (found.left, wanted.left),
+        "residual": (found.residual, wanted.residual),
+        "drift": (found.drift, wanted.drift),
+        "other_drift": (found.other_drift, wanted.other_drift),
+        "off_diagonal": (found.off_diagonal.value, wanted.off_diagonal),
+        "calibration": (found.calibration.value, wanted.calibration),
+        "transfer": (found.transfer.value, wanted.transfer),
+        "cross": (found.cross.value, wanted.cross_curvature),
+        "remainder": (found.remainder.value, wanted.remainder),
+        "third": (found.third.value, wanted.third_derivative),
+        "right": (found.right.value, wanted.right),
+    }
+    for name, (mine, theirs) in pairs.items():
+        assert mine == pytest.approx(theirs, rel=1e-6), name
+    assert found.off_diagonal.exact
+    assert found.calibration.exact
+
+
+def test_the_bound_holds_and_is_tighter_along_the_drift(both_bounds: Any) -> None:
+    _, found = both_bounds
+    assert found.left <= found.right_along.value * (1 + 1e-12) <= found.right.value * (1 + 1e-9)
+    assert found.mismatch.value <= (
+        found.off_diagonal.value + found.calibration.value + found.transfer.value
+    ) * (1 + 1e-9)
+    assert found.mismatch_along.value <= found.mismatch.value * found.drift * (1 + 1e-9)
+    assert found.cross_along.value <= found.cross.value * found.other_drift * (1 + 1e-9)
+
+
+def test_a_block_and_few_steps_give_lower_limits(both_bounds: Any) -> None:
+    wanted, _ = both_bounds
+    before = ordinary(4, layers=1)
+    model = nudged(before, 0.03)
+    subject = Subject(model, some_rows(3, 5), some_rows(2, 5), reference=before)
+    scored = [linear.weight_name for linear in ReferenceAdapter(before).scored_linears([0])][:3]
+    named = dict(before.named_parameters())
+    batches = subject.batches(some_rows(4, 6), 2)
+    fisher = fit_fisher(before, subject.batches(subject.train)[0], samples=5, layers=1,
+                        labels="token", progress=False).fisher  # fmt: skip
+    ideal = {name: torch.zeros_like(named[name]) for name in scored}
+    curved = curvature.Curved(
+        before, lambda: retention_loss(lambda b: before(**b), batches), tuple(scored),
+        curvature.moved_parameters(before, model, scored), ideal, steps=4, block=6, points=2,
+        limit=10_000,
+    )  # fmt: skip
+    drift = FisherDrift(
+        {n: fisher[n] for n in scored}, {n: named[n].detach() for n in scored}, exact_names=True
+    )
+    found = curvature.bound_terms(curved, {"x": drift}, fisher)["x"]
+    for limit, whole in (
+        (found.off_diagonal, wanted.off_diagonal),
+        (found.cross, wanted.cross_curvature),
+        (found.third, wanted.third_derivative),
+    ):
+        assert 0 < limit.value <= whole * (1 + 1e-9)
+        assert not limit.exact
+        assert "at least" in limit.how
+    assert "6 of" in found.off_diagonal.how
+
+
+def test_products_with_a_fisher_are_its_direction() -> None:
+    model = ordinary(2, layers=1, transposed=True)
+    subject = Subject(model, some_rows(3, 6), some_rows(2, 6), config=ScorerConfig(layers=1),
+                      fisher_samples=4)  # fmt: skip
+    for structure in ("diagonal", "kronecker"):
+        drift = subject.fitted_fisher(structure)
+        vector = {n: torch.randn_like(w) for n, w in drift.reference.items()}
+        moved = {n: drift.reference[n] + vector[n] for n in vector}
+        for name, wanted in drift.direction(moved).items():
+            found = curvature.fisher_product(drift, vector)[name]
+            close(found, wanted, wanted.abs().max() + 1e-12, 1e-9, name=f"{structure} {name}")
+
+
+def test_hypergeometric_intervals_are_scipys() -> None:
+    found = diagnostic.random_overlap(30, 0.5)
+    low, high = stats.hypergeom(30, 15, 15).interval(0.95)
+    assert (found.low, found.high) == (low / 15, high / 15)

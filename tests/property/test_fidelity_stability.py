@@ -1,0 +1,449 @@
+"""Stability: values recombined from validation rows, planted noise, planted dependence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example, Row
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity import per_row, stability
+from alphatoken.fidelity.arrangement import Reference, composition, padding, rescored, thresholds
+from alphatoken.fidelity.decisions import (
+    classify,
+    kept,
+    margins,
+    noise_margin,
+    over_draws,
+    percent,
+    threshold,
+)
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.per_row import RowColumns, absolute_terms, row_columns, values_along
+from alphatoken.fidelity.resampling import noise_by_size, resample
+from alphatoken.fidelity.subject import Subject
+from alphatoken.scorer import Scorer
+from alphatoken.selection import select_top
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.profiles import budget
+from tests.property.tolerance import close
+
+PLAIN = DecoderConfig(layers=3, heads=4, kv_heads=2, hidden=8, bias=True)
+TRANSPOSED = DecoderConfig(layers=2, transposed=True, bias=True, fused_qkv=True, qk_norm=True)
+LEARNED = DecoderConfig(positions="learned", norm="layernorm", mlp="plain", max_positions=20)
+
+
+def rows_of(lengths: list[tuple[int, int]], seed: int, vocabulary: int = 11) -> list[Example]:
+    """Rows of random tokens, (prompt, response) long."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for index, (prompt, response) in enumerate(lengths):
+        ids = generator.integers(0, vocabulary, prompt + response).tolist()
+        row = Row(index, f"row {index}", ())
+        found.append(Example(row, ids, [-100] * prompt + ids[prompt:]))
+    return found
+
+
+def small(structure: DecoderConfig = PLAIN, seed: int = 0, rows: int = 5, **changes: Any) -> Subject:
+    """A decoder with rows of different lengths on both sides."""
+    lengths = np.random.default_rng(seed + 100).integers(2, 7, (rows, 2)).tolist()
+    given: dict[str, Any] = {
+        "model": ReferenceDecoder(structure, seed).eval(),
+        "train": rows_of(lengths, seed),
+        "validation": rows_of([(2, 3), (4, 6), (3, 2), (2, 5), (5, 3)], seed + 1),
+        "batch_size": 2,
+        "fisher_samples": 24,
+        "tuning_steps": 2,
+        "config": ScorerConfig(layers=2, window=3),
+        "seed": seed,
+    }
+    return Subject(**given | changes)
+
+
+def drifted(subject: Subject, seed: int = 9) -> FisherDrift:
+    """A Fisher whose reference is a little away from the model."""
+    generator = torch.Generator().manual_seed(seed)
+    scorer = Scorer(subject.model, subject.batches(subject.validation), None, subject.config)
+    moved = {n: p.detach().clone() for n, p in scorer.parameters.items()}
+    for weight in moved.values():
+        weight += 0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    fisher = {n: torch.rand(p.shape, generator=generator, dtype=p.dtype) for n, p in moved.items()}
+    return FisherDrift(fisher, moved, exact_names=True)
+
+
+def scorer_of(subject: Subject, validation: Any = None, retention: Any = None) -> Scorer:
+    rows = subject.validation if validation is None else validation
+    scorer = Scorer(subject.model, subject.batches(rows), retention, subject.config)
+    scorer.warn = False
+    return scorer
+
+
+def terms(subject: Subject, scorer: Scorer, total: np.ndarray) -> float:
+    """The largest sum of absolute terms."""
+    return Reference.of(subject, scorer, subject.train, total).scale
+
+
+# --- linearity -----------------------------------------------------------------------------------
+
+
+@given(
+    estimator=st.sampled_from(ESTIMATORS),
+    config=st.sampled_from([PLAIN, TRANSPOSED, LEARNED]),
+    score_bias=st.booleans(),
+    weights=st.lists(st.integers(0, 3), min_size=5, max_size=5).filter(any),
+    seed=st.integers(0, 5),
+)
+@example("alphatoken", PLAIN, True, [1, 1, 1, 1, 1], 0)
+@example("label", TRANSPOSED, False, [0, 2, 0, 0, 1], 1)
+@budget(0.2)
+def test_a_weighted_sum_of_columns_is_a_scoring_against_the_resample(
+    estimator: str, config: DecoderConfig, score_bias: bool, weights: list[int], seed: int
+) -> None:
+    """Rows of different lengths, some left out, some several times: exact in float64."""
+    subject = small(
+        config, seed, config=ScorerConfig(estimator, layers=2, window=3, score_bias=score_bias)
+    )
+    columns = row_columns(subject, scorer_of(subject), subject.train, subject.validation)
+    drawn = [row for row, w in zip(subject.validation, weights, strict=True) for _ in range(w)]
+    again = scorer_of(subject, drawn)
+    direct = subject.score(again, subject.train)["total"]
+    found = columns.at(np.array(weights))
+    scale = terms(subject, again, direct)
+    close(torch.from_numpy(found), torch.from_numpy(direct), scale, 1e-12)
+
+
+def test_rows_count_by_their_tokens() -> None:
+    """A mean of per-row means is another number: the identity is not an accident of lengths."""
+    subject = small()
+    columns = row_columns(subject, scorer_of(subject), subject.train, subject.validation)
+    by_row = (columns.sums / columns.tokens).mean(1)
+    assert np.abs(by_row - columns.whole).max() > 1e-3 * np.abs(columns.whole).max()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_values_along_a_direction_are_the_scorers(estimator: str) -> None:
+    subject = small(config=ScorerConfig(estimator, layers=2, window=3, stability_weight=0.7))
+    scorer = scorer_of(subject, retention=drifted(subject))
+    total = subject.score(scorer, subject.train)["total"]
+    direction = scorer.direction.total()
+    found = np.concatenate(
+        [values_along(scorer, b, [direction])[:, 0] for b in subject.batches(subject.train)]
+    )
+    close(torch.from_numpy(found), torch.from_numpy(total), np.abs(total).max(), 1e-12)
+    for batch in subject.batches(subject.train):
+        sizes = absolute_terms(scorer, batch, direction)
+        if estimator == "label":
+            assert sizes is None
+        else:
+            values = values_along(scorer, batch, [direction])[:, 0]
+            assert sizes is not None
+            assert (sizes >= np.abs(values) * (1 - 1e-12)).all()
+            assert sizes.max() > 1.5 * np.abs(values).max()  # terms do cancel
+
+
+@pytest.mark.parametrize("path", ["direct", "causal"])
+@pytest.mark.parametrize("position", ["label", "context"])
+def test_parts_and_positions_are_the_scorers(path: str, position: str) -> None:
+    subject = small(config=ScorerConfig(layers=2, path=path, causal_position=position))
+    scorer = scorer_of(subject)
+    columns = row_columns(subject, scorer, subject.train, subject.validation)
+    total = subject.score(scorer, subject.train)["total"]
+    close(torch.from_numpy(columns.whole), torch.from_numpy(total), np.abs(total).max(), 1e-11)
+
+
+def test_the_scorer_gets_its_validation_rows_back_and_chunks_do_not_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject = small()
+    scorer = scorer_of(subject)
+    before = subject.score(scorer, subject.train)["total"]
+    whole = row_columns(subject, scorer, subject.train, subject.validation)
+    monkeypatch.setattr(per_row, "_HELD", 1)
+    parts = row_columns(subject, scorer, subject.train, subject.validation)
+    np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-12)
+    assert np.array_equal(subject.score(scorer, subject.train)["total"], before)
+
+
+def test_a_choice_without_tokens_is_refused() -> None:
+    columns = RowColumns(np.ones((3, 2)), np.array([4, 0]))
+    with pytest.raises(InputError, match="no response token"):
+        columns.at(np.array([0, 1]))
+
+
+def test_an_objective_without_validation_side_is_refused() -> None:
+    subject = small(config=ScorerConfig(layers=2, objective="stability"))
+    scorer = scorer_of(subject, retention=drifted(subject))
+    with pytest.raises(ConfigError, match="linear in their gradients"):
+        row_columns(subject, scorer, subject.train, subject.validation)
+    with pytest.raises(ConfigError, match="validation side"):
+        stability.diagnose(subject)
+
+
+def test_parts_of_the_fisher_add_up_to_a_fisher() -> None:
+    """Stability values against the parts, averaged, are those under the mean of the parts."""
+    subject = small(rows=12)
+    _, after, _ = subject.before_and_after()
+    scorer = Scorer(after, subject.batches(subject.validation), None, subject.config)
+    parts = stability.fisher_parts(subject, 4)
+    columns = stability.fisher_columns(subject, scorer, subject.train, 4)
+    mean = {n: sum(part.fisher[n] for part in parts) / 4 for n in parts[0].names}
+    fisher = FisherDrift(mean, parts[0].reference, exact_names=True)
+    whole = Scorer(after, subject.batches(subject.validation), fisher, subject.config)
+    whole.warn = False
+    values = subject.score(whole, subject.train)["stability"]
+    assert np.abs(values).max() > 0
+    close(torch.from_numpy(columns.whole), torch.from_numpy(values), np.abs(values).max(), 1e-11)
+    assert len({float(part.fisher[parts[0].names[0]].sum()) for part in parts}) == 4
+
+
+# --- what is noise -------------------------------------------------------------------------------
+
+
+def planted(seed: int = 0, near: int = 20, far: int = 40, rows: int = 32) -> RowColumns:
+    """Tokens far above, near, and far below the threshold, with the same noise a row."""
+    generator = np.random.default_rng(seed)
+    centre = np.concatenate([np.full(far, 9.0), 0.02 * np.arange(near), np.full(far, -9.0)])
+    tokens = generator.integers(1, 9, rows)
+    noise = generator.standard_normal((len(centre), rows))
+    return RowColumns((centre[:, None] + noise) * tokens, tokens)
+
+
+def test_identical_validation_rows_make_no_noise() -> None:
+    """In arithmetic, and through a whole diagnosis."""
+    columns = RowColumns(
+        np.tile(np.random.default_rng(0).normal(size=(50, 1)), (1, 16)), np.ones(16, int)
+    )
+    found = resample(columns, np.zeros(50), 0.5, 200, seed=0)
+    assert set(np.unique(found.keep_share)) == {0.0, 1.0}
+    assert found.agreement.flips == Estimate(0.0, 0.0, 0.0, 200)
+    subject = small(rows=8)
+    one = Subject(
+        subject.model, subject.train, [subject.validation[1]] * 16, batch_size=2,
+        config=ScorerConfig(layers=2, objective="adaptation"),
+    )  # fmt: skip
+    diagnosis = stability.diagnose(one, stability.Options(precisions=(), resamples=50))
+    decisions = {r["decision"]: r for r in diagnosis.table("decisions").records()}
+    assert decisions["noise"]["tokens"] == 0
+    assert all(record["noise"] == 0 for record in diagnosis.table("sizes").records())
+    assert diagnosis.answer[0].startswith("0 % [0, 0] of the keep or drop decisions are noise")
+
+
+@given(st.integers(0, 10_000))
+@budget(0.2)
+def test_far_tokens_are_sure_and_near_ones_are_noise(seed: int) -> None:
+    columns = planted(seed)
+    found = resample(columns, np.zeros(100), 0.5, 300, seed=seed)
+    state = found.state(0.05)
+    assert (state[:40] == 0).all()
+    assert (state[60:] == 2).all()
+    assert (state[40:60] == 1).mean() > 0.5
+    middle = found.keep_share[45:55]  # between them the threshold lies
+    assert ((middle > 0.05) & (middle < 0.95)).mean() > 0.7
+
+
+def test_a_term_that_no_row_changes_makes_decisions_sure() -> None:
+    columns = planted()
+    rest = np.zeros(100)
+    rest[40:50], rest[50:60] = 7.0, -7.0
+    assert (resample(columns, rest, 0.5, 200, seed=0).state(0.05) != 1).all()
+
+
+def test_resampling_spreads_as_the_mean_does() -> None:
+    """With equal rows the bootstrap's spread is that of a mean: sd / sqrt(V)."""
+    generator = np.random.default_rng(3)
+    columns = RowColumns(generator.standard_normal((400, 25)), np.ones(25, dtype=int))
+    weights = np.random.default_rng(1).multinomial(25, np.full(25, 1 / 25), 2000)
+    spread = columns.at(weights).std(0)
+    expected = columns.sums.std(1) / 5
+    assert abs((spread / expected).mean() - 1) < 0.01
+
+
+def test_noise_falls_with_rows_and_the_check_is_beside_it() -> None:
+    columns = planted(near=60, far=20, rows=64)
+    found = resample(columns, np.zeros(100), 0.5, 300, seed=0)
+    noisy = found.state(0.05) == 1
+    records = noise_by_size(
+        columns, np.zeros(100), 0.5, 0.05, groups=np.arange(100) // 5, measured=noisy
+    )
+    by = {(r["validation rows"], r["how"]): r["noise"].value for r in records}
+    assert list(by) == [
+        (8, "subsets"), (16, "subsets"), (32, "subsets"), (64, "measured"), (64, "check"),
+        (128, "drawn"), (256, "drawn"),
+    ]  # fmt: skip
+    assert by[16, "subsets"] > by[64, "measured"] > by[256, "drawn"]
+    assert by[64, "measured"] == noisy.mean()
+    assert abs(by[64, "check"] - by[64, "measured"]) < 0.15
+
+
+def test_too_few_rows_have_no_check() -> None:
+    columns = planted(rows=5)
+    records = noise_by_size(
+        columns, np.zeros(100), 0.5, 0.05, groups=np.zeros(100), measured=np.zeros(100, bool)
+    )
+    assert [r["how"] for r in records] == ["measured", "drawn", "drawn"]
+
+
+# --- decisions -----------------------------------------------------------------------------------
+
+
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=1, max_size=30),
+    ratio=st.sampled_from([0.05, 0.3, 0.5, 0.55, 1.0]),
+)
+@example([0, 0, 0], 0.5)
+def test_kept_is_select_top(values: list[int], ratio: float) -> None:
+    """Ties included, one ranking or several."""
+    one = np.array(values, dtype=np.float64)
+    wanted = select_top(
+        torch.from_numpy(one)[None], torch.ones(1, len(one), dtype=torch.bool), ratio
+    )[0].numpy()
+    assert np.array_equal(kept(one, ratio), wanted)
+    assert np.array_equal(kept(np.stack([one[::-1], one]), ratio)[1], wanted)
+
+
+def test_kept_refuses_what_has_no_rank() -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        kept(np.array([1.0, np.nan]), 0.5)
+
+
+def test_threshold_and_margins() -> None:
+    values = np.array([4.0, 1.0, 3.0, 2.0, 0.0, 5.0])
+    assert threshold(values, 0.5) == 2.5
+    assert np.isnan(threshold(values, 1.0))
+    spread = np.subtract(*np.quantile(values, [0.75, 0.25]))
+    np.testing.assert_allclose(margins(values, 0.5), (values - 2.5) / spread)
+    np.testing.assert_allclose(margins(values * 7, 0.5), margins(values, 0.5))
+    assert np.isnan(margins(np.array([0.0, 1.0, 1.0, 1.0, 1.0]), 0.5)).all()
+
+
+def test_where_the_noise_lies() -> None:
+    distance = np.arange(100) / 100
+    found = noise_margin(distance, distance < 0.2, np.arange(100))
+    assert found.value == pytest.approx(np.quantile(distance[:20], 0.95))
+    assert not noise_margin(distance, distance < 0.02, np.arange(100)).defined
+
+
+def test_classes_and_words() -> None:
+    shares = np.array([1.0, 0.96, 0.95, 0.94, 0.06, 0.05, 0.0])
+    assert classify(shares, 0.05).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert percent(Estimate(0.234, 0.18, 0.291, 90)) == "23 % [18, 29]"
+    assert percent(Estimate.undefined(2, "2 tokens, 8 needed")) == (
+        "not defined (2 tokens, 8 needed)"
+    )
+    assert not over_draws(np.ones(3)).defined
+
+
+# --- arrangement ---------------------------------------------------------------------------------
+
+
+def arranged(subject: Subject, retention: FisherDrift | None = None) -> Reference:
+    scorer = scorer_of(subject, retention=retention)
+    total = subject.score(scorer, subject.train)["total"]
+    return Reference.of(subject, scorer, subject.train, total)
+
+
+@pytest.mark.parametrize("config", [PLAIN, TRANSPOSED, LEARNED], ids=["plain", "fused", "learned"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label", "path"])
+def test_batches_and_padding_change_rounding_only(config: DecoderConfig, estimator: str) -> None:
+    subject = small(config, config=ScorerConfig(estimator, layers=2, window=3))
+    reference = arranged(subject, drifted(subject))
+    found = [*composition(reference), *padding(reference, 5)]
+    assert [one.variant for one in found] == [
+        "one row a batch", "rows shuffled", "left", "right, 5 more", "left, 5 more",
+    ]  # fmt: skip
+    for one in found:
+        assert one.error < 1e-13
+        assert one.passed
+        assert one.agreement.flips.value == 0
+
+
+def test_padding_stops_at_the_models_limit() -> None:
+    subject = small(LEARNED)
+    longest = max(len(row.input_ids) for row in subject.train)
+    found = padding(arranged(subject), 30)
+    assert [one.variant for one in found][1:] == [
+        f"right, {20 - longest} more", f"left, {20 - longest} more",
+    ]  # fmt: skip
+
+
+def test_values_that_depend_on_padding_are_flagged() -> None:
+    """A model that sees the width of its batch: shuffling, splitting and padding must show it."""
+    subject = small(rows=6)
+    subject.model.embedding.register_forward_hook(  # type: ignore[union-attr, operator]
+        lambda module, inputs, out: out * (1 + 0.01 * out.shape[1])
+    )
+    found = {(one.source, one.variant): one for one in padding(arranged(subject), 5)}
+    assert found["padding", "left"].passed  # as wide as before
+    assert not found["padding", "right, 5 more"].passed
+    assert not found["padding", "left, 5 more"].passed
+    assert not all(one.passed for one in composition(arranged(subject)))
+    options = stability.Options(precisions=(), resamples=50, fisher_parts=0)
+    said = " ".join(stability.diagnose(subject, options).answer)
+    assert "WARNING: values depend on what they must not depend on" in said
+    assert "padding, right, 16 more" in said
+
+
+def test_a_nan_is_not_rounding() -> None:
+    reference = arranged(small())
+    other = reference.total + np.where(np.arange(len(reference.total)) == 0, 1e-5, 0)
+    one = reference.against(other, "padding", "left", torch.float64)
+    assert not one.passed or one.error < 1e-6
+    broken = type(one)("padding", "left", one.agreement, float("nan"), 1e-6)
+    assert not broken.passed
+
+
+def test_rows_come_back_in_their_own_order() -> None:
+    subject = small(rows=7)
+    scorer = scorer_of(subject)
+    total = subject.score(scorer, subject.train)["total"]
+    found = rescored(subject, scorer, subject.train, order=[6, 2, 0, 5, 3, 1, 4], size=3)
+    close(torch.from_numpy(found), torch.from_numpy(total), np.abs(total).max(), 1e-11)
+
+
+def test_thresholds_of_batches() -> None:
+    """Half of the rows above all others: one by one, half of the decisions are other ones."""
+    groups = np.repeat(np.arange(16), 4)
+    levels = np.where(groups < 8, 10.0, -10.0) + np.tile([0.3, 0.2, 0.1, 0.0], 16)
+    records = thresholds(levels, groups, 0.5, [4, 8, 64], shuffles=10, seed=0)
+    assert [record["rows a batch"] for record in records] == [1, 4, 8]
+    assert records[0]["flips from one threshold for all"].value == 0.5
+    assert 0 < records[2]["flips between two orders"].value < 0.5
+    same = np.tile([4.0, 3.0, 2.0, 1.0], 16)
+    calm = thresholds(same, groups, 0.5, [4, 8], shuffles=10, seed=0)
+    assert all(record["flips from one threshold for all"].value == 0 for record in calm)
+    assert all(record["flips between two orders"].value == 0 for record in calm[1:])
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"resamples": 10}, {"uncertain": 0.5}, {"uncertain": 0.0}, {"precisions": ("int8",)},
+        {"fisher_parts": 3}, {"validation_rows": 1}, {"shuffles": 2}, {"padding": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_without_meaning_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        stability.Options(**bad)
+
+
+def test_too_little_is_refused() -> None:
+    with pytest.raises(DataError, match="at least 4 validation rows"):
+        stability.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
+    with pytest.raises(InputError, match="at least 16 response tokens"):
+        stability.diagnose(small(train=rows_of([(2, 3)] * 2, 0)))
+
+
+def test_every_option_says_what_it_is() -> None:
+    assert all(f.metadata["help"] for f in stability.Options.__dataclass_fields__.values())

@@ -1,0 +1,451 @@
+"""The ``utility`` diagnostic: steps against the oracle, first order where it must hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.batch import read_batch, token_losses
+from alphatoken.data import Example, Row
+from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.fidelity import metrics
+from alphatoken.fidelity import utility as diagnostic
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.prediction import breakdown, first_order, relative_error, slope
+from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
+from alphatoken.fidelity.subject import Subject
+from alphatoken.oracle import utility as oracle
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.tolerance import close
+
+QUICK = diagnostic.Options(
+    groups=8, warmup=2, sweep_tokens=3, step_sizes=(1e-6, 1e-3, 1.0), draws=20, learning_rate=1e-4
+)
+
+
+def rows_of(lengths: Sequence[int], *, prompt: int = 2, seed: int = 7) -> list[Example]:
+    """Rows of random ids; all but the first ``prompt`` tokens are response."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, 11, (length,), generator=generator).tolist()
+        found.append(Example(Row(number, f"row {number}", ()), ids, [-100] * prompt + ids[prompt:]))
+    return found
+
+
+def decoder_of(**config: object) -> ReferenceDecoder:
+    return ReferenceDecoder(DecoderConfig(**config), 1)  # type: ignore[arg-type]
+
+
+def subject_of(model: nn.Module, **changes: object) -> Subject:
+    given: dict[str, object] = {
+        "train": rows_of([8, 7, 9]),
+        "validation": rows_of([6, 8, 7], seed=8),
+        "config": ScorerConfig(layers=1, window=3),
+        "batch_size": 3,
+        "oracle_tokens": 100,
+    }
+    return Subject(model, **given | changes)  # type: ignore[arg-type]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def stepped(subject: Subject, optimizer: str = "sgd", **options: object) -> Stepper:
+    batches = subject.batches(subject.validation)
+    stepper = Stepper(subject.model, optimizer, batches, **options)  # type: ignore[arg-type]
+    if optimizer != "sgd":
+        train = [stepper.read(b) for b in subject.batches(subject.train, 1)]
+        stepper.warm_up(iter(train))
+    return stepper
+
+
+def adam_state(stepper: Stepper, name: str) -> oracle.AdamState:
+    held = {n: stepper.optimizer.state[p] for n, p in stepper.parameters.items()}
+    return oracle.AdamState(
+        step=int(next(iter(held.values()))["step"]),
+        m={n: s["exp_avg"].clone() for n, s in held.items()},
+        v={n: s["exp_avg_sq"].clone() for n, s in held.items()},
+        weight_decay=float(stepper.optimizer.param_groups[0]["weight_decay"]),
+        decoupled=name == "adamw",
+    )
+
+
+@pytest.mark.parametrize("normalization", ["sum", "response", "kept"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_leaving_one_out_is_the_oracles(optimizer: str, normalization: str) -> None:
+    """The diagnostic's steps, shared gradients and all, against one fresh step a token."""
+    subject = subject_of(decoder_of(tied_embeddings=True))
+    options = replace(
+        QUICK, optimizer=optimizer, normalization=normalization, learning_rate=1e-2,
+        weight_decay=0.1 if optimizer != "sgd" else 0.0, validation_tokens=1000,
+    )  # fmt: skip
+    bench = diagnostic._bench(subject, options)
+    drops = diagnostic._singles(bench)
+    found, _ = diagnostic._actual(bench, drops, 1e-2, "")
+    stepper = bench.stepper
+    adaptive = optimizer != "sgd"
+    wanted = oracle.leave_one_out_utility(
+        stepper.model,
+        stepper.adapter.forward,
+        {**bench.batch.inputs, "labels": bench.batch.labels},
+        lambda: torch.tensor(mean_loss(stepper.model, stepper.validation)),
+        "adam" if adaptive else "sgd",
+        1e-2,
+        normalization,
+        parameters=stepper.parameters,
+        state=adam_state(stepper, optimizer) if adaptive else None,
+    )
+    assert len(drops) == bench.count == int(bench.batch.mask.sum())
+    exact = wanted[bench.batch.mask].double()
+    close(torch.from_numpy(found), exact, float(exact.abs().max()), 1e-7)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
+    """Against torch's own optimizer on another copy, warmed up in the same way."""
+    subject = subject_of(decoder_of())
+    stepper = stepped(subject, optimizer, weight_decay=0.01)
+    batch = stepper.read(*subject.batches(subject.train))
+    gradient = stepper.gradient(batch, batch.mask / batch.response_tokens)
+    before = {n: p.detach().clone() for n, p in stepper.parameters.items()}
+    first = stepper.moved(gradient, 1e-2)
+    second = stepper.moved(gradient, 1e-2)
+    for name, p in stepper.parameters.items():
+        assert torch.equal(first[name], second[name])
+        assert torch.equal(p, before[name])
+        assert not torch.equal(first[name], before[name])
+        assert p.grad is None
+    other = stepped(subject, optimizer, weight_decay=0.01)
+    for name, p in other.parameters.items():
+        p.grad = gradient[name].clone()
+    other.set_rate(1e-2)
+    other.optimizer.step()
+    for name, p in other.parameters.items():
+        assert torch.equal(p.detach(), first[name])
+
+
+def test_the_users_model_is_left_alone() -> None:
+    model = decoder_of()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.train()
+    diagnostic.diagnose(subject_of(model, train=rows_of([9] * 8), batch_size=8), QUICK)
+    assert model.training
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.grad is None
+
+
+def test_clipping_is_torchs() -> None:
+    subject = subject_of(decoder_of())
+    stepper = stepped(subject, max_grad_norm=0.05)
+    batch = stepper.read(*subject.batches(subject.train))
+    gradient = stepper.gradient(batch, batch.mask)
+    loose = [nn.Parameter(torch.zeros_like(g)) for g in gradient.values()]
+    for p, g in zip(loose, gradient.values(), strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(loose, 0.05)
+    moved = stepper.moved(gradient, 1.0)
+    for (name, p), clipped in zip(stepper.parameters.items(), loose, strict=True):
+        assert clipped.grad is not None
+        close(p.detach() - moved[name], clipped.grad, 0.05, 1e-10, name=name)
+
+
+def test_the_slope_is_the_objectives() -> None:
+    """Central differences along a random line, at the weights and away from them."""
+    subject = subject_of(decoder_of())
+    stepper = stepped(subject)
+    generator = torch.Generator().manual_seed(3)
+    line = {
+        n: torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for n, p in stepper.parameters.items()
+    }
+    start = {n: p.detach().clone() for n, p in stepper.parameters.items()}
+    for away in (0.0, 0.3):
+        at = {n: start[n] + away * line[n] for n in start}
+        found = sum(float((g * line[n]).sum()) for n, g in stepper.slope(at).items())
+        sides = [
+            stepper.objective({n: at[n] + step * line[n] for n in at}) for step in (1e-5, -1e-5)
+        ]
+        assert found == pytest.approx((sides[0] - sides[1]) / 2e-5, rel=1e-5)
+
+
+def test_the_objective_is_the_mean_over_tokens_not_rows() -> None:
+    subject = subject_of(decoder_of())
+    stepper = stepped(subject)
+    losses = []
+    for batch in subject.batches(subject.validation, 1):
+        checked = read_batch(batch)
+        with torch.no_grad():
+            found = token_losses(subject.adapter.forward(checked.inputs), checked.labels)
+        losses += found[checked.mask].tolist()
+    assert stepper.objective() == pytest.approx(sum(losses) / len(losses), rel=1e-13)
+
+
+def test_resolution_tells_float32_from_float64() -> None:
+    subject = subject_of(decoder_of())
+    exact = stepped(subject).resolution()
+    narrow = stepped(subject, dtype=torch.float32)
+    # Labels stay; the reference decoder computes in the dtype of its weights.
+    assert exact < 1e-11
+    assert narrow.resolution() > 1e-9
+
+
+def test_a_step_into_nowhere_is_reported() -> None:
+    stepper = stepped(subject_of(decoder_of()))
+    broken = {n: torch.full_like(p, math.nan) for n, p in stepper.parameters.items()}
+    with pytest.raises(NumericalError, match="not finite"):
+        stepper.objective(broken)
+    assert math.isfinite(stepper.objective())
+
+
+# --- first order ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalization", ["sum", "response", "kept"])
+def test_sgd_at_a_tiny_step_is_predicted_exactly(normalization: str) -> None:
+    """Correlation and slope 1, error of the order of the step."""
+    subject = subject_of(decoder_of(heads=4, kv_heads=2))
+    options = replace(
+        QUICK, optimizer="sgd", learning_rate=1e-5, normalization=normalization,
+    )  # fmt: skip
+    bench = diagnostic._bench(subject, options)
+    (best, *_), _ = diagnostic._predictions(bench)
+    assert best.name == "exact, all parameters"
+    assert best.calibrated
+    drops = [*diagnostic._singles(bench), *diagnostic._random_groups(bench)]
+    actual, _ = diagnostic._actual(bench, drops, 1e-5, "")
+    predicted = np.array([bench.predicted(best.values, drop, 1e-5) for drop in drops])
+    assert np.corrcoef(predicted, actual)[0, 1] > 0.999999
+    assert slope(predicted, actual) == pytest.approx(1.0, abs=1e-3)
+    assert relative_error(predicted, actual) < 2e-3
+    assert metrics.spearman(predicted, actual) > 0.999
+    # The same values at a tenth of the step: a tenth of the error.
+    nearer, _ = diagnostic._actual(bench, drops, 1e-6, "")
+    error = relative_error(predicted / 10, nearer)
+    assert error == pytest.approx(relative_error(predicted, actual) / 10, rel=0.2)
+
+
+def test_full_preconditioning_predicts_adam_where_frozen_does_not() -> None:
+    """Early in training: with the moving denominator the prediction is in scale, frozen it is not.
+
+    The full form is exact to first order in one token's weight, which is not small in a batch of
+    few tokens: the oracle's derivative bounds what can be asked.
+    """
+    subject = subject_of(decoder_of(), train=rows_of([9] * 12, prompt=1), batch_size=12)
+    options = replace(QUICK, optimizer="adam", learning_rate=1e-6, warmup=3)
+    bench = diagnostic._bench(subject, options)
+    found, _ = diagnostic._predictions(bench)
+    by_name = {p.name: p for p in found}
+    full, frozen, plain = (by_name[f"exact, all parameters, P={k}"] for k in ("full", "frozen", 1))
+    assert full.calibrated
+    assert frozen.calibrated
+    assert not plain.calibrated
+    drops = diagnostic._singles(bench)
+    actual, _ = diagnostic._actual(bench, drops, 1e-6, "")
+    errors = {
+        p.name: relative_error(
+            np.array([bench.predicted(p.values, drop, 1e-6) for drop in drops]), actual
+        )
+        for p in (full, frozen)
+    }
+    assert errors[full.name] < 0.1
+    assert errors[frozen.name] > 3 * errors[full.name]
+
+
+def test_predictions_are_the_oracles_derivative() -> None:
+    """<grad J, du/dw> of every token, from autograd through Adam's formulas."""
+    subject = subject_of(decoder_of())
+    bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw", warmup=4))
+    best, *_ = diagnostic._predictions(bench)[0]
+    stepper = bench.stepper
+    state, total = adam_state(stepper, "adamw"), bench.gradient_without(None)
+    slope_here = stepper.slope()
+    wanted = []
+    for drop in diagnostic._singles(bench):
+        token = {n: g / bench.count for n, g in drop.gradient.items()}
+        moved = oracle.adam_step_derivative(total, token, state)
+        wanted.append(bench.count * sum(float((slope_here[n] * moved[n]).sum()) for n in moved))
+    size = max(abs(x) for x in wanted)
+    close(torch.from_numpy(best.values), torch.tensor(wanted, dtype=torch.float64), size, 1e-8)
+
+
+@pytest.mark.parametrize("gone", [[0], [1, 3], [0, 1, 2, 3, 4]])
+def test_first_order_is_the_difference_of_mean_gradients(gone: list[int]) -> None:
+    """With <g_k, G> for values, the change of the normalised gradient along G, times eta."""
+    generator = np.random.default_rng(2)
+    gradients, direction = generator.standard_normal((5, 7)), generator.standard_normal(7)
+    left = [k for k in range(5) if k not in gone]
+    divisors = {"sum": (1, 1), "response": (5, 5), "kept": (5, max(len(left), 1))}
+    for name, (all_by, left_by) in divisors.items():
+        change = gradients.sum(0) / all_by - gradients[left].sum(0) / left_by
+        found = first_order(gradients @ direction, gone, 0.3, name)
+        assert found == pytest.approx(0.3 * float(change @ direction), abs=1e-12)
+
+
+# --- where it breaks -----------------------------------------------------------------------------
+
+ETAS = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
+
+
+def test_breakdown_is_read_between_the_sizes() -> None:
+    errors = [0.001, 0.01, 0.1, 1.0, 10.0]  # error = 10 eta
+    assert breakdown(ETAS, errors, 0.5) == pytest.approx(0.05)
+    assert breakdown(ETAS, errors, 0.1) == pytest.approx(0.01)
+    assert breakdown(ETAS, errors, 20.0) is None
+
+
+def test_breakdown_looks_past_cancellation_at_the_small_end() -> None:
+    errors = [5.0, 0.3, 0.01, 0.2, 3.0]
+    found = breakdown(ETAS, errors, 0.1)
+    assert found is not None
+    assert 1e-2 < found < 1e-1
+
+
+def test_breakdown_everywhere_and_nowhere() -> None:
+    assert breakdown(ETAS, [0.9, 0.8, 0.7, 0.9, 2.0], 0.5) == 0.0
+    assert breakdown(ETAS, [math.nan] * 5, 0.5) is None
+    # A dip below the limit further out counts: from there on it stays above.
+    assert breakdown(ETAS, [0.01, 0.9, 0.05, 0.9, 2.0], 0.1) == pytest.approx(
+        1e-2 * 10 ** (math.log(2) / math.log(18))
+    )
+
+
+def test_slope_and_relative_error() -> None:
+    x = np.array([1.0, -2.0, 3.0])
+    assert slope(x, 2 * x) == pytest.approx(2.0)
+    assert relative_error(x, x) == 0.0
+    assert relative_error(0 * x, x) == 1.0
+    assert math.isnan(slope(0 * x, x))
+    assert math.isnan(relative_error(x, 0 * x))
+
+
+def test_the_error_of_sgd_grows_with_the_step() -> None:
+    """The sweep's own lines: prediction and the slope before the step err alike, after it less."""
+    subject = subject_of(decoder_of())
+    options = replace(QUICK, optimizer="sgd", step_sizes=(1e-4, 1e-2, 1.0), learning_rate=1e-2)
+    bench = diagnostic._bench(subject, options)
+    (best, *_), _ = diagnostic._predictions(bench)
+    sweep = diagnostic._sweep(
+        bench, best, diagnostic._singles(bench), diagnostic._random_groups(bench)
+    )
+    one = sweep.errors[diagnostic.ONE]
+    assert sweep.etas == [1e-4, 1e-2, 1.0]
+    assert one == sorted(one)
+    assert one[0] < 1e-3
+    np.testing.assert_allclose(sweep.errors[diagnostic.BEFORE], one, rtol=1e-6, atol=1e-9)
+    after = sweep.errors[diagnostic.AFTER]
+    assert all(a < b for a, b in zip(after, one, strict=True))
+
+
+def test_a_narrow_model_shows_cancellation() -> None:
+    """Small steps: the float64 copy predicts well, the float32 model cannot see the effect."""
+    model = decoder_of().float()
+    options = replace(QUICK, optimizer="sgd", step_sizes=(1e-6, 1e-2), learning_rate=1e-2)
+    subject = subject_of(model, train=rows_of([9] * 8), batch_size=8)
+    found = diagnostic.diagnose(subject, options)
+    (tiny, _) = found.table("step-size").records()
+    assert float(tiny["one token"] or 0) < 1e-2
+    assert float(tiny["one token, evaluated in float32"] or 0) > 0.1
+    assert any("cancel" in sentence for sentence in found.answer)
+
+
+# --- the diagnosis -------------------------------------------------------------------------------
+
+
+@cache
+def diagnosed() -> Diagnosis:
+    subject = subject_of(decoder_of(), train=rows_of([9] * 8), batch_size=8, oracle_tokens=20)
+    return diagnostic.diagnose(subject, QUICK)
+
+
+def test_tables_and_figures() -> None:
+    found = diagnosed()
+    one = found.table("one-token").records()
+    assert [r["prediction"] for r in one] == [
+        *(f"exact, all parameters, P={k}" for k in ("full", "frozen", "1")),
+        *(f"exact, linears of 1 layers, P={k}" for k in ("full", "frozen", "1")),
+        "alphatoken, 1 layers, P=full",
+        "alphatoken, 1 layers, P=1",
+    ]
+    for record in one:
+        assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
+    left_out = found.table("left-out").records()
+    assert sum(r["tokens"] == 1 for r in left_out) == 20
+    assert sum(r["left_out"] == "random" for r in left_out) == 8
+    selection = {str(r["left_out"]): r for r in found.table("selection").records()}
+    best = "exact, all parameters, P=full"
+    assert set(selection) == {
+        "random", f"lowest by {best}", f"highest by {best}", "lowest by alphatoken, 1 layers, P=1"
+    }  # fmt: skip
+    low, high = selection[f"lowest by {best}"], selection[f"highest by {best}"]
+    assert low[best] <= selection["random"][best] <= high[best]  # type: ignore[operator]
+    for name in ("scatter", "linearisation", "selection-effect"):
+        assert found.figure(name).data.rows
+        assert found.figure(name).svg.startswith("<svg")
+    keys = [table.key for table in found.tables] + [figure.data.key for figure in found.figures]
+    assert len(keys) == len(set(keys))
+
+
+def test_the_users_label_setting_is_named_once() -> None:
+    config = ScorerConfig(estimator="label", layers="all", parameters="all", preconditioner=None)
+    subject = subject_of(decoder_of(), train=rows_of([9] * 8), batch_size=8, config=config)
+    found = diagnostic.diagnose(subject, replace(QUICK, optimizer="sgd"))
+    assert [r["prediction"] for r in found.table("one-token").records()] == [
+        "exact, all parameters"
+    ]
+
+
+def test_predictions_are_the_scorers_own() -> None:
+    """P = 1: the user's estimator, from a scorer made by hand."""
+    subject = subject_of(decoder_of())
+    bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd"))
+    own = next(p for p in diagnostic._predictions(bench)[0] if p.own)
+    scorer = Scorer(subject.model, subject.batches(subject.validation), None, subject.config)
+    wanted = subject.score(scorer, subject.train)["total"]
+    close(torch.from_numpy(own.values), torch.from_numpy(wanted), abs(wanted).max(), 1e-11)
+
+
+def test_a_model_with_another_mixer_leaves_the_estimator_out() -> None:
+    subject = subject_of(decoder_of(conv_mixer=True), train=rows_of([9] * 8), batch_size=8)
+    found = diagnostic.diagnose(subject, replace(QUICK, optimizer="sgd"))
+    assert any("is left out" in note for note in found.notes)
+    assert len(found.table("one-token").rows) == 2
+
+
+def test_too_few_tokens_are_refused() -> None:
+    subject = subject_of(decoder_of(), train=rows_of([6, 5]))
+    with pytest.raises(InputError, match="16 response tokens"):
+        diagnostic.diagnose(subject, QUICK)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "lion"},
+        {"normalization": "mean"},
+        {"learning_rate": 0.0},
+        {"step_sizes": (1e-3, -1.0)},
+        {"group_share": 1.0},
+        {"groups": 3},
+        {"warmup": 0},
+        {"sweep_tokens": 0},
+        {"weight_decay": -1.0},
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        diagnostic.Options(**options)  # type: ignore[arg-type]
+
+
+def test_momentum_belongs_to_those_that_take_it() -> None:
+    with pytest.raises(ConfigError, match="no momentum"):
+        diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, momentum=0.9))
