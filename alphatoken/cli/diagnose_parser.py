@@ -7,11 +7,12 @@ import inspect
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any, NoReturn
 
 from alphatoken.cli.diagnose_fields import OptionField, assignments, option_fields
 from alphatoken.cli.parser import ESTIMATORS, _model, _positive, _reading, _running
-from alphatoken.errors import ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 
 __all__ = ["ALL", "Request", "build_parser", "overview", "read_request"]
@@ -87,9 +88,16 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
         said = vars(shared)
         own = {field.name: said[_own(field)] for field in known[name] if _own(field) in said}
         given = {name: own}
-    options = {key: module.Options(**given.get(key, {})) for key, module in modules.items()}
+    options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     return Request(tuple(entries), options, shared, command)
+
+
+def _options(name: str, module: ModuleType, given: Mapping[str, Any]) -> Any:
+    try:
+        return module.Options(**given)
+    except AlphaTokenError as error:
+        raise ConfigError(f"an option of {name} has no meaning: {error}") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -262,8 +270,11 @@ def _own(field: OptionField) -> str:
 def _add_assignments(
     group: argparse._ArgumentGroup, known: Mapping[str, Sequence[OptionField]]
 ) -> None:
-    listed = [f"{name}.{field.name}={field.shown}" for name, own in known.items() for field in own]
-    group.description = "with their defaults:\n  " + "\n  ".join(listed) if listed else None
+    listed = [
+        f"\n  {name}.{field.name}={field.shown}" for name, own in known.items() for field in own
+    ]
+    about = "with their defaults; alphatoken diagnose NAME --help says what they mean:"
+    group.description = about + "".join(listed)
     group.add_argument(
         "--set",
         action="append",

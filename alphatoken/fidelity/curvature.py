@@ -456,8 +456,8 @@ class _Block:
             if known:
                 top = torch.stack([one.double() for one in known]).amax(0)
                 largest = top.argsort(descending=True, stable=True)[: curved.block // 2]
-                order = torch.cat([largest, order])
-            which = torch.unique(order[: curved.block])
+                order = torch.cat([largest, order[~torch.isin(order, largest)]])
+            which = order[: curved.block].sort().values
         columns = []
         for i in which.tolist():
             unit = torch.zeros_like(like)

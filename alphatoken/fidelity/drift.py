@@ -182,7 +182,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
                 for model, when in ((before, "before"), (after, "after"))
             )
         )
-    _check_finite(pairs, options.pool)
+    check_finite(pairs, options.pool)
     numbers = {name: set_record(*pair.at(-1)) for name, pair in pairs.items()}
     losses = {name: loss_record(pair) for name, pair in pairs.items()}
     layers = layer_records(pairs)
@@ -207,7 +207,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     )
 
 
-def _check_finite(pairs: Mapping[str, Pair], pool: str) -> None:
+def check_finite(pairs: Mapping[str, Pair], pool: str) -> None:
+    """Refuse probes without the tokens that are averaged, and states that are not finite."""
     for name, pair in pairs.items():
         if not all(np.isfinite(state).all() for state in (*pair.at(-1), *pair.at(0))):
             raise DataError(

@@ -423,18 +423,22 @@ def _cost_table(prices: Prices, settings: Sequence[Setting]) -> Table:
 # --- what to use ---------------------------------------------------------------------------------
 
 
-def _advice_table(advice: Sequence[Advice]) -> Table:
+def _advice_table(advice: Sequence[Advice], prices: Prices) -> Table:
     return Table.of(
         "budget",
         "Which estimator for which budget",
         [
-            {"cost_in_training_steps": found.cost}
+            {
+                "cost_in_training_steps": found.cost,
+                "the_same_in_seconds": prices.relative(found.setting, "seconds"),
+            }
             | _named(found.setting)
             | {"spearman": found.spearman, "gain_over_the_one_above": found.gain}
             for found in advice
         ],
         "Each row is the best choice from its cost on. A dearer setting is listed only where it "
-        "ranks clearly better (95 %).",
+        "ranks clearly better (95 %). the_same_in_seconds: what the clock said, in training steps "
+        "as well; forward mode has few fast kernels, so label costs more by the clock.",
     )
 
 
@@ -517,7 +521,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     advice = advise(readings.values, truth, costs, readings.row, options.draws)
     noise = _noise_table(subject, options, rows, plan, direction)
     tables = (
-        _advice_table(advice),
+        _advice_table(advice, prices),
         _agreement_table("layers", "By number of scored layers", plan.by_depth, found, costs),
         _agreement_table("windows", "By window", plan.by_window, found, costs),
         _oracle_table(subject, options, readings, plan, oracle),
@@ -527,7 +531,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     error = _label_error(readings, plan, oracle)
     answer = (
         *_advice_sentences(advice, options.price),
-        _own_sentence(plan, found, costs, advice, subject.ratio),
+        _own_sentence(plan, found, prices, costs, advice, subject.ratio),
         _exactness_sentence(error, len(oracle.places)),
         *_noise_sentences(subject, plan, noise),
     )
@@ -571,6 +575,7 @@ def _advice_sentences(advice: Sequence[Advice], price: str) -> list[str]:
 def _own_sentence(
     plan: _Plan,
     found: Mapping[Setting, dict[str, Estimate]],
+    prices: Prices,
     costs: Mapping[Setting, float],
     advice: Sequence[Advice],
     ratio: float,
@@ -580,7 +585,8 @@ def _own_sentence(
         return "Your estimator is not defined on this model, so label values stand in for it."
     measured = found[own]
     text = (
-        f"Your setting, {own}, costs {costs[own]:.2f} of a training step and ranks at "
+        f"Your setting, {own}, costs {prices.relative(own):.2f} of a training step in FLOPs "
+        f"({prices.relative(own, 'seconds'):.2f} in seconds here) and ranks at "
         f"{measured['spearman']}; of the tokens it keeps, {measured['overlap']} would be kept by "
         f"the exact value (chance: {ratio:g}), and its choice reaches {measured['gain_share']} of "
         "what choosing can gain."
@@ -588,7 +594,11 @@ def _own_sentence(
     cheaper = [a for a in advice if a.cost <= costs[own] and a.setting != own]
     if cheaper and cheaper[-1].spearman.value > measured["spearman"].value:
         best = cheaper[-1]
-        text += f" For no more, {best.setting} ranks at {best.spearman}."
+        clock = prices.relative(best.setting, "seconds")
+        text += (
+            f" For no more, {best.setting} ranks at {best.spearman} "
+            f"({prices.relative(best.setting):.2f} in FLOPs, {clock:.2f} in seconds)."
+        )
     return text
 
 

@@ -104,7 +104,7 @@ def _by_depth(ranked: Mapping[Setting, Estimate]) -> Figure:
     title = "Rank agreement by number of scored layers"
     with canvas() as figure:
         axes = figure.add_subplot()
-        _lines(axes, _series(ranked, lambda s: len(s.layers)))
+        _lines(axes, _series(ranked, lambda s: float(len(s.layers))))
         axes.set_xlabel("K, the last K layers are scored")
         axes.set_xticks(sorted({len(s.layers) for s in ranked}))
         axes.legend(fontsize=7, ncols=2)
@@ -143,6 +143,8 @@ def _by_window(
                 estimate.value, color=look["color"], linestyle=look["linestyle"], label="direct"
             )
         axes.set_xscale("symlog", base=2, linthresh=1)
+        axes.set_xlim(-0.3, 1.2 * end)
+        axes.minorticks_off()
         ticks = sorted({place(s) for s in windows})
         axes.set_xticks(ticks, ["T" if t == end else f"{t:g}" for t in ticks])
         axes.set_xlabel("window W in positions (T: no limit)")
@@ -188,6 +190,8 @@ def _pareto(
             label="worth its price",
         )
         _mark(axes, ranked, costs, advice, own)
+        low, high = axes.get_xlim()
+        axes.set_xlim(low - 0.12 * (high - low), high)  # room for the names
         axes.set_xlabel(f"cost of values and direction, in training steps ({price})")
         axes.set_ylabel("Spearman with the exact value")
         axes.legend(fontsize=7, loc="lower right")
@@ -220,13 +224,14 @@ def _mark(
             [costs[own]], [ranked[own].value], "o", markersize=12, markerfacecolor="none",
             markeredgecolor="#d55e00", markeredgewidth=1.5, label="your setting",
         )  # fmt: skip
-    for place, found in enumerate(advice):
+    for found in advice:
         axes.annotate(
             str(found.setting),
             (found.cost, found.spearman.value),
-            xytext=(4, -10 if place % 2 else 5),
+            xytext=(-4, 5),
             textcoords="offset points",
             fontsize=6.5,
+            ha="right",
         )
 
 

@@ -78,10 +78,10 @@ class Options:
         default=True, metadata={"help": "also fit on freely sampled responses, as the paper does"}
     )
     max_new_tokens: int = field(
-        default=64, metadata={"help": "longest sampled response of those fits"}
+        default=48, metadata={"help": "longest sampled response of those fits"}
     )
     bound_tokens: int = field(
-        default=600, metadata={"help": "response tokens of retention rows that the bound is on"}
+        default=300, metadata={"help": "response tokens of retention rows that the bound is on"}
     )
     bound_parameters: int = field(
         default=20_000_000,
@@ -89,7 +89,7 @@ class Options:
     )
     steps: int = field(default=8, metadata={"help": "Lanczos steps of each operator norm"})
     block: int = field(
-        default=32, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
+        default=24, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
     )
     points: int = field(
         default=2, metadata={"help": "points between both models for the third derivative"}
@@ -365,7 +365,7 @@ def _bound(
     dagger = fit_fisher(
         before,
         whole,
-        samples=subject.fisher_samples,
+        samples=len(rows) * -(-subject.fisher_samples // len(rows)),  # each row equally often
         layers=subject.config.layers,
         labels="token",
         seed=subject.seed + 2_000_003,
@@ -540,11 +540,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     named = dict(before.named_parameters(remove_duplicate=False))
-    missing = [name for name in parameters if name not in named]
-    if missing:
+    unlike = [n for n, p in parameters.items() if n not in named or named[n].shape != p.shape]
+    if unlike:
         raise InputError(
             "the reference is not the same kind of model",
-            got=f"it has no '{missing[0]}'",
+            got=f"'{unlike[0]}' is missing from it or has another shape",
             why="W - W_ref needs the same weights in both",
             remedy="give the model that fine-tuning began with, adapters included",
         )

@@ -114,7 +114,7 @@ class Valued:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def parts_of(columns: Mapping[str, Numbers], weight: float) -> dict[str, Numbers]:
+def parts_of(columns: Mapping[str, NDArray[Any]], weight: float) -> dict[str, Numbers]:
     """Total, then the four components, or the two sides where the estimator has no split."""
     names = [key for key in _SPLIT if key in columns] or [key for key in _SIDES if key in columns]
     return {"total": columns["total"]} | {

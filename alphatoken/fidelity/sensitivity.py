@@ -147,7 +147,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             seed=subject.seed,
         )
     columns = row_columns(subject, run.scorer, run.rows, run.validation)
-    sizes = size_sweep(columns, weight * keep, subject.ratio, options.draws, seed=subject.seed)
+    sizes, alone = (
+        size_sweep(columns, rest, subject.ratio, options.draws, seed=subject.seed)
+        for rest in (weight * keep, np.zeros_like(gain))
+    )
     found["validation rows"] = [
         *(record | {"cost": run.cost_of_rows(int(record["value"]))} for record in sizes),
         run.default_record(len(run.validation)),
@@ -159,7 +162,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         run.groups,
         seed=subject.seed,
     )
-    return _Findings(run, options, found, ratios).diagnosis()
+    return _Findings(run, options, found, ratios, alone).diagnosis()
 
 
 # --- the run that is compared with --------------------------------------------------------------
@@ -180,7 +183,7 @@ class _Run:
     validation: list[Example]
     wide: Direction
     scorer: Scorer
-    values: dict[str, Numbers]
+    values: dict[str, NDArray[Any]]
     cost: ScoringCost
     repeats: int
     notes: list[str]
@@ -212,6 +215,11 @@ class _Run:
             f"{len(values['total'])} of {every} response tokens were valued, in {len(rows)} of "
             f"{len(subject.train)} rows, all ranked in one pool.",
         )
+        if len(rows) < FEWEST:
+            notes.append(
+                f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
+                "the truth."
+            )
         batch = subject.batches(rows)[0]
         shape = tuple(batch["input_ids"].shape)
         notes.append(
@@ -426,6 +434,8 @@ class _Findings:
     options: Options
     found: dict[str, list[dict[str, Any]]]
     ratios: list[dict[str, Any]]
+    alone: list[dict[str, Any]]
+    """By validation rows, without the stability side."""
 
     def diagnosis(self) -> Diagnosis:
         subject, settings = self.run.subject, self.settings()
@@ -449,7 +459,15 @@ class _Findings:
             Table.of(
                 "subsets",
                 "Agreement of validation sets that have no row in common",
-                [{"rows": r["value"], _DISJOINT: r[_DISJOINT]} for r in subsets if _DISJOINT in r],
+                [
+                    {
+                        "rows": both["value"],
+                        "overlap": both[_DISJOINT],
+                        "overlap, adaptation alone": alone[_DISJOINT],
+                    }
+                    for both, alone in zip(subsets, self.alone, strict=True)
+                    if _DISJOINT in both
+                ],
                 "Overlap of the tokens that two disjoint random subsets keep.",
             ),
         ]
@@ -553,16 +571,16 @@ class _Findings:
         )
 
     def _rows(self) -> str:
-        apart = [
-            (record["value"], record[_DISJOINT])
-            for record in self.found["validation rows"]
-            if _DISJOINT in record
-        ]
-        said = [f"{size}: {percent(overlap)}" for size, overlap in (apart[0], apart[-1])]
-        return (
-            "Two validation sets without a common row keep the same tokens to this extent, by "
-            f"their rows: {'; '.join(said)}."
+        records = [r for r in self.found["validation rows"] if _DISJOINT in r]
+        said = [f"{r['value']} rows {percent(r[_DISJOINT])}" for r in (records[0], records[-1])]
+        sentence = (
+            "Of the tokens that one validation set keeps, another without a common row keeps: "
+            f"{'; '.join(said)}"
         )
+        if "lambda" in self.found:
+            largest = [r for r in self.alone if _DISJOINT in r][-1]
+            sentence += f"; without the stability side it would be {percent(largest[_DISJOINT])}"
+        return sentence + "."
 
     def _cost(self) -> str:
         run, cost = self.run, self.run.cost

@@ -151,7 +151,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             base.total,
             base.groups,
             subject.ratio,
-            [subject.batch_size * factor for factor in (1, 2, 4)],
+            [*(subject.batch_size * factor for factor in (1, 2, 4)), len(base.rows) // 2],
             shuffles=options.shuffles,
             seed=subject.seed,
         ),
@@ -171,7 +171,7 @@ class _Base:
     scorer: Scorer
     rows: list[Example]
     validation: list[Example]
-    values: dict[str, Numbers]
+    values: dict[str, NDArray[Any]]
     notes: list[str]
 
     @classmethod
@@ -194,6 +194,11 @@ class _Base:
             f"{len(values['total'])} of {every} response tokens were valued, in {len(rows)} of "
             f"{len(subject.train)} rows. All were ranked in one pool, unless it says otherwise.",
         )
+        if len(rows) < FEWEST:
+            notes.append(
+                f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
+                "the truth."
+            )
         if retention is None and subject.config.objective == "both":
             notes.append(
                 "The model as given is its own reference, so its retention term is zero: these "

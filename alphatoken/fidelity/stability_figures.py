@@ -127,7 +127,7 @@ def _source(record: Record) -> dict[str, Any]:
 
 
 def _interval(
-    axes: Axes, found: Estimate, height: float, colour: str, marker: str, smallest: float
+    axes: Axes, found: Estimate, height: int, colour: str, marker: str, smallest: float
 ) -> None:
     """A mark with its interval; zero sits on the left edge."""
     if not found.defined:

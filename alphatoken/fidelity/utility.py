@@ -305,14 +305,14 @@ def _group(bench: _Bench, name: str, tokens: Sequence[int]) -> Drop:
     for token in tokens:
         weights[bench.places[token]] = 1.0
     gradient = bench.stepper.gradient(bench.batch, weights.to(bench.batch.labels.device))
-    return Drop(name, tuple(int(t) for t in tokens), gradient)
+    return Drop(name, tuple(tokens), gradient)
 
 
 def _random_groups(bench: _Bench) -> list[Drop]:
     generator = np.random.default_rng(bench.subject.seed + 1)
     size = keep_count(bench.options.group_share, bench.count)
     return [
-        _group(bench, "random", sorted(generator.permutation(bench.count)[:size]))
+        _group(bench, "random", sorted(generator.permutation(bench.count)[:size].tolist()))
         for _ in range(bench.options.groups)
     ]
 
@@ -327,7 +327,7 @@ def _selections(bench: _Bench, predictions: Sequence[Prediction]) -> list[Drop]:
     for prediction in (p for p in predictions if p.own or p is predictions[0]):
         rules[f"lowest by {prediction.name}"] = np.argsort(prediction.values, kind="stable")
     rules[f"highest by {predictions[0].name}"] = np.argsort(-predictions[0].values, kind="stable")
-    return [_group(bench, name, sorted(order[:count])) for name, order in rules.items()]
+    return [_group(bench, name, sorted(order[:count].tolist())) for name, order in rules.items()]
 
 
 # --- what happens --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,9 @@ def _panel(axes: Any, records: Sequence[Mapping[str, Any]], prediction: Predicti
     scale = small if prediction.calibrated else max(spread[len(spread) // 4], 1e-300)
     axes.set_xscale("symlog", linthresh=scale)
     axes.set_yscale("symlog", linthresh=small)
-    axes.locator_params(axis="both", numticks=6)
+    axes.set_xticks(_ticks(axes.get_xlim(), scale))
+    axes.set_yticks(_ticks(axes.get_ylim(), small))
+    axes.minorticks_off()
     axes.tick_params(labelsize=7)
     if prediction.calibrated:
         ends = [min(min(axes.get_xlim()), 0.0), max(axes.get_xlim())]
@@ -88,6 +91,16 @@ def _panel(axes: Any, records: Sequence[Mapping[str, Any]], prediction: Predicti
     axes.set_xlabel("predicted" if prediction.calibrated else "value, times the step size")
     axes.set_title(name + (" (yours)" if prediction.own else ""), fontsize=8)
     axes.legend(fontsize=7)
+
+
+def _ticks(limits: tuple[float, float], scale: float) -> list[float]:
+    """0 and, on each side, the highest power of ten inside that is beyond the linear part."""
+    found = [0.0]
+    for end in limits:
+        power = 10.0 ** math.floor(math.log10(abs(end))) if end else 0.0
+        if power > 3 * scale:
+            found.append(math.copysign(power, end))
+    return sorted(found)
 
 
 def _sweep(etas: Sequence[float], errors: Mapping[str, Sequence[float]], eta: float) -> Figure:
@@ -102,7 +115,10 @@ def _sweep(etas: Sequence[float], errors: Mapping[str, Sequence[float]], eta: fl
         axes.axvline(eta, color="#888888", linewidth=1, label="your step size")
         for limit in (0.1, 0.5):
             axes.axhline(limit, color="#888888", linestyle=":", linewidth=0.8)
-            axes.annotate(f"{limit:.0%}", (min(etas), limit), fontsize=7, va="bottom")
+            axes.annotate(
+                f"{limit:.0%}", (1.01, limit), xycoords=("axes fraction", "data"), fontsize=7,
+                va="center",
+            )  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("step size")

@@ -77,7 +77,7 @@ def test_what_was_sampled_is_said(found: Diagnosis) -> None:
 def test_a_window_of_zero_and_too_few_tokens_are_refused() -> None:
     given = {"train_rows": 3, "validation_rows": 2, "length": 30}
     with pytest.raises(InputError, match="no causal-window pair"):
-        diagnostic.diagnose(subject(config=ScorerConfig(window=0), **given), SMALL)
+        diagnostic.diagnose(subject("near", config=ScorerConfig(window=0), **given), SMALL)
     few = subject("near", **given)
     row = few.train[0]
     cut = replace(row, labels=[*row.labels[:5], *[-100] * (len(row.labels) - 5)])

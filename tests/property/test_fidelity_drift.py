@@ -258,7 +258,6 @@ def test_a_tuned_copy_has_and_the_model_has_not():
     assert all(r["relative_shift_low"] > 0 for r in found.table("drift-sets").records())
     assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
     assert any("fine-tuned" in note for note in found.notes)
-    # Four dimensions and more probes would be needed for the biased form: it is said.
     assert found.settings["tuning_steps"] == 5
 
 
@@ -275,10 +274,15 @@ def test_retention_rows_are_needed():
         drift.diagnose(tiny_subject(retention={}))
 
 
-def test_a_probe_without_prompt_has_no_prompt_state():
-    rows = rows_of([(1, 6)] * 9, 11)
-    bare = [type(row)(row.row, row.input_ids, list(row.input_ids)) for row in rows]
-    found = pooled_states(
-        tiny_subject().model, [collate(bare)], QUIET, pool="prompt"
-    )  # the first token counts as prompt: it is never valued
+def test_a_probe_without_the_tokens_that_are_averaged_is_refused():
+    rows = rows_of([(2, 6)] * 9, 11)
+    rows[4] = type(rows[4])(rows[4].row, rows[4].input_ids, rows[4].input_ids)
+    # Its first token is never valued, and is all the prompt that is left.
+    found = pooled_states(tiny_subject().model, [collate(rows)], QUIET, pool="prompt")
     assert np.isfinite(found.states[0]).all()
+    batch = collate(rows)
+    batch["attention_mask"][4, 0] = 0
+    found = pooled_states(tiny_subject().model, [batch], QUIET, pool="prompt")
+    assert np.isnan(found.states[0][4]).all()
+    with pytest.raises(DataError, match="no state to average"):
+        drift.check_finite({"set": drift.Pair(found, found)}, "prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ def rows_of(lengths: list[tuple[int, int]], seed: int, vocabulary: int = 11) -> 
     return found
 
 
-def small(structure: DecoderConfig = PLAIN, seed: int = 0, rows: int = 5, **changes: Any) -> Subject:
+def small(
+    structure: DecoderConfig = PLAIN, seed: int = 0, rows: int = 5, **changes: Any
+) -> Subject:
     """A decoder with rows of different lengths on both sides."""
     lengths = np.random.default_rng(seed + 100).integers(2, 7, (rows, 2)).tolist()
     given: dict[str, Any] = {
@@ -71,7 +74,8 @@ def small(structure: DecoderConfig = PLAIN, seed: int = 0, rows: int = 5, **chan
 def drifted(subject: Subject, seed: int = 9) -> FisherDrift:
     """A Fisher whose reference is a little away from the model."""
     generator = torch.Generator().manual_seed(seed)
-    scorer = Scorer(subject.model, subject.batches(subject.validation), None, subject.config)
+    config = replace(subject.config, objective="adaptation")
+    scorer = Scorer(subject.model, subject.batches(subject.validation), None, config)
     moved = {n: p.detach().clone() for n, p in scorer.parameters.items()}
     for weight in moved.values():
         weight += 0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -213,6 +217,7 @@ def planted(seed: int = 0, near: int = 20, far: int = 40, rows: int = 32) -> Row
     centre = np.concatenate([np.full(far, 9.0), 0.02 * np.arange(near), np.full(far, -9.0)])
     tokens = generator.integers(1, 9, rows)
     noise = generator.standard_normal((len(centre), rows))
+    noise -= (noise @ tokens / tokens.sum())[:, None]  # so that the values are the centres
     return RowColumns((centre[:, None] + noise) * tokens, tokens)
 
 
@@ -236,17 +241,16 @@ def test_identical_validation_rows_make_no_noise() -> None:
     assert diagnosis.answer[0].startswith("0 % [0, 0] of the keep or drop decisions are noise")
 
 
-@given(st.integers(0, 10_000))
-@budget(0.2)
+@pytest.mark.parametrize("seed", range(10))
 def test_far_tokens_are_sure_and_near_ones_are_noise(seed: int) -> None:
     columns = planted(seed)
     found = resample(columns, np.zeros(100), 0.5, 300, seed=seed)
     state = found.state(0.05)
     assert (state[:40] == 0).all()
     assert (state[60:] == 2).all()
-    assert (state[40:60] == 1).mean() > 0.5
-    middle = found.keep_share[45:55]  # between them the threshold lies
-    assert ((middle > 0.05) & (middle < 0.95)).mean() > 0.7
+    assert (state[40:60] == 1).mean() >= 0.9  # within 1.1 standard errors of the threshold
+    middle = found.keep_share[49:51]
+    assert ((middle > 0.2) & (middle < 0.8)).all()
 
 
 def test_a_term_that_no_row_changes_makes_decisions_sure() -> None:
@@ -286,7 +290,7 @@ def test_noise_falls_with_rows_and_the_check_is_beside_it() -> None:
 def test_too_few_rows_have_no_check() -> None:
     columns = planted(rows=5)
     records = noise_by_size(
-        columns, np.zeros(100), 0.5, 0.05, groups=np.zeros(100), measured=np.zeros(100, bool)
+        columns, np.zeros(100), 0.5, 0.05, groups=np.zeros(100, int), measured=np.zeros(100, bool)
     )
     assert [r["how"] for r in records] == ["measured", "drawn", "drawn"]
 

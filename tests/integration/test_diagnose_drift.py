@@ -1,0 +1,58 @@
+"""Drift on the real tiny model: fine-tuning on one text moves it on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from alphatoken.fidelity import drift
+from alphatoken.fidelity.diagnosis import Diagnosis
+from tests.integration.subjects import RETENTION, model, subject
+
+OPTIONS = drift.Options(probes=8)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    return drift.diagnose(subject("far", tuning_steps=10, length=128), OPTIONS)
+
+
+def test_every_set_has_moved_and_says_how_far(found: Diagnosis):
+    records = {record["set"]: record for record in found.table("drift-sets").records()}
+    assert set(records) == set(RETENTION)
+    for record in records.values():
+        assert record["probes"] == 8
+        assert 0 < record["relative_shift_low"] <= record["relative_shift"] < 2
+        assert record["cka_debiased"] <= 1
+    assert "[" in found.answer[0]
+
+
+def test_its_own_text_is_forgotten(found: Diagnosis):
+    losses = {record["set"]: record for record in found.table("drift-losses").records()}
+    assert losses["tinystories"]["loss_before"] < 2.5  # what the model was trained on
+    assert losses["tinystories"]["loss_change_low"] > 0
+    assert any("Forgotten" in sentence for sentence in found.answer)
+
+
+def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
+    places = [r["place"] for r in found.table("drift-layers").records() if r["set"] == "dolly"]
+    assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
+    drawn = found.figure("drift-map").data.records()
+    assert len(drawn) == 8 * len(RETENTION)
+    assert any("biased CKA" in note for note in found.notes)  # 8 probes, 64 dimensions
+
+
+def test_it_is_kept_whole(found: Diagnosis, tmp_path: Path):
+    found.save(tmp_path)
+    assert Diagnosis.load(tmp_path).answer == found.answer
+
+
+def test_the_model_beside_itself_has_not_moved():
+    given = subject("near", reference=model(), train_rows=4, validation_rows=2)
+    found = drift.diagnose(given, OPTIONS)
+    for record in found.table("drift-sets").records():
+        assert record["relative_shift"] == 0.0
+        assert record["frechet"] == 0.0
+        assert record["cka_debiased"] == pytest.approx(1.0, abs=1e-9)
+    assert any("reference given" in note for note in found.notes)

@@ -1,0 +1,62 @@
+"""The ``estimators`` diagnostic on the real tiny model and real rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.estimators import Options, diagnose
+from tests.integration.subjects import subject
+
+OPTIONS = Options(layers=(1, 3), windows=(0, 32), draws=30, repeats=1)
+
+
+@cache
+def found(kind: str) -> Diagnosis:
+    return diagnose(subject(kind, oracle_tokens=12), OPTIONS)
+
+
+def spearman(diagnosis: Diagnosis, estimator: str, k: int) -> float:
+    (record,) = [
+        r for r in diagnosis.table("layers").records() if (r["estimator"], r["K"]) == (estimator, k)
+    ]
+    return float(record["spearman"] or 0)
+
+
+@pytest.mark.parametrize("kind", ["near", "far"])
+def test_the_label_pass_is_exact_on_the_real_model(kind: str) -> None:
+    records = found(kind).table("oracle").records()
+    exact = [r for r in records if r["estimator"] == "label" and r["reference"] == "same weights"]
+    assert len(exact) == 3  # K = 1 and 3, and everything
+    for record in exact:
+        assert float(record["spearman"] or 0) >= 0.99
+        assert float(record["share_of_total"] or 0) == pytest.approx(1.0, abs=0.02)
+
+
+def test_more_layers_bring_label_closer_to_the_whole() -> None:
+    assert spearman(found("near"), "label", 1) < spearman(found("near"), "label", 3)
+    assert spearman(found("near"), "label", 3) > 0.8
+
+
+def test_own_text_is_where_the_estimators_part() -> None:
+    """docs: near text 0.43 for the paper's estimator at K = 3, far text 0.83."""
+    near, far = (spearman(found(kind), "alphatoken", 3) for kind in ("near", "far"))
+    assert near < 0.7 < far
+    assert spearman(found("near"), "label", 3) > near + 0.1
+
+
+def test_loss_finds_noise_in_the_models_own_text() -> None:
+    records = {str(r["score"]): r for r in found("near").table("noise").records()}
+    assert float(records["loss, high"]["auc"] or 0) > 0.8
+    assert len(records) == 2 + len(ESTIMATORS)
+
+
+def test_the_answer_is_in_words_and_numbers() -> None:
+    diagnosis = found("near")
+    assert 2 <= len(diagnosis.answer) <= 5
+    assert "What to use" in diagnosis.answer[0]
+    assert "alphatoken, K=3, W=32" in diagnosis.answer[1]
+    assert all(figure.png for figure in diagnosis.figures)

@@ -1,0 +1,100 @@
+"""``fisher`` on the real tiny model, real training rows and four real retention sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken.errors import DataError
+from alphatoken.fidelity import fisher as diagnostic
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.subject import Subject
+from tests.integration.subjects import RETENTION, examples, subject
+
+SMALL = diagnostic.Options(
+    rows=2, sizes=(4, 8), max_new_tokens=6, bound_tokens=40, steps=2, block=2, draws=10
+)
+
+
+def quick(**changes: Any) -> Subject:
+    """Short training rows; retention rows of ordinary length, as short ones have no response."""
+    kept = {name: examples(name, 180, 2) for name in RETENTION}
+    sizes = {"train_rows": 10, "validation_rows": 2, "retention_rows": 1, "length": 48}
+    return subject("near", retention=kept, **sizes | changes)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    given = quick(tokens=300, fisher_samples=10, tuning_steps=4)
+    return diagnostic.diagnose(given, SMALL)
+
+
+def test_it_is_the_registered_diagnostic(found: Diagnosis) -> None:
+    assert find("fisher").load() is diagnostic
+    assert found.question == find("fisher").question
+
+
+def test_every_proxy_meets_every_retention_set(found: Diagnosis) -> None:
+    records = found.table("agreement").records()
+    sets = {diagnostic.POOLED, diagnostic.CHANGE, *(f"oracle {name}" for name in RETENTION)}
+    assert {r["retention"] for r in records} == sets
+    proxies = {"diagonal", "kronecker", "diagonal, free samples", "none", "oracle at the reference"}
+    assert {r["proxy"] for r in records} == proxies
+    for record in records:
+        assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
+        assert record["random_overlap_low"] < 0.5 < record["random_overlap_high"]
+    (start,) = [
+        r
+        for r in records
+        if (r["retention"], r["proxy"]) == (diagnostic.POOLED, "oracle at the reference")
+    ]
+    assert start["spearman"] > 0.5  # four steps change little of it
+
+
+def test_the_bound_holds_along_the_drift_and_is_called_vacuous(found: Diagnosis) -> None:
+    records = found.table("bound").records()
+    assert {r["fisher"] for r in records} == {"diagonal", "kronecker", "diagonal, free samples",
+                                              "none"}  # fmt: skip
+    for name in ("diagonal", "kronecker", "none"):
+        terms = {r["term"]: r for r in records if r["fisher"] == name}
+        left = terms["||g_ideal - F dtheta||"]["value"]
+        assert left <= terms["right side along the drift"]["value"] * (1 + 1e-4)
+        assert terms["||dtheta_rest||"]["value"] > 0
+        assert "Hessian columns" in terms["D_off"]["how"]
+    assert "vacuous" in found.answer[-1]
+
+
+def test_more_samples_agree_better(found: Diagnosis) -> None:
+    records = found.table("convergence").records()
+    assert [(r["labels"], r["samples"]) for r in records] == [
+        ("token", 4), ("token", 8), ("sequence", 4), ("sequence", 8)
+    ]  # fmt: skip
+    token = [r["with_main_fit"] for r in records if r["labels"] == "token"]
+    assert token[-1] > 0.5
+
+
+def test_it_is_saved_with_its_figures(found: Diagnosis, tmp_path: Path) -> None:
+    found.save(tmp_path)
+    assert Diagnosis.load(tmp_path).answer == found.answer
+    keys = {figure.key for figure in found.figures}
+    assert keys == {"scatter", "overlap", "agreement", "convergence", "bound_terms"}
+    tables = [t.key for t in found.tables] + [f.data.key for f in found.figures]
+    assert len(set(tables)) == len(tables)
+    for key in keys:
+        assert (tmp_path / f"{key}.png").stat().st_size > 2000
+    assert "NaN" not in (tmp_path / "diagnosis.json").read_text(encoding="utf-8")
+
+
+def test_what_was_compared_is_said(found: Diagnosis) -> None:
+    said = " ".join(found.notes)
+    assert "fine-tuned on the training rows for 4 AdamW steps" in said
+    assert "2 of tinystories, 2 of dolly, 2 of mbpp, 2 of codealpaca" in said
+
+
+def test_without_retention_rows_it_is_refused() -> None:
+    with pytest.raises(DataError, match="--retention"):
+        diagnostic.diagnose(replace(quick(), retention={}), SMALL)

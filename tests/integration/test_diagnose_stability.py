@@ -1,0 +1,136 @@
+"""``stability`` on the real tiny model: which decisions are noise, and what is not changed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from alphatoken import Scorer
+from alphatoken.fidelity import stability
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.per_row import row_columns
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.subject import Subject
+from alphatoken.storage import weights_digest
+from tests.integration import subjects
+
+OPTIONS = stability.Options(resamples=200, fisher_parts=8)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return subjects.subject("near", validation_rows=16, length=128)
+
+
+@pytest.fixture(scope="module")
+def before(subject: Subject) -> str:
+    return weights_digest(subject.model)
+
+
+@pytest.fixture(scope="module")
+def diagnosis(subject: Subject, before: str) -> Diagnosis:
+    return stability.diagnose(subject, OPTIONS)
+
+
+def test_every_token_has_a_decision(diagnosis: Diagnosis, subject: Subject) -> None:
+    decisions = diagnosis.table("decisions").records()
+    tokens = diagnosis.figure("keep_probability").data.records()
+    count = sum(row.response_tokens for row in subject.sample())
+    assert sum(int(record["tokens"] or 0) for record in decisions) == count == len(tokens)
+    assert sum(float(record["share"] or 0) for record in decisions) == pytest.approx(1)
+    values = [float(record["value"] or 0) for record in tokens]
+    assert values == sorted(values, reverse=True)
+    shares = np.array([float(record["keep share"] or 0) for record in tokens])
+    assert shares.sum() == pytest.approx(np.ceil(count / 2))  # every resample keeps half
+    assert shares[: count // 4].mean() > 0.9 > 0.1 > shares[-count // 4 :].mean()
+
+
+def test_the_answer_says_how_much_is_noise(diagnosis: Diagnosis) -> None:
+    noise = diagnosis.table("decisions").records()[1]
+    assert 0.02 < float(noise["share"] or 0) < 0.9
+    first = diagnosis.answer[0]
+    assert f"{100 * float(noise['share'] or 0):.0f} % [" in first
+    assert "(16 rows)" in first
+    assert len(diagnosis.answer) == 5
+    assert all("[" in sentence for sentence in diagnosis.answer[:4])  # no bare statistic
+
+
+def test_rounding_is_all_that_batches_and_padding_do(diagnosis: Diagnosis) -> None:
+    sources = diagnosis.table("sources").records()
+    unchanged = [r for r in sources if r["source"] in ("batch", "padding")]
+    assert len(unchanged) == 5
+    assert all(r["rounding only"] is True for r in unchanged)
+    assert "by rounding only" in diagnosis.answer[-1]
+    precision = {r["variant"]: r for r in sources if r["source"] == "precision"}
+    single, half = precision["float32 against float64"], precision["bfloat16 against float64"]
+    assert float(single["error"] or 1) < 1e-5 < float(half["error"] or 0) < 0.1
+    assert float(single["flips"] or 0) <= float(half["flips"] or 0)
+    fisher = [r for r in sources if r["source"] == "Fisher samples"]
+    assert len(fisher) == 1
+    assert 0 < float(fisher[0]["noise"] or 0) < 1
+
+
+def test_nothing_of_the_model_is_changed(
+    diagnosis: Diagnosis, subject: Subject, before: str
+) -> None:
+    assert weights_digest(subject.model) == before
+    assert all(p.grad is None for p in subject.model.parameters())
+    assert next(subject.model.parameters()).dtype == torch.float32
+
+
+def test_it_is_written_and_read_again(diagnosis: Diagnosis, tmp_path: Path) -> None:
+    assert diagnosis.question == find("stability").question
+    diagnosis.save(tmp_path)
+    again = Diagnosis.load(tmp_path)
+    assert again.answer == diagnosis.answer
+    assert {figure.key for figure in again.figures} == {"keep_probability", "sources", "sizes"}
+    for figure in again.figures:
+        assert figure.png.startswith(b"\x89PNG")
+        assert "<svg" in figure.svg
+        assert len(figure.data.rows) > 3
+    keys = [table.key for table in again.tables] + [f.data.key for f in again.figures]
+    assert len(keys) == len(set(keys))
+
+
+def test_a_resample_is_a_scoring_on_the_real_model(subject: Subject) -> None:
+    """Float64 copy: through transformers' float32 casts, so to 1e-6."""
+    model = copy.deepcopy(subject.model).double()
+    rows = subject.sample(most=200)
+    scorer = Scorer(model, subject.batches(subject.validation), None, subject.config)
+    columns = row_columns(subject, scorer, rows, subject.validation[:4])
+    weights = np.array([2, 0, 1, 1])
+    drawn = [row for row, w in zip(subject.validation, weights, strict=False) for _ in range(w)]
+    again = Scorer(model, subject.batches(drawn), None, subject.config)
+    wanted = subject.score(again, rows)["total"]
+    found = columns.at(weights)
+    assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max()
+    assert np.abs(columns.whole - wanted).max() > 1e-2 * np.abs(wanted).max()
+
+
+def test_with_a_reference_the_retention_term_is_in_the_values() -> None:
+    reference = subjects.model()
+    moved = copy.deepcopy(reference)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight += 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
+    given = subjects.subject(
+        "near", validation_rows=8, length=96, model=moved, reference=reference, tokens=200
+    )
+    options = stability.Options(resamples=60, precisions=(), fisher_parts=8, shuffles=8)
+    found = stability.diagnose(given, options)
+    assert not any("is its own reference" in note for note in found.notes)
+    assert any("the model given" in note for note in found.notes)
+
+
+def test_a_large_model_is_not_copied(subject: Subject) -> None:
+    options = stability.Options(resamples=50, copied_parameters=1000, fisher_parts=0, shuffles=8)
+    small = subjects.subject("near", validation_rows=4, length=64, tokens=100)
+    found = stability.diagnose(small, options)
+    assert any("was not copied to other precisions" in note for note in found.notes)
+    assert not any(r["source"] == "precision" for r in found.table("sources").records())
+    assert any("Only 4 validation rows" in note for note in found.notes)

@@ -1,0 +1,430 @@
+"""Heatmaps: planted values get their colours, hostile text stays text, layout loses no letter."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import image
+from torch import nn
+
+from alphatoken.config import ScorerConfig
+from alphatoken.errors import ConfigError
+from alphatoken.fidelity import heatmap
+from alphatoken.fidelity.diagnosis import Table
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.token_figure import MINUS, PLUS, colour_of, heatmap_figure
+from alphatoken.fidelity.token_page import heatmap_html
+from alphatoken.fidelity.token_text import (
+    MISSING,
+    Panel,
+    ValuedText,
+    kind_of,
+    laid_out,
+    normalised,
+    printable,
+)
+from alphatoken.report.examples import visible
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.test_fidelity_coverage import rows_of
+
+HOSTILE = (
+    "</span></div>",
+    "<script>document.title='owned'</script>",
+    '" onmouseover="document.title=1',
+    "'&amp;",
+    " costs $5 and $x_1^{2}$",
+    "\\frac{1}{0}",
+    "<<48/2=24>>",
+    " \U0001f600",
+    "\u202eevil",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "\u4f60\u597d",
+    "e\u0301",
+    "\x00\n",
+    "\u2028",
+    "",
+    "%(s)s {{ 7 * 7 }}",
+)
+
+
+def valued_text(tokens: tuple[str, ...] = HOSTILE, prompt: str = "a <b> $\n") -> ValuedText:
+    """A row whose values alternate in sign and grow; every third token is kept."""
+    size = len(tokens)
+    values = np.array([(-1.0) ** i * (i + 1) for i in range(size)])
+    kept = np.arange(size) % 3 == 0
+    shown = [visible(token) for token in (prompt, *tokens)]
+    response = np.array([False, *[True] * size])
+    panels = (
+        Panel("total", "Total <1>", values, kept),
+        Panel("adaptation", "Adaptation", -values, kept),
+        Panel("stability", "Stability", np.zeros(size), kept),
+    )
+    return ValuedText(3, "rows <x>, line 4", shown, response, panels)
+
+
+class Page(HTMLParser):
+    """Elements, attributes, and the text of each panel's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.attributes: set[str] = set()
+        self.panels: list[list[tuple[dict[str, str], str]]] = []
+        self.text = ""
+        self._token: dict[str, str] | None = None
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.elements.append(tag)
+        self.attributes |= set(found)
+        if found.get("class") == "at-text":
+            self.panels.append([])
+        if "at-tok" in found.get("class", "").split():
+            self._token = found
+            self.panels[-1].append((found, ""))
+
+    def handle_endtag(self, tag):
+        self._token = None
+
+    def handle_data(self, data):
+        self.text += data
+        if self._token is not None:
+            self.panels[-1][-1] = (self._token, data)
+
+
+def page_of(text: ValuedText, most: int = 100) -> Page:
+    page = Page()
+    page.feed(heatmap_html([text], most=most))
+    return page
+
+
+# --- normalisation and colour --------------------------------------------------------------------
+
+
+def test_normalisation_is_exact_and_keeps_signs_and_zeros():
+    values = np.array([0.0, -3.0, 1.5, 6.0, -6.0])
+    assert normalised(values).tolist() == [0.0, -0.5, 0.25, 1.0, -1.0]
+    assert normalised(np.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    assert normalised(np.array([])).tolist() == []
+    assert normalised(np.array([1e-300, -2e-300])).tolist() == [0.5, -1.0]
+
+
+def test_the_ends_of_the_scale_are_its_colours_and_zero_is_white():
+    assert colour_of(1.0) == pytest.approx([c / 255 for c in PLUS])
+    assert colour_of(-1.0) == pytest.approx([c / 255 for c in MINUS])
+    assert colour_of(0.0) == (1.0, 1.0, 1.0)
+    weak, strong = colour_of(0.2), colour_of(0.7)
+    assert weak[0] > strong[0]  # blue loses red
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_planted_signs_and_sizes_are_in_the_page():
+    text = valued_text()
+    page = page_of(text)
+    assert len(page.panels) == 3
+    for panel, found in zip(text.panels, page.panels, strict=True):
+        assert len(found) == len(panel.values)
+        for (attributes, _), value, colour, kept in zip(
+            found, panel.values, panel.colours, panel.kept, strict=True
+        ):
+            classes = attributes["class"].split()
+            assert ("at-plus" in classes) == (value > 0)
+            assert ("at-minus" in classes) == (value < 0)
+            assert ("at-kept" in classes) == kept
+            assert attributes["style"] == f"--at-s:{abs(colour):.3f}"
+            assert attributes["title"].endswith("kept" if kept else "dropped")
+            assert attributes["title"].startswith("\u2212" if value < 0 else "+" if value else "0")
+
+
+def test_hostile_text_stays_text():
+    text = valued_text()
+    page = page_of(text)
+    assert set(page.elements) <= {"style", "section", "h4", "h5", "p", "span", "div"}
+    assert page.attributes <= {"class", "style", "title", "dir", "role", "aria-label"}
+    for panel in page.panels:
+        assert [token for _, token in panel] == text.shown
+    assert "a <b> $" in page.text
+    assert "rows <x>, line 4" in page.text
+    assert "Total <1>" in page.text
+
+
+def test_no_name_of_the_page_meets_the_names_around_it():
+    html = heatmap_html([valued_text()], most=100)
+    style = html[html.index("<style>") + 7 : html.index("</style>")]
+    rules = [part.rsplit("}", 1)[-1].strip() for part in style.split("{")[:-1]]
+    assert all(rule.startswith((".at-heat", "@supports")) for rule in rules)
+    assert "http" not in html
+    assert "url(" not in html
+    assert "<script" not in html
+
+
+def test_a_long_row_is_cut_and_says_so():
+    page = page_of(valued_text(tuple("abcdefgh")), most=5)
+    assert [len(panel) for panel in page.panels] == [5, 5, 5]
+    assert "first 5 of 8 response tokens" in page.text
+    assert "first" not in page_of(valued_text(tuple("abcdefgh")), most=8).text
+
+
+def test_turns_between_responses_are_shown_once():
+    tokens = ["ask ", "yes", " again? ", "no"]
+    response = np.array([False, True, False, True])
+    panel = Panel("total", "Total", np.array([1.0, -2.0]), np.array([True, False]))
+    text = ValuedText(0, "row", tokens, response, (panel, panel))
+    assert page_of(text).text.count(" again? ") == 1
+    assert text.prompt == "ask "
+    assert text.shown == ["yes", "no"]
+
+
+# --- layout --------------------------------------------------------------------------------------
+
+
+def test_layout_loses_no_letter_and_fits_the_columns():
+    tokens = ["ab", " cdefg", "\u21b5\n", "", "hijklmnopqrstuv", "\n\nw"]
+    pieces, shown = laid_out(tokens, 7, 20)
+    assert shown == len(tokens)
+    assert all(p.column >= 0 and p.column + len(p.text) <= 7 for p in pieces)
+    for number, token in enumerate(tokens):
+        own = "".join(p.text for p in pieces if p.token == number)
+        assert own == token.replace("\n", "")
+    places = [(p.line, p.column) for p in pieces]
+    assert places == sorted(places)
+    taken = {(p.line, p.column + i) for p in pieces for i in range(len(p.text))}
+    assert len(taken) == sum(len(p.text) for p in pieces)
+
+
+def test_layout_stops_at_the_last_line_with_whole_tokens():
+    pieces, shown = laid_out(["abc", "def", "ghi", "j"], 3, 2)
+    assert shown == 2
+    assert {p.token for p in pieces} == {0, 1}
+    assert laid_out(["abcdefgh"], 3, 2) == ([], 0)
+
+
+def test_letters_without_one_place_in_the_font_become_boxes():
+    known = set(range(0x20, 0x250)) | {0x301, 0x4F60, 0x200B}
+    assert printable("a$b\n", known) == "a$b\n"
+    assert printable("\u4f60\U0001f600\u0301\u200b\x07", known) == MISSING * 5
+    assert len(printable(visible("".join(HOSTILE)), known)) == len(visible("".join(HOSTILE)))
+
+
+def test_a_figure_of_hostile_text_shows_both_colours():
+    text = valued_text()
+    figure = heatmap_figure(text, Table("key", "title", ("a",), ((1,),)), lines=6)
+    pixels = image.imread(io.BytesIO(figure.png))[..., :3]
+    for colour in (PLUS, MINUS):
+        near = np.abs(pixels - np.array(colour) / 255).max(-1) < 0.02
+        assert near.sum() > 20, colour
+    assert "<script" not in figure.svg
+    assert "http://" not in figure.svg.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+
+
+def test_the_first_token_is_coloured_by_its_own_value():
+    def first_pixels(value: float) -> np.ndarray:
+        panel = Panel("total", "T", np.array([value, 1e-9]), np.array([False, False]))
+        text = ValuedText(0, "row", ["    ", " b"], np.array([True, True]), (panel,))
+        png = heatmap_figure(text, Table("k", "t", ("a",), ()), lines=2).png
+        return image.imread(io.BytesIO(png))[..., :3]
+
+    for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
+        pixels = first_pixels(value)
+        count = (np.abs(pixels - np.array(colour) / 255).max(-1) < 0.01).sum()
+        assert count > 300
+        assert not (np.abs(pixels - np.array(other) / 255).max(-1) < 0.01).any()
+
+
+def test_a_figure_of_a_long_row_is_cut_and_says_so():
+    text = valued_text(tuple(f" word{i}" for i in range(400)), prompt="p" * 1000)
+    figure = heatmap_figure(text, Table("key", "title", ("a",), ()), lines=3)
+    height, width = image.imread(io.BytesIO(figure.png)).shape[:2]
+    assert height < width
+
+
+def test_matplotlib_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="matplotlib"):
+        heatmap_figure(valued_text(), Table("key", "title", ("a",), ()), lines=3)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def planted(**changes) -> heatmap.Valued:
+    size = 40
+    total = np.arange(size, dtype=float) - 10
+    given = {
+        "places": (0, 1),
+        "rows": (),
+        "belongs": np.repeat([0, 1], size // 2),
+        "position": np.arange(size),
+        "columns": {
+            "total": total,
+            "adaptation_direct": np.full(size, 3.0),
+            "stability_direct": np.full(size, -1.0),
+        },
+        "kept": np.arange(size) >= size // 2,
+        "other": total.copy(),
+        "other_kept": np.arange(size) >= size // 2,
+    }
+    return heatmap.Valued(**{**given, **changes})
+
+
+def test_shares_are_of_summed_magnitudes():
+    found = heatmap.shares_of(planted())
+    assert found["adaptation_direct"].value == pytest.approx(0.75)
+    assert found["stability_direct"].value == pytest.approx(0.25)
+
+
+def test_agreement_of_equal_and_of_opposite_values():
+    same = heatmap.agreement_of(planted())
+    assert [same[key].value for key in same] == pytest.approx([1.0, 1.0, 1.0])
+    valued = planted()
+    opposite = heatmap.agreement_of(planted(other=-valued.other, other_kept=~valued.kept))
+    assert opposite["spearman"].value == pytest.approx(-1.0)
+    assert opposite["kept_in_common"].value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (" cat", "start of a word"),
+        ("ing", "inside a word"),
+        (" 12", "number"),
+        ("x2", "number"),
+        (" $", "punctuation or sign"),
+        ("<<", "punctuation or sign"),
+        ("\n", "space"),
+        ("</s>", "other"),
+        ("<0x0A>", "other"),
+        ("", "other"),
+        ("\u05e9", "inside a word"),
+    ],
+)
+def test_kinds_of_tokens(text: str, kind: str):
+    assert kind_of(text) == kind
+
+
+def test_kinds_are_normalised_within_their_response():
+    total = np.concatenate([np.full(20, 100.0), np.full(20, -1e-3)])
+    found = heatmap.kinds_of(planted(columns={"total": total}), ["a"] * 20 + ["7"] * 20)
+    by_kind = {record["kind"]: record for record in found}
+    assert by_kind["inside a word"]["normalised_value"].value == 1.0
+    assert by_kind["number"]["normalised_value"].value == -1.0
+    assert by_kind["number"]["kept"].value == 1.0
+    assert 0.8 < by_kind["number"]["kept"].low < 1.0  # never sure of all from 20
+    assert by_kind["inside a word"]["kept"].high > 0.0
+
+
+def test_the_parts_add_up_to_the_total_with_lambda():
+    columns = {
+        "total": np.array([4.0]),
+        "adaptation": np.array([1.0]),
+        "stability": np.array([2.0]),
+    }
+    found = heatmap.parts_of(columns, 1.5)
+    assert list(found) == ["total", "adaptation", "stability"]
+    assert found["adaptation"] + found["stability"] == found["total"]
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def moved(model: nn.Module, by: float) -> nn.Module:
+    generator = torch.Generator().manual_seed(9)
+    other = ReferenceDecoder(model.config, seed=6).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator).double())
+    return other
+
+
+def tiny_subject(**changes) -> Subject:
+    given = {
+        "model": ReferenceDecoder(DecoderConfig(layers=3), seed=6).eval(),
+        "train": rows_of([(2, 5)] * 14, 11, seed=1),
+        "validation": rows_of([(2, 4)] * 4, 11, seed=2),
+        "batch_size": 4,
+        "fisher_samples": 4,
+        "tuning_steps": 3,
+        "tokens": 60,
+    }
+    return Subject(**{**given, **changes})
+
+
+def test_rows_that_are_asked_for_are_shown_and_their_parts_add_up():
+    found = heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(13, 0), against="direct"))
+    records = found.table("heatmap-tokens").records()
+    assert [r["row"] for r in records] == [13] * 5 + [0] * 5
+    for r in records:
+        parts = sum(r[key] for key in r if key.startswith(("adaptation_", "stability_")))
+        assert parts == pytest.approx(r["total"], rel=1e-9, abs=1e-12)
+        assert r["other_total"] == pytest.approx(r["adaptation_direct"], rel=1e-9, abs=1e-12)
+    for row in (13, 0):
+        own = [r for r in records if r["row"] == row]
+        largest = max(abs(r["total"]) for r in own)
+        assert [r["normalised"] for r in own] == [r["total"] / largest for r in own]
+        assert found.figure(f"heatmap-row-{row}").data.records() == own
+    assert any("Stability is zero" in sentence for sentence in found.answer)
+    assert "[" in found.html  # ids in brackets: there is no tokenizer
+    assert any("no tokenizer" in note for note in found.notes)
+
+
+def test_stability_is_there_away_from_the_reference():
+    subject = tiny_subject()
+    found = heatmap.diagnose(
+        tiny_subject(reference=moved(subject.model, 0.05)), heatmap.Options(against="before")
+    )
+    shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
+    assert shares["stability_direct"] > 0
+    assert math.isclose(sum(shares.values()), 1.0)
+    assert not any("Stability is zero" in sentence for sentence in found.answer)
+    assert "before" in found.html
+
+
+def test_a_tuned_copy_shows_stability_and_leaves_the_model_alone():
+    subject = tiny_subject()
+    before = {name: p.clone() for name, p in subject.model.named_parameters()}
+    found = heatmap.diagnose(subject, heatmap.Options(tuned=True, against="before", examples=1))
+    shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
+    assert shares["stability_direct"] > 0
+    assert any("model after" in note for note in found.notes)
+    assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+    assert all(p.grad is None for p in subject.model.parameters())
+
+
+def test_an_estimator_without_split_shows_its_sides():
+    config = ScorerConfig(estimator="path")
+    found = heatmap.diagnose(tiny_subject(config=config), heatmap.Options(against="none"))
+    columns = found.table("heatmap-tokens").columns
+    assert "adaptation" in columns
+    assert "other_total" not in columns
+    assert {table.key for table in found.tables}.isdisjoint({"heatmap-agreement"})
+    assert any("one value" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": (14,)}, "not there"),
+        ({"rows": (-1,)}, "not there"),
+        ({"against": "before"}, "two checkpoints"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(options: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        heatmap.diagnose(tiny_subject(), heatmap.Options(**options))
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match="comparison"):
+        heatmap.Options(against="gradients")
+    with pytest.raises(ConfigError, match="examples"):
+        heatmap.Options(examples=0)

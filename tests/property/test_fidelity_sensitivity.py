@@ -1,0 +1,279 @@
+"""Sensitivity: planted thresholds, linearity instead of rescoring, counted cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from alphatoken.config import ScorerConfig
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.estimators import ESTIMATORS
+from alphatoken.fidelity import sensitivity
+from alphatoken.fidelity.cost import measure
+from alphatoken.fidelity.decisions import kept
+from alphatoken.fidelity.per_row import RowColumns
+from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
+from alphatoken.fidelity.sensitivity import Options, layer_choices
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.sweeps import (
+    captured,
+    positive_share,
+    ratio_sweep,
+    reversed_by,
+    size_sweep,
+    weight_for_change,
+    weight_sweep,
+)
+from alphatoken.scorer import Scorer
+from tests.property.test_fidelity_stability import PLAIN, drifted, rows_of, small
+from tests.property.tolerance import close
+
+# --- lambda --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0.02, 1.0, 37.0])
+def test_the_lambda_that_reverses_a_planted_share(gap: float) -> None:
+    """One kept and one dropped token change places at lambda = gap / 2, two more at 2 gap."""
+    gain = np.array([gap, gap, gap, gap, gap, 0, 0, 0, 0, 0], dtype=float)
+    keep = np.array([-1, -0.25, 0, 0, 0, 0, 0, 0, 0.25, 1], dtype=float)
+    assert reversed_by(gain, keep, 0.49 * gap, 0.5) == 0
+    assert reversed_by(gain, keep, 0.51 * gap, 0.5) == 0.2
+    assert reversed_by(gain, keep, 2.1 * gap, 0.5) == 0.4
+    found = [weight_for_change(gain, keep, 0.5, changed) for changed in (0.1, 0.2, 0.3, 0.4)]
+    np.testing.assert_allclose(found, gap * np.array([0.5, 0.5, 2.0, 2.0]), rtol=0.011)
+    assert np.isnan(weight_for_change(gain, keep, 0.5, 0.5))  # no lambda reverses more
+    assert np.isnan(weight_for_change(gain, 0 * keep, 0.5, 0.1))
+
+
+@given(st.integers(0, 1000))
+def test_the_lambda_found_is_the_edge(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    gain, keep = generator.standard_normal((2, 60))
+    found = weight_for_change(gain, keep, 0.5, 0.2)
+    assert reversed_by(gain, keep, found, 0.5) >= 0.2
+    assert weight_for_change(gain, 50 * keep, 0.5, 0.2) == pytest.approx(found / 50, rel=1e-9)
+
+
+def test_each_lambda_is_compared_with_the_default_and_with_none() -> None:
+    generator = np.random.default_rng(0)
+    gain, keep = generator.standard_normal((2, 80))
+    records = weight_sweep(gain, keep, [0.0, 1.5, 1e9], 1.5, 0.5, 2.0, np.arange(80) // 8, seed=0)
+    zero, default, huge = records
+    assert zero["flips from adaptation alone"].value == 0
+    assert zero["stability's share of the magnitudes"].value == 0
+    assert default["overlap"].value == 1
+    assert default["default"]
+    assert default["||lambda V|| / ||G||"] == 3.0
+    assert huge["flips"].value == pytest.approx(
+        (kept(keep, 0.5) != kept(gain + 1.5 * keep, 0.5)).mean()
+    )
+    assert huge["stability's share of the magnitudes"].value == pytest.approx(1, abs=1e-6)
+
+
+# --- ratio ---------------------------------------------------------------------------------------
+
+
+def test_what_a_ratio_captures() -> None:
+    total = np.array([4.0, -1.0, 3.0, -2.0, 1.0, 2.0, -5.0, 0.0])
+    assert positive_share(total) == 0.5
+    assert captured(total, 0.25) == 7 / 10
+    assert captured(total, 0.5) == 1.0
+    assert captured(total, 1.0) == 2 / 10
+    assert np.isnan(captured(-np.abs(total), 0.5))
+
+
+@given(st.lists(st.floats(-9, 9).filter(lambda x: abs(x) > 1e-3), min_size=2, max_size=40))
+def test_the_kept_total_peaks_at_the_share_of_positive_values(values: list[float]) -> None:
+    total = np.array(values)
+    if not (total > 0).any():
+        return
+    count = int((total > 0).sum())
+    sums = [captured(total, (k - 0.5) / len(total)) for k in range(1, len(total) + 1)]
+    assert sums[count - 1] == pytest.approx(1.0)
+    assert max(sums) <= 1 + 1e-12
+
+
+def test_a_ratio_sweep_names_the_default() -> None:
+    total = np.arange(40, dtype=float) - 20
+    records = ratio_sweep(total, [0.25, 0.5], 0.5, np.arange(40) // 4, seed=0)
+    assert [record["tokens kept"] for record in records] == [10, 20]
+    assert [record["default"] for record in records] == [False, True]
+    assert records[0]["threshold"].value == 9.5
+
+
+# --- validation rows -----------------------------------------------------------------------------
+
+
+def test_rows_that_agree_need_no_company() -> None:
+    same = RowColumns(np.tile(np.arange(40.0)[:, None], (1, 16)), np.ones(16, dtype=int))
+    records = size_sweep(same, np.zeros(40), 0.5, 10, seed=0)
+    assert [record["value"] for record in records] == [1, 2, 4, 8]
+    for record in records:
+        assert record["overlap"].value == 1
+        assert record["overlap, disjoint subsets"].value == 1
+
+
+def test_rows_of_noise_agree_by_chance_only() -> None:
+    """Disjoint subsets are at chance for every size; the overlap with all rows is not, as it
+    should not be: the subset is part of them.
+    """
+    noise = np.random.default_rng(0).standard_normal((2000, 32))
+    records = size_sweep(RowColumns(noise, np.ones(32, dtype=int)), np.zeros(2000), 0.5, 20, seed=0)
+    apart = [record["overlap, disjoint subsets"].value for record in records]
+    np.testing.assert_allclose(apart, 0.5, atol=0.03)
+    whole = [record["overlap"].value for record in records]
+    assert all(a < b for a, b in pairwise(whole))
+    assert whole[-1] > 0.7
+
+
+# --- other settings ------------------------------------------------------------------------------
+
+
+def test_which_layers_are_tried() -> None:
+    assert layer_choices((), 5, 3) == [1, 2, 3, 4, 5]
+    assert layer_choices((), 28, 3) == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 28]
+    assert layer_choices((2, 40), 28, 7) == [2, 7]
+
+
+OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8, repeats=1)
+
+
+@pytest.mark.parametrize("contraction", ["auto", "gram"])
+def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it(contraction: str) -> None:
+    """One M over all layers, cut to each setting's scope, against full rescoring."""
+    config = ScorerConfig(layers=2, window=3, contraction=contraction, stability_weight=0.4)
+    subject = small(rows=7, config=config)
+    run = sensitivity._Run.of(subject, OPTIONS)
+    assert run.retains
+    sweeps = (run.estimators(OPTIONS), run.layers(OPTIONS), run.windows(OPTIONS))
+    tried = [item for sweep in sweeps for item in sweep.items()]
+    assert len(tried) == len(ESTIMATORS) + 3 + 4
+    for value, changed in tried:
+        scorer = Scorer(run.model, subject.batches(subject.validation), run.retention, changed)
+        scorer.warn = False
+        wanted = subject.score(scorer, run.rows)["total"]
+        _, found = run.scored(changed)
+        scale = max(np.abs(wanted).max(), np.abs(run.total).max())
+        close(torch.from_numpy(found), torch.from_numpy(wanted), scale, 1e-10, name=str(value))
+
+
+def test_a_diagnosis_of_planted_settings() -> None:
+    """W beyond the rows changes nothing; lambda has none of the cost; all is in the tables."""
+    subject = small(rows=9, config=ScorerConfig(layers=2, window=30))
+    before = {name: weight.clone() for name, weight in subject.model.state_dict().items()}
+    diagnosis = sensitivity.diagnose(subject, OPTIONS)
+    records = diagnosis.table("settings").records()
+    by = {(r["setting"], r["value"]): r for r in records}
+    longest = max(len(row.input_ids) for row in subject.train)
+    assert by["W", f"all ({longest})"]["overlap"] == 1
+    assert by["W", f"all ({longest})"]["flips"] == 0
+    assert by["W", "0"]["overlap"] == by["estimator", "direct"]["overlap"]
+    assert by["K", "2"]["default"] is True
+    assert by["K", "1"]["scoring FLOPs / step"] < by["K", "2"]["scoring FLOPs / step"]
+    assert by["lambda", "0"]["scoring FLOPs / step"] is None
+    assert by["validation rows", "5"]["default"] is True
+    sizes = [by["validation rows", str(m)]["validation FLOPs / step"] for m in (1, 2, 4)]
+    assert sizes == sorted(sizes)
+    assert {t.key for t in diagnosis.tables} == {"settings", "ratios", "subsets", "weights"}
+    assert len(diagnosis.answer) == 5
+    assert all(torch.equal(before[n], w) for n, w in subject.model.state_dict().items())
+    assert all(p.grad is None for p in subject.model.parameters())
+
+
+def test_adaptation_alone_has_no_lambda() -> None:
+    subject = small(rows=9, config=ScorerConfig(layers=2, objective="adaptation"))
+    options = replace(OPTIONS, estimators=("alphatoken",), layers=(1,), windows=())
+    diagnosis = sensitivity.diagnose(subject, options)
+    assert "weights" not in {table.key for table in diagnosis.tables}
+    assert not any(r["setting"] == "lambda" for r in diagnosis.table("settings").records())
+    assert not any("fine-tun" in note for note in diagnosis.notes)
+
+
+def test_a_fisher_that_does_not_cover_a_layer_leaves_it_out() -> None:
+    """The Fisher given has the two scored layers; K = 3 is named, not guessed."""
+    subject = small(rows=9)
+    given = Subject(**{**_fields(subject), "fisher": drifted(subject)})
+    options = replace(OPTIONS, estimators=("alphatoken",), windows=())
+    diagnosis = sensitivity.diagnose(given, options)
+    tried = [r["value"] for r in diagnosis.table("settings").records() if r["setting"] == "K"]
+    assert tried == ["1", "2"]
+    assert any("covers layers [1, 2] only" in note for note in diagnosis.notes)
+
+
+def _fields(subject: Subject) -> dict[str, Any]:
+    names = ("model", "train", "validation", "batch_size", "config", "tuning_steps", "seed")
+    return {name: getattr(subject, name) for name in names}
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def test_flops_are_counted_on_matrix_products_and_on_the_cpus_attention() -> None:
+    a, b = torch.ones(7, 11), torch.ones(11, 13)
+    assert measure(lambda: a @ b, repeats=0).flops == 2 * 7 * 11 * 13
+    q = torch.ones(2, 3, 16, 8, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    forward = 2 * 2 * (2 * 3 * 16 * 16 * 8)
+    assert measure(attend, repeats=0).flops == forward
+    both = measure(lambda: attend().sum().backward(), repeats=0).flops
+    assert both == pytest.approx(3.5 * forward)  # the backward has five products, the forward two
+
+
+def test_the_counted_parts_of_a_step() -> None:
+    """Known by hand for a decoder without attention worth counting: one token a row pair."""
+    subject = small(PLAIN, rows=6, batch_size=6)
+    (batch,) = subject.batches(subject.train)
+    scorer = Scorer(subject.model, subject.batches(subject.validation), None, subject.config)
+    scorer.score(batch)
+    values = values_cost(scorer, batch, repeats=1)
+    step = step_cost(scorer.adapter, batch, repeats=1)
+    b, t = batch["input_ids"].shape
+    weights = sum(p.numel() for n, p in subject.model.named_parameters() if p.dim() == 2) - 11 * 8
+    pairs = subject.model.config.heads * subject.model.config.head_dim * t  # type: ignore[union-attr]
+    linear, attention = 2 * b * t * weights, 4 * b * t * pairs * subject.model.config.layers  # type: ignore[union-attr, operator]
+    # Everything forward, and twice back, but for the input's own gradient of the first linears.
+    assert 2.5 * (linear + attention) < step.flops <= 3 * (linear + attention)
+    assert step.seconds > 0
+    assert 0 < values.flops < step.flops
+    once = direction_cost(scorer, repeats=0)
+    assert np.isnan(once.seconds)
+    scorer.set_validation(subject.batches([*subject.validation, *subject.validation]))
+    assert direction_cost(scorer, repeats=0).flops > 1.8 * once.flops
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"draws": 2}, {"layers": (0,)}, {"windows": (-1,)}, {"estimators": ("magic",)},
+        {"ratios": (0.0,)}, {"weights": (float("nan"),)}, {"changed": 1.0}, {"repeats": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_without_meaning_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Options(**bad)
+
+
+def test_too_little_is_refused() -> None:
+    with pytest.raises(DataError, match="at least 4 validation rows"):
+        sensitivity.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
+    with pytest.raises(ConfigError, match="no validation side"):
+        sensitivity.diagnose(small(config=ScorerConfig(layers=2, objective="stability")))
+
+
+def test_every_option_says_what_it_is() -> None:
+    assert all(f.metadata["help"] for f in Options.__dataclass_fields__.values())
