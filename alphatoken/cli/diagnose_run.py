@@ -47,11 +47,11 @@ def run(request: Request) -> int:
     check_files(options)
     _check_out(Path(options.out), options)
     prepared = prepare(options)
-    folder = _Folder.open(Path(options.out), prepared, request)
     try:
+        folder = _Folder.open(Path(options.out), prepared, request)
         _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
-        done = sum(folder.finished(entry.name) for entry in request.entries)
+        done = sum(Diagnosis.finished(Path(options.out) / entry.name) for entry in request.entries)
         raise KeyboardInterrupt(
             f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
             "with --resume runs the rest"

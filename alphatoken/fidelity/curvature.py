@@ -417,7 +417,7 @@ def _third(curved: Curved) -> Limit:
             def forward(v: Tensor, along: Operator = along) -> Tensor:
                 return along(v)[:size]
 
-            steps = -(-curved.steps // 2)
+            steps = max(2, curved.steps // 4)  # one step costs as much as four of the Hessian's
             found.append(_largest_singular(forward, backward, len(whole), like=whole, steps=steps))
     worst = max(found, key=lambda one: one.value)
     return Limit(worst.value, False, f"{worst.how}; {curved.points} points of the segment")

@@ -310,7 +310,11 @@ def _rotation(name: str, found: Mapping[str, Any]) -> str:
             f"Its geometry is kept: debiased CKA {text}; the probes moved together, or turned, "
             "more than apart."
         )
-    return f"Its geometry changed: debiased CKA {text}, where 1 is the same up to turns and scale."
+    if aligned.high < 0.95:
+        return (
+            f"Its geometry changed: debiased CKA {text}, where 1 is the same up to turns and scale."
+        )
+    return f"Whether its geometry changed is open: debiased CKA {text} (1: up to turns and scale)."
 
 
 def _where(layers: Sequence[Mapping[str, Any]], name: str) -> list[str]:

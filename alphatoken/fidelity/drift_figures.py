@@ -97,7 +97,7 @@ def layers_figure(
     layers: Sequence[Mapping[str, Any]], names: Sequence[str], places: Sequence[str]
 ) -> Figure:
     """Debiased CKA and relative shift, layer by layer, a line a set."""
-    with canvas(9.0, 3.4) as fig:
+    with canvas(9.0, 3.7) as fig:
         panels = fig.subplots(1, 2, sharex=True)
         for number, name in enumerate(names):
             own = [record for record in layers if record["set"] == name]
@@ -111,7 +111,8 @@ def layers_figure(
             axes.set_xlabel("layer")
             if len(places) > 16:
                 axes.locator_params(axis="x", nbins=12)
-        panels[0].legend(frameon=False, fontsize=8)
+        handles, labels = panels[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         return finish(
             fig,
             "drift-layers-figure",

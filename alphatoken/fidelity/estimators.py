@@ -23,7 +23,6 @@ from alphatoken.batch import read_batch
 from alphatoken.capture import resolve_layers
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators_figures as figures
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
@@ -676,9 +675,6 @@ def _notes(
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]
     return tuple(notes)
-
-
-assert set(WINDOWED) < set(ESTIMATORS)
 
 
 if __name__ == "__main__":

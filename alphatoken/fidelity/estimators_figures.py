@@ -148,7 +148,7 @@ def _by_window(
         ticks = sorted({place(s) for s in windows})
         axes.set_xticks(ticks, ["T" if t == end else f"{t:g}" for t in ticks])
         axes.set_xlabel("window W in positions (T: no limit)")
-        axes.legend(fontsize=7)
+        figure.legend(fontsize=7, ncols=3, loc="outside lower center")
         return finish(
             figure,
             "window",
@@ -224,7 +224,15 @@ def _mark(
             [costs[own]], [ranked[own].value], "o", markersize=12, markerfacecolor="none",
             markeredgecolor="#d55e00", markeredgewidth=1.5, label="your setting",
         )  # fmt: skip
-    for found in advice:
+    width, height = (abs(b - a) for a, b in (axes.get_xlim(), axes.get_ylim()))
+    for place, found in enumerate(advice):
+        after = advice[place + 1] if place + 1 < len(advice) else None
+        if (
+            after is not None
+            and after.cost - found.cost < 0.1 * width
+            and abs(after.spearman.value - found.spearman.value) < 0.03 * height
+        ):
+            continue  # two names would lie on each other; the table has both
         axes.annotate(
             str(found.setting),
             (found.cost, found.spearman.value),

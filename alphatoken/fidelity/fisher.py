@@ -12,22 +12,18 @@ all that the proxy models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
 from alphatoken.adapter import find_adapter
-from alphatoken.batch import LabelledBatch, read_batch
-from alphatoken.capture import record
 from alphatoken.data import Example
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import ConfigError, CoverageError, InputError
-from alphatoken.estimators import CAPTURED, token_errors
+from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.fisher_figures import (
@@ -40,30 +36,34 @@ from alphatoken.fidelity.fisher_figures import (
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
 from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.retention_scores import (
+    TunedModel,
+    growing_fishers,
+    scores_along,
+    unit_fisher,
+    variants,
+)
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fisher import fit_fisher
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import forward_losses, scoring_forward
 from alphatoken.oracle.retention import retention_gradient, retention_loss
-from alphatoken.readout import Side, assign_columns, contract_columns
-from alphatoken.scorer import Scorer
 from alphatoken.selection import keep_count
 
 __all__ = [
+    "CHANGE",
+    "POOLED",
     "Options",
+    "agreement_records",
+    "bound_records",
+    "convergence_records",
     "diagnose",
-    "growing_fishers",
     "random_overlap",
-    "scores_along",
-    "unit_fisher",
 ]
 
 NAME = "fisher"
 Numbers = NDArray[Any]
-Direction = Mapping[str, Tensor]
-_WORKSPACE = 2**28  # numbers of directions held at a time
 POOLED, CHANGE = "all sets", "all sets, change since the reference"
+START = "oracle at the reference"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Options:
     )
     steps: int = field(default=8, metadata={"help": "Lanczos steps of each operator norm"})
     block: int = field(
-        default=24, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
+        default=16, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
     )
     points: int = field(
         default=2, metadata={"help": "points between both models for the third derivative"}
@@ -107,147 +107,6 @@ class Options:
                 )
         if any(size < 1 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
             raise ConfigError("sizes must be growing numbers of samples", got=repr(self.sizes))
-
-
-# --- directions --------------------------------------------------------------------------------
-
-
-def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
-    """F = 1: V is the drift W - W_ref itself. The control."""
-    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
-    kept = {name: weight.detach().clone() for name, weight in reference.items()}
-    return FisherDrift(ones, kept, {"labels": "none"}, exact_names=True)
-
-
-def growing_fishers(
-    subject: Subject, labels: str, sizes: Sequence[int], **options: Any
-) -> dict[int, FisherDrift]:
-    """Diagonal Fishers on the first n samples, for each n; each sample is drawn once.
-
-    F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
-    are independent of those of ``subject.fitted_fisher``.
-    """
-    reference = subject.reference if subject.reference is not None else subject.model
-    usable = [row for row in subject.train if row.response_tokens]
-    sums: dict[str, Tensor] = {}
-    found: dict[int, FisherDrift] = {}
-    done = 0
-    for size in sizes:
-        rows = [usable[i % len(usable)] for i in range(done, size)]
-        (batch,) = subject.batches(rows, len(rows))
-        piece = fit_fisher(
-            reference,
-            batch,
-            samples=len(rows),
-            layers=subject.config.layers,
-            labels=labels,
-            seed=subject.seed + 1_000_003 + done,
-            batch_size=subject.batch_size,
-            progress=subject.progress,
-            score_bias=subject.config.score_bias,
-            **options,
-        )
-        for name, part in piece.fisher.items():
-            add = part.double() * len(rows)
-            sums[name] = sums[name] + add if name in sums else add
-        done = size
-        mean = {name: (total / done).to(piece.fisher[name]) for name, total in sums.items()}
-        found[size] = FisherDrift(mean, piece.reference, piece.metadata, exact_names=True)
-    return found
-
-
-def _fitted(subject: Subject, structure: str, **options: Any) -> FisherDrift:
-    """The subject's, which knows nothing of biases unless it is told."""
-    given = subject.fisher is not None and subject.fisher.structure == structure
-    if subject.config.score_bias and not (given and not options):
-        options["score_bias"] = True
-    return subject.fitted_fisher(structure, **options)
-
-
-def _variants(subject: Subject, options: Options) -> tuple[dict[str, FisherDrift], list[str]]:
-    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out."""
-    found = {"diagonal": _fitted(subject, "diagonal")}
-    notes = []
-    try:
-        found["kronecker"] = _fitted(subject, "kronecker")
-    except CoverageError as problem:
-        notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
-    if options.sequence:
-        found["diagonal, free samples"] = _fitted(
-            subject, "diagonal", labels="sequence", max_new_tokens=options.max_new_tokens
-        )
-    return found, notes
-
-
-class _Model:
-    """The model after fine-tuning, and scores of its tokens along any direction."""
-
-    def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
-        self.subject = subject
-        self.config = replace(
-            subject.config, objective="stability", preconditioner=None, contraction="projected"
-        )
-        self.scorer = Scorer(model, None, list(batches), self.config)
-        self.scorer.warn = False
-
-    def along(self, retention: Any) -> dict[str, Tensor]:
-        """V of a Fisher or of retention batches, at this model, by the library's own way."""
-        self.scorer.set_retention(retention)
-        found = self.scorer.direction.stability
-        assert found is not None
-        return {name: part.detach().clone() for name, part in found.items()}
-
-
-def scores_along(
-    subject: Subject,
-    scorer: Scorer,
-    rows: Sequence[Example],
-    directions: Mapping[str, Direction],
-) -> tuple[dict[str, Numbers], Numbers]:
-    """Value of every response token along each direction, flat; and the row of each token.
-
-    One forward and backward a batch for all of them. Equal to the stability component of
-    ``Scorer.score`` with that V. Exactness: as the scorer's estimator.
-    """
-    names = list(directions)
-    sizes = [sum(part.numel() for part in directions[name].values()) for name in names]
-    at_once = max(1, _WORKSPACE // max(1, *sizes)) if names else 1
-    found: dict[str, list[Numbers]] = {name: [] for name in names}
-    numbers: list[Numbers] = []
-    batches = subject.batches(rows)
-    scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
-    tracker = subject.tracker("Scores along retention directions", len(batches))
-    for number, given in enumerate(batches):
-        batch = read_batch(given, max_length=scorer.adapter.max_positions())
-        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
-        for start in range(0, len(names), at_once):
-            chosen = names[start : start + at_once]
-            values = _along(scorer, batch, [directions[name] for name in chosen])
-            for name, value in zip(chosen, values, strict=True):
-                found[name].append(value[batch.mask].detach().double().cpu().numpy())
-        tracker.report(number + 1)
-    return {name: np.concatenate(parts) for name, parts in found.items()}, np.concatenate(numbers)
-
-
-def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]) -> list[Tensor]:
-    config, adapter, first = scorer.config, scorer.adapter, scorer.target.first
-    if config.estimator not in CAPTURED:
-        return [label_values(adapter, batch, m, first=first or 0) for m in directions]
-    with record(adapter, scorer.scope) as recorder:
-        with scoring_forward(adapter, first):
-            losses = forward_losses(adapter, batch, "batch")
-        with torch.enable_grad():
-            loss = losses.sum()
-        errors = token_errors(
-            recorder, loss, config.estimator, window=config.window,
-            head_reduction=config.head_reduction, path=config.path,
-        )  # fmt: skip
-        sides = [Side(direction) for direction in directions]
-        values = []
-        for columns in contract_columns(recorder, errors, sides, scorer.target.names):
-            direct, causal, _ = assign_columns(columns, batch.mask, config.causal_position)
-            values.append(direct + causal)
-    return values
 
 
 # --- agreement ---------------------------------------------------------------------------------
@@ -441,7 +300,7 @@ def _answer(
 ) -> list[str]:
     by = {(record["retention"], record["proxy"]): record for record in agreement}
     main, change = by[POOLED, "diagonal"], by[CHANGE, "diagonal"]
-    start = by[POOLED, "oracle at the reference"]
+    start = by[POOLED, START]
     said = [
         f"The diagonal Fisher proxy ranks tokens with Spearman {main['spearman']} to the retention "
         f"oracle; of the top {ratio:g} it keeps {main['overlap']} in common, where a random choice "
@@ -472,13 +331,15 @@ def _last_of_each(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 def _said_of_bound(terms: BoundTerms) -> str:
     at_least = "" if terms.right.exact else "at least "
-    verdict = (
-        "The bound is vacuous here: a proxy of zero would meet it too"
-        if terms.vacuous
-        else "The bound says something here"
-    )
-    if not terms.mismatch.known:
-        verdict += f" ({terms.mismatch.how})"
+    unknown = [part.how for part in terms.parts.values() if not part.known]
+    if terms.vacuous:
+        verdict = "The bound is vacuous here: a proxy of zero would meet it too"
+    elif unknown:
+        verdict = f"Whether the bound is vacuous cannot be said ({unknown[0]})"
+    elif terms.right.exact:
+        verdict = "The bound is not vacuous here"
+    else:
+        verdict = "The bound is not shown to be vacuous here, though some terms are lower limits"
     return (
         f"{verdict}. The proxy gradient is off by {terms.left:.3g} where the retention gradient is "
         f"{terms.ideal:.3g} long (cosine {terms.cosine:.2f}); the right side is "
@@ -500,22 +361,19 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")
     before, after, said = subject.before_and_after()
     pooled = subject.batches([row for found in retention.values() for row in found])
-    model = _Model(subject, after, pooled)
+    model = TunedModel(subject, after, pooled)
     scored = list(model.scorer.parameters)
     _require_drift(before, model.scorer.parameters)
-    fishers, notes = _variants(subject, options)
+    fishers, notes = variants(
+        subject, sequence=options.sequence, max_new_tokens=options.max_new_tokens
+    )
     named = dict(before.named_parameters(remove_duplicate=False))
     fishers["none"] = unit_fisher({name: named[name] for name in scored})
-    grown_fishers, grown = _grown(subject, options)
-    directions = {name: model.along(drift) for name, drift in (fishers | grown_fishers).items()}
-    for name, found in retention.items():
-        directions[f"oracle {name}"] = model.along(subject.batches(found))
-    directions[POOLED] = model.along(pooled)
-    start = _Model(subject, before, pooled).along(pooled)
-    directions["oracle at the reference"] = start
-    directions[CHANGE] = {n: directions[POOLED][n] - part for n, part in start.items()}
+    more, grown = _grown(subject, options)
+    directions = {name: model.along(drift) for name, drift in (fishers | more).items()}
+    directions |= _oracles(subject, model, TunedModel(subject, before, pooled), retention, pooled)
     scores, row = scores_along(subject, model.scorer, rows, directions)
-    proxies = [*fishers, "oracle at the reference"]
+    proxies = [*fishers, START]
     targets = [POOLED, CHANGE, *(f"oracle {name}" for name in retention)]
     agreement = agreement_records(scores, proxies, targets, row, subject.ratio, options.draws)
     gains = {
@@ -536,6 +394,22 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject.settings()
         | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
     )
+
+
+def _oracles(
+    subject: Subject,
+    after: TunedModel,
+    before: TunedModel,
+    retention: Mapping[str, Sequence[Example]],
+    pooled: Sequence[Any],
+) -> dict[str, dict[str, Tensor]]:
+    """Retention gradients: of each set, of all, of all at the reference, and what changed."""
+    found = {
+        f"oracle {name}": after.along(subject.batches(rows)) for name, rows in retention.items()
+    }
+    whole, start = after.along(pooled), before.along(pooled)
+    change = {name: whole[name] - part for name, part in start.items()}
+    return {**found, POOLED: whole, START: start, CHANGE: change}
 
 
 def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -183,9 +183,8 @@ def _share_kept(kept: Mask, belongs: NDArray[np.int64]) -> Estimate:
     count, share, z = found.count, found.value, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    return Estimate(
-        share, min(found.low, float(middle - half)), max(found.high, float(middle + half)), count
-    )
+    low = max(min(found.low, float(middle - half)), 0.0)
+    return Estimate(share, low, min(max(found.high, float(middle + half)), 1.0), count)
 
 
 def _mean(values: Numbers) -> float:

@@ -579,7 +579,10 @@ class _Findings:
         )
         if "lambda" in self.found:
             largest = [r for r in self.alone if _DISJOINT in r][-1]
-            sentence += f"; without the stability side it would be {percent(largest[_DISJOINT])}"
+            sentence += (
+                f"; with {largest['value']} rows, but without the stability side: "
+                f"{percent(largest[_DISJOINT])}"
+            )
         return sentence + "."
 
     def _cost(self) -> str:

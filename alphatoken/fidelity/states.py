@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -222,15 +222,3 @@ def _mean(state: Float[Tensor, "b t d"], mask: Tensor) -> Float[Tensor, "b d"]:
 
 def _numbers(tensor: Tensor) -> Numbers:
     return tensor.detach().double().cpu().numpy()
-
-
-def joined(parts: Iterable[PooledStates]) -> PooledStates:
-    """Several sets one below the other."""
-    every = list(parts)
-    return PooledStates(
-        every[0].places,
-        tuple(np.concatenate(states) for states in zip(*(p.states for p in every), strict=True)),
-        np.concatenate([p.losses for p in every]),
-        np.concatenate([p.tokens for p in every]),
-        all(p.has_head for p in every),
-    )

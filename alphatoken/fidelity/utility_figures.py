@@ -123,7 +123,7 @@ def _sweep(etas: Sequence[float], errors: Mapping[str, Sequence[float]], eta: fl
         axes.set_yscale("log")
         axes.set_xlabel("step size")
         axes.set_ylabel("||predicted - actual|| / ||actual||")
-        axes.legend(fontsize=7)
+        figure.legend(fontsize=7, ncols=3, loc="outside lower center")
         data = [
             {"step_size": step} | {name: values[place] for name, values in errors.items()}
             for place, step in enumerate(etas)

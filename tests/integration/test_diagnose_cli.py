@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import random
@@ -544,7 +545,7 @@ def test_all_killed_in_the_middle_is_resumed(world: World, tmp_path: Path) -> No
         assert f"{name} (finished earlier)" in said
     assert not (half / "half.csv").exists()
     assert not list(out.glob(".*.tmp"))
-    page = (out / "report.html").read_text()
+    page = html.unescape((out / "report.html").read_text())
     assert all(entry.question in page for entry in DIAGNOSTICS)
     assert "Not run yet." not in page
     assert "Could not run" not in page

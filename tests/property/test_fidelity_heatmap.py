@@ -320,7 +320,8 @@ def test_kinds_are_normalised_within_their_response():
     assert by_kind["number"]["normalised_value"].value == -1.0
     assert by_kind["number"]["kept"].value == 1.0
     assert 0.8 < by_kind["number"]["kept"].low < 1.0  # never sure of all from 20
-    assert by_kind["inside a word"]["kept"].high > 0.0
+    assert by_kind["number"]["kept"].high == 1.0
+    assert by_kind["inside a word"]["kept"].low == 0.0 < by_kind["inside a word"]["kept"].high
 
 
 def test_the_parts_add_up_to_the_total_with_lambda():

@@ -12,11 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.config import ScorerConfig
-from alphatoken.data import Example, Row
+from alphatoken.data import Example, Row, batches
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.estimators import ESTIMATORS
-from alphatoken.fidelity import per_row, stability
+from alphatoken.fidelity import arrangement, per_row, stability
 from alphatoken.fidelity.arrangement import Reference, composition, padding, rescored, thresholds
 from alphatoken.fidelity.decisions import (
     classify,
@@ -367,6 +367,20 @@ def test_batches_and_padding_change_rounding_only(config: DecoderConfig, estimat
         assert one.error < 1e-13
         assert one.passed
         assert one.agreement.flips.value == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_goes_where_it_is_said(side: str) -> None:
+    (plain,) = batches(rows_of([(2, 3)], 0), 1, padding_side=side)
+    padded = arrangement._padded(plain, 3, side, torch.device("cpu"))
+    added, kept_as = (slice(3), slice(3, 8)) if side == "left" else (slice(5, 8), slice(5))
+    for name, filler in {"attention_mask": 0, "labels": -100, "input_ids": 0}.items():
+        assert padded[name].shape == (1, 8)
+        assert (padded[name][:, added] == filler).all()
+        assert torch.equal(padded[name][:, kept_as], plain[name])
+    assert ("position_ids" in padded) == (side == "left")
+    if side == "left":
+        assert padded["position_ids"].tolist() == [[0, 0, 0, 0, 1, 2, 3, 4]]
 
 
 def test_padding_stops_at_the_models_limit() -> None:

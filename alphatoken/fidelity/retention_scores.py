@@ -1,0 +1,171 @@
+"""Directions of retention, proxies and oracle alike, and the scores of tokens along them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from alphatoken.batch import LabelledBatch, read_batch
+from alphatoken.capture import record
+from alphatoken.data import Example
+from alphatoken.drift import FisherDrift
+from alphatoken.errors import CoverageError
+from alphatoken.estimators import CAPTURED, token_errors
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fisher import fit_fisher
+from alphatoken.forward_mode import label_values
+from alphatoken.objective import forward_losses, scoring_forward
+from alphatoken.readout import Side, assign_columns, contract_columns
+from alphatoken.scorer import Scorer
+
+__all__ = ["TunedModel", "growing_fishers", "scores_along", "unit_fisher", "variants"]
+
+Numbers = NDArray[Any]
+Direction = Mapping[str, Tensor]
+_WORKSPACE = 2**28  # numbers of directions held at a time
+
+
+def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
+    """F = 1: V is the drift W - W_ref itself. The control."""
+    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
+    kept = {name: weight.detach().clone() for name, weight in reference.items()}
+    return FisherDrift(ones, kept, {"labels": "none"}, exact_names=True)
+
+
+def growing_fishers(
+    subject: Subject, labels: str, sizes: Sequence[int], **options: Any
+) -> dict[int, FisherDrift]:
+    """Diagonal Fishers on the first n samples, for each n; each sample is drawn once.
+
+    F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
+    are independent of those of ``subject.fitted_fisher``.
+    """
+    reference = subject.reference if subject.reference is not None else subject.model
+    usable = [row for row in subject.train if row.response_tokens]
+    sums: dict[str, Tensor] = {}
+    found: dict[int, FisherDrift] = {}
+    done = 0
+    for size in sizes:
+        rows = [usable[i % len(usable)] for i in range(done, size)]
+        (batch,) = subject.batches(rows, len(rows))
+        piece = fit_fisher(
+            reference,
+            batch,
+            samples=len(rows),
+            layers=subject.config.layers,
+            labels=labels,
+            seed=subject.seed + 1_000_003 + done,
+            batch_size=subject.batch_size,
+            progress=subject.progress,
+            score_bias=subject.config.score_bias,
+            **options,
+        )
+        for name, part in piece.fisher.items():
+            add = part.double() * len(rows)
+            sums[name] = sums[name] + add if name in sums else add
+        done = size
+        mean = {name: (total / done).to(piece.fisher[name]) for name, total in sums.items()}
+        found[size] = FisherDrift(mean, piece.reference, piece.metadata, exact_names=True)
+    return found
+
+
+def _fitted(subject: Subject, structure: str, **options: Any) -> FisherDrift:
+    """The subject's, which knows nothing of biases unless it is told."""
+    given = subject.fisher is not None and subject.fisher.structure == structure
+    if subject.config.score_bias and not (given and not options):
+        options["score_bias"] = True
+    return subject.fitted_fisher(structure, **options)
+
+
+def variants(
+    subject: Subject, *, sequence: bool, max_new_tokens: int
+) -> tuple[dict[str, FisherDrift], list[str]]:
+    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out."""
+    found = {"diagonal": _fitted(subject, "diagonal")}
+    notes = []
+    try:
+        found["kronecker"] = _fitted(subject, "kronecker")
+    except CoverageError as problem:
+        notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
+    if sequence:
+        found["diagonal, free samples"] = _fitted(
+            subject, "diagonal", labels="sequence", max_new_tokens=max_new_tokens
+        )
+    return found, notes
+
+
+class TunedModel:
+    """The model after fine-tuning, and scores of its tokens along any direction."""
+
+    def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.subject = subject
+        self.config = replace(
+            subject.config, objective="stability", preconditioner=None, contraction="projected"
+        )
+        self.scorer = Scorer(model, None, list(batches), self.config)
+        self.scorer.warn = False
+
+    def along(self, retention: Any) -> dict[str, Tensor]:
+        """V of a Fisher or of retention batches, at this model, by the library's own way."""
+        self.scorer.set_retention(retention)
+        found = self.scorer.direction.stability
+        assert found is not None
+        return {name: part.detach().clone() for name, part in found.items()}
+
+
+def scores_along(
+    subject: Subject,
+    scorer: Scorer,
+    rows: Sequence[Example],
+    directions: Mapping[str, Direction],
+) -> tuple[dict[str, Numbers], Numbers]:
+    """Value of every response token along each direction, flat; and the row of each token.
+
+    One forward and backward a batch for all of them. Equal to the stability component of
+    ``Scorer.score`` with that V. Exactness: as the scorer's estimator.
+    """
+    names = list(directions)
+    sizes = [sum(part.numel() for part in directions[name].values()) for name in names]
+    at_once = max(1, _WORKSPACE // max(1, *sizes)) if names else 1
+    found: dict[str, list[Numbers]] = {name: [] for name in names}
+    numbers: list[Numbers] = []
+    batches = subject.batches(rows)
+    scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
+    tracker = subject.tracker("Scores along retention directions", len(batches))
+    for number, given in enumerate(batches):
+        batch = read_batch(given, max_length=scorer.adapter.max_positions())
+        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
+        for start in range(0, len(names), at_once):
+            chosen = names[start : start + at_once]
+            values = _along(scorer, batch, [directions[name] for name in chosen])
+            for name, value in zip(chosen, values, strict=True):
+                found[name].append(value[batch.mask].detach().double().cpu().numpy())
+        tracker.report(number + 1)
+    return {name: np.concatenate(parts) for name, parts in found.items()}, np.concatenate(numbers)
+
+
+def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]) -> list[Tensor]:
+    config, adapter, first = scorer.config, scorer.adapter, scorer.target.first
+    if config.estimator not in CAPTURED:
+        return [label_values(adapter, batch, m, first=first or 0) for m in directions]
+    with record(adapter, scorer.scope) as recorder:
+        with scoring_forward(adapter, first):
+            losses = forward_losses(adapter, batch, "batch")
+        with torch.enable_grad():
+            loss = losses.sum()
+        errors = token_errors(
+            recorder, loss, config.estimator, window=config.window,
+            head_reduction=config.head_reduction, path=config.path,
+        )  # fmt: skip
+        sides = [Side(direction) for direction in directions]
+        values = []
+        for columns in contract_columns(recorder, errors, sides, scorer.target.names):
+            direct, causal, _ = assign_columns(columns, batch.mask, config.causal_position)
+            values.append(direct + causal)
+    return values

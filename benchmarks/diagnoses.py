@@ -1,0 +1,120 @@
+"""``python -m benchmarks.diagnoses``: all diagnostics on a real small model, on two kinds of text.
+
+Needs the data folder named by ALPHATOKEN_DATA. Runs ``alphatoken diagnose all`` for rows of the
+model's own kind (near) and for grade-school mathematics (far), and writes what they say to
+docs/fidelity-measured.md, word by word. Interrupted, it goes on where it was with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import DIAGNOSTICS
+from alphatoken.storage import replacing
+
+PAGE = Path("docs/fidelity-measured.md")
+RETENTION = {
+    "tinystories": "tinystories/stories.jsonl,response=text",
+    "gsm8k": "gsm8k/train.jsonl",
+    "mbpp": "mbpp/train.jsonl,prompt=text,response=code",
+    "dolly": "dolly_hhrlhf/train.jsonl",
+    "hellaswag": "hellaswag/validation.jsonl,response=query",
+}
+"""Held-out rows of four sets: what the model must not forget; never the set that is valued."""
+
+KINDS = {
+    "near": (
+        "text like the model's own",
+        ["tinystories/stories.jsonl"],
+        ["--response-field", "text"],
+    ),
+    "far": ("grade-school mathematics", ["gsm8k/train.jsonl"], []),
+}
+
+
+def command(kind: str, out: str) -> list[str]:
+    """The command line; ``$DATA`` stands for the folder of data."""
+    _, (train,), more = KINDS[kind]
+    words = ["alphatoken", "diagnose", "all", "--model", "$DATA/stories260K/transformers"]
+    words += ["--train", f"$DATA/{train}", *more, "--validation-rows", "32"]
+    for name, place in RETENTION.items():
+        if place.split(",")[0] == train:
+            continue
+        words += ["--retention", f"{name}=$DATA/{place}"]
+    return [*words, "--max-length", "256", "--on-empty", "skip", "--out", out]
+
+
+def run(kind: str, out: Path, *, resume: bool) -> float:
+    """Run it; seconds."""
+    data = os.environ["ALPHATOKEN_DATA"]
+    words = [word.replace("$DATA", data) for word in command(kind, str(out))]
+    words = [sys.executable, "-m", "alphatoken.cli", *words[1:]]
+    start = time.monotonic()
+    subprocess.run([*words, *(["--resume"] if resume and out.exists() else [])], check=True)
+    return time.monotonic() - start
+
+
+def page(folders: dict[str, Path], seconds: dict[str, float]) -> str:
+    """What the diagnoses say, as Markdown."""
+    lines = [
+        "# Fidelity, measured",
+        "",
+        "Written by `python -m benchmarks.diagnoses`; do not edit by hand. The sentences are those",
+        "that the diagnostics printed. `$DATA` is a folder with the model (260,032 parameters, 5",
+        "layers, trained on TinyStories) and the rows. [What to make of it](fidelity.md).",
+        "",
+        "Each command ran all nine diagnostics on "
+        f"{os.cpu_count()} CPU cores: "
+        + ", ".join(f"{kind} in {used / 60:.1f} minutes" for kind, used in seconds.items())
+        + ".",
+    ]
+    for kind in folders:
+        lines += [
+            "",
+            f"**{kind}**: {KINDS[kind][0]}.",
+            "",
+            "```",
+            shlex.join(command(kind, kind)).replace("'", ""),
+            "```",
+        ]
+    for entry in DIAGNOSTICS:
+        lines += ["", f"## {entry.name}", "", entry.question]
+        for kind, folder in folders.items():
+            found = Diagnosis.load(folder / entry.name)
+            lines += ["", f"### {entry.name}, {kind}", ""]
+            lines += [f"* {_plain(sentence)}" for sentence in found.answer]
+            lines += ["", *(f"> {_plain(note)}\n>" for note in found.notes)]
+    return "\n".join(lines).rstrip(">\n ") + "\n"
+
+
+def _plain(sentence: str) -> str:
+    """Without what Markdown would take for marks."""
+    for mark in ("*", "_", "<", "$", "`", "|"):
+        sentence = sentence.replace(mark, f"\\{mark}")
+    return sentence
+
+
+def main() -> None:
+    """Run both and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("build/diagnoses"))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    folders, seconds = {}, {}
+    for kind in KINDS:
+        folders[kind] = options.work / kind
+        seconds[kind] = run(kind, folders[kind], resume=options.resume)
+    with replacing(PAGE) as temporary:
+        temporary.write_text(page(folders, seconds), encoding="utf-8")
+    print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
