@@ -174,7 +174,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
         "--validation-rows",
         type=_positive,
         metavar="N",
-        help="draw N rows of --validation (default: at most 64), or else of the training rows",
+        help="draw N rows of --validation (default: at most 32), or else of the training rows",
     )
     add(
         "--retention",

@@ -34,7 +34,7 @@ from alphatoken.storage import weights_digest
 
 __all__ = ["Prepared", "RetentionFile", "check_files", "prepare", "retention_files"]
 
-VALIDATION_ROWS = 64
+VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
 
 _FIELDS = ("prompt", "response", "messages")

@@ -72,7 +72,7 @@ class Options:
 
     rows: int = field(default=8, metadata={"help": "held-out rows of each retention set"})
     sizes: tuple[int, ...] = field(
-        default=(8, 32, 128), metadata={"help": "numbers of samples whose Fishers are compared"}
+        default=(8, 24, 72), metadata={"help": "numbers of samples whose Fishers are compared"}
     )
     sequence: bool = field(
         default=True, metadata={"help": "also fit on freely sampled responses, as the paper does"}
@@ -224,7 +224,7 @@ def _bound(
     dagger = fit_fisher(
         before,
         whole,
-        samples=len(rows) * -(-subject.fisher_samples // len(rows)),  # each row equally often
+        samples=len(rows) * -(-subject.fisher_samples // (2 * len(rows))),  # each row equally often
         layers=subject.config.layers,
         labels="token",
         seed=subject.seed + 2_000_003,

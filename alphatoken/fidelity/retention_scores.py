@@ -86,7 +86,10 @@ def _fitted(subject: Subject, structure: str, **options: Any) -> FisherDrift:
 def variants(
     subject: Subject, *, sequence: bool, max_new_tokens: int
 ) -> tuple[dict[str, FisherDrift], list[str]]:
-    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out."""
+    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out.
+
+    Of free samples, which have to be generated, there are half as many.
+    """
     found = {"diagonal": _fitted(subject, "diagonal")}
     notes = []
     try:
@@ -95,7 +98,11 @@ def variants(
         notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
     if sequence:
         found["diagonal, free samples"] = _fitted(
-            subject, "diagonal", labels="sequence", max_new_tokens=max_new_tokens
+            subject,
+            "diagonal",
+            labels="sequence",
+            max_new_tokens=max_new_tokens,
+            samples=-(-subject.fisher_samples // 2),
         )
     return found, notes
 

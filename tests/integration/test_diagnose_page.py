@@ -367,7 +367,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     sections = [
         diagnosis(tables=(*diagnosis().tables, long)),
-        diagnosis("utility", html="<p><span style='background:#fde'>tok</span>" * 200),
+        diagnosis("utility", html="<p><span style='background:#fde;color:#111'>tok</span>" * 200),
         hostile(),
         Section("fisher", "Is it so?", failure="x" * 400),
     ]
