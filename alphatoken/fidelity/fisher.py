@@ -236,9 +236,9 @@ def _bound(
 
 
 def _within(retention: Mapping[str, Sequence[Example]], tokens: int) -> list[Example]:
-    """Rows of all sets in turn until the tokens are spent; at least one."""
-    longest = max(len(rows) for rows in retention.values())
-    turns = [rows[i] for i in range(longest) for rows in retention.values() if i < len(rows)]
+    """The shortest rows of each set, all sets in turn, until the tokens are spent; at least one."""
+    sets = [sorted(rows, key=lambda row: row.response_tokens) for rows in retention.values()]
+    turns = [rows[i] for i in range(max(map(len, sets))) for rows in sets if i < len(rows)]
     found: list[Example] = []
     for row in turns:
         spent = sum(one.response_tokens for one in found)
@@ -522,8 +522,8 @@ def _notes(
         f"{tokens} response tokens in {len(rows)} of {len(subject.train)} training rows are "
         f"scored, by '{subject.config.estimator}' on {len(scored)} weights.",
         f"Held-out retention rows: {sets}.",
-        f"The bound is on {bound_rows} of them with {bound_tokens} response tokens, at the same "
-        "scored weights; F_dagger is fitted on them with labels drawn on the given text.",
+        f"The bound is on {bound_rows} of them, the shortest of each set, with {bound_tokens} "
+        "response tokens; F_dagger is fitted on them with labels drawn on the given text.",
         f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
     if subject.fisher is not None:

@@ -187,30 +187,48 @@ class _Column:
 def _columns(table: Table) -> Iterator[_Column]:
     """Columns as shown: an estimate's four become one, ``value [low, high]``.
 
-    Its count follows in a column of its own, or in the heading where all rows have the same.
+    Its count stands in the heading where all rows have the same; otherwise in a column of its
+    own, which estimates with the same counts share.
     """
-    places = {name: index for index, name in enumerate(table.columns)}
     rows = table.rows[:MOST_ROWS]
-    inside: set[str] = set()
+    cells = {name: [row[place] for row in rows] for place, name in enumerate(table.columns)}
+    estimates = [name for name in cells if all(part in cells for part in _parts(name))]
+    inside = {part for name in estimates for part in _parts(name)}
+    differing = [cells[_parts(name)[2]] for name in estimates if _several(cells[_parts(name)[2]])]
+    alone = all(counts == differing[0] for counts in differing)
+    said: list[list[Cell]] = []
     for name in table.columns:
         if name in inside:
             continue
-        parts = [f"{name}_low", f"{name}_high", f"{name}_n"]
-        if not all(part in places for part in parts):
-            cells = [row[places[name]] for row in rows]
-            numeric = all(isinstance(c, (int, float)) or c is None for c in cells)
-            yield _Column(_heading(name), numeric, [_shown(cell) for cell in cells])
+        if name not in estimates:
+            numeric = all(_is_number(cell) or cell is None for cell in cells[name])
+            yield _Column(_heading(name), numeric, [_shown(cell) for cell in cells[name]])
             continue
-        inside.update(parts)
-        value, low, high, count = ([row[places[p]] for row in rows] for p in (name, *parts))
-        shown = [_interval(*three) for three in zip(value, low, high, strict=True)]
-        counts = {cell for cell in count if cell is not None}
-        if len(counts) <= 1:
-            said = f", n = {_shown(counts.pop())}" if counts else ""
-            yield _Column(_heading(name) + said, True, shown)
-        else:
-            yield _Column(_heading(name), True, shown)
-            yield _Column(f"{_heading(name)}, n", True, [_shown(cell) for cell in count])
+        low, high, count = (cells[part] for part in _parts(name))
+        shown = [_interval(*three) for three in zip(cells[name], low, high, strict=True)]
+        if not _several(count):
+            known = [cell for cell in count if cell is not None][:1]
+            more = "".join(f", n\u00a0=\u00a0{_shown(cell)}" for cell in known)
+            yield _Column(_heading(name) + more, True, shown)
+            continue
+        yield _Column(_heading(name), True, shown)
+        if count not in said:
+            said.append(count)
+            heading = "n" if alone else f"{_heading(name)}, n"
+            yield _Column(heading, True, [_shown(cell) for cell in count])
+
+
+def _parts(name: str) -> list[str]:
+    """The columns that belong to an estimate, as ``Table.of`` names them."""
+    return [f"{name}_low", f"{name}_high", f"{name}_n"]
+
+
+def _several(counts: Sequence[Cell]) -> bool:
+    return len({count for count in counts if count is not None}) > 1
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
 def _heading(name: str) -> str:
@@ -248,7 +266,7 @@ def _shown(cell: Cell) -> str:
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if isinstance(cell, str):
-        return cell
+        return cell if cell.strip(" ") else "\u2423" * len(cell)  # a token may be a space
     if isinstance(cell, float) and math.isinf(cell):
         return "∞" if cell > 0 else f"{_MINUS}∞"
     if float(cell).is_integer() and abs(cell) < 1e15:

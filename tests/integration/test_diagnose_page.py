@@ -210,7 +210,7 @@ def test_an_estimate_is_one_cell_with_its_interval() -> None:
         ]
     )
     assert rows == [
-        ["who", "rho s, n = 48", "other"],
+        ["who", "rho s, n\u00a0=\u00a048", "other"],
         ["a", "0.914 [0.871, 0.950]", "1"],
         ["b", "−0.20 [−0.31, 0.05]", "–"],
         ["c", "not defined", "–"],
@@ -219,7 +219,13 @@ def test_an_estimate_is_one_cell_with_its_interval() -> None:
 
 def test_counts_that_differ_have_a_column() -> None:
     rows = shown([{"x": Estimate(12.0, 7.0, 19.5, 40)}, {"x": Estimate(3e-9, 1e-9, 5e-9, 1234)}])
-    assert rows == [["x", "x, n"], ["12 [7, 20]", "40"], ["3e-09 [1e-09, 5e-09]", "1,234"]]
+    assert rows == [["x", "n"], ["12 [7, 20]", "40"], ["3e-09 [1e-09, 5e-09]", "1,234"]]
+    one, two = Estimate(0.5, 0.4, 0.6, 9), Estimate(0.5, 0.4, 0.6, 10)
+    three = Estimate(0.5, 0.4, 0.6, 11)
+    assert shown([{"x": one, "y": one, "z": one}, {"x": two, "y": two, "z": one}])[0] == [
+        "x", "n", "y", "z, n\u00a0=\u00a09",
+    ]  # fmt: skip
+    assert shown([{"x": one, "y": one}, {"x": two, "y": three}])[0] == ["x", "x, n", "y", "y, n"]
     assert shown([{"x": Estimate(0.5, 0.5, 0.5, 9)}])[1] == ["0.500 [0.500, 0.500]"]
     assert shown([{"x": Estimate(math.inf, 1.0, math.inf, 9)}])[1] == ["∞ [1, ∞]"]
 
@@ -232,6 +238,7 @@ def test_cells_are_short_and_say_what_is_missing() -> None:
         ]
     )
     assert rows[1] == ["yes", "1,234,567", "0.00012", "−1.5e-07", "∞", "2"]
+    assert shown([{"token": " "}, {"token": ""}, {"token": " a"}])[1:] == [["␣"], [""], [" a"]]
     assert rows[2] == ["no", "−3", "0.123", "1.2e+05", "−∞", "</td>"]
 
 

@@ -509,6 +509,16 @@ def test_products_with_a_fisher_are_its_direction() -> None:
             close(found, wanted, wanted.abs().max() + 1e-12, 1e-9, name=f"{structure} {name}")
 
 
+def test_the_bounds_rows_are_the_shortest_of_each_set() -> None:
+    def rows(*lengths: int) -> list[Example]:
+        return [example(range(1, 1 + length), 2) for length in lengths]
+
+    sets = {"a": rows(9, 5, 4), "b": rows(20, 6)}
+    for tokens, lengths in ((6, [4, 6]), (9, [4, 6, 5]), (1, [4]), (1000, [4, 6, 5, 20, 9])):
+        found = [len(row.input_ids) for row in diagnostic._within(sets, tokens)]
+        assert found == lengths
+
+
 def test_hypergeometric_intervals_are_scipys() -> None:
     found = diagnostic.random_overlap(30, 0.5)
     low, high = stats.hypergeom(30, 15, 15).interval(0.95)
