@@ -8,11 +8,11 @@ docs/fidelity-measured.md, word by word. Interrupted, it goes on where it was wi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -51,17 +51,21 @@ def command(kind: str, out: str) -> list[str]:
     return [*words, "--max-length", "256", "--on-empty", "skip", "--out", out]
 
 
-def run(kind: str, out: Path, *, resume: bool) -> float:
-    """Run it; seconds."""
+def run(kind: str, out: Path, *, resume: bool) -> None:
+    """Run it."""
     data = os.environ["ALPHATOKEN_DATA"]
     words = [word.replace("$DATA", data) for word in command(kind, str(out))]
     words = [sys.executable, "-m", "alphatoken.cli", *words[1:]]
-    start = time.monotonic()
     subprocess.run([*words, *(["--resume"] if resume and out.exists() else [])], check=True)
-    return time.monotonic() - start
 
 
-def page(folders: dict[str, Path], seconds: dict[str, float]) -> str:
+def minutes(out: Path) -> float:
+    """What the diagnostics of a folder took together."""
+    record = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    return sum(float(one["seconds"]) for one in record["diagnostics"].values()) / 60
+
+
+def page(folders: dict[str, Path]) -> str:
     """What the diagnoses say, as Markdown."""
     lines = [
         "# Fidelity, measured",
@@ -70,10 +74,9 @@ def page(folders: dict[str, Path], seconds: dict[str, float]) -> str:
         "that the diagnostics printed. `$DATA` is a folder with the model (260,032 parameters, 5",
         "layers, trained on TinyStories) and the rows. [What to make of it](fidelity.md).",
         "",
-        "Each command ran all nine diagnostics on "
-        f"{os.cpu_count()} CPU cores: "
-        + ", ".join(f"{kind} in {used / 60:.1f} minutes" for kind, used in seconds.items())
-        + ".",
+        "All nine together took "
+        + ", ".join(f"{minutes(folder):.1f} minutes ({kind})" for kind, folder in folders.items())
+        + " on one CPU thread, beside other work.",
     ]
     for kind in folders:
         lines += [
@@ -107,12 +110,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/diagnoses"))
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    folders, seconds = {}, {}
-    for kind in KINDS:
-        folders[kind] = options.work / kind
-        seconds[kind] = run(kind, folders[kind], resume=options.resume)
+    folders = {kind: options.work / kind for kind in KINDS}
+    for kind, folder in folders.items():
+        run(kind, folder, resume=options.resume)
     with replacing(PAGE) as temporary:
-        temporary.write_text(page(folders, seconds), encoding="utf-8")
+        temporary.write_text(page(folders), encoding="utf-8")
     print(f"written: {PAGE}")
 
 
