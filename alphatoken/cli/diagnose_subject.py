@@ -14,8 +14,7 @@ from torch import nn
 from alphatoken import FisherDrift, ScorerConfig
 from alphatoken.cli.folder import examples_digest, file_digest
 from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
-from alphatoken.cli.parser import parse_window
-from alphatoken.cli.reading import options_of, read_file
+from alphatoken.cli.reading import options_of, read_file, window_of
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -174,17 +173,10 @@ def prepare(options: argparse.Namespace) -> Prepared:
 
 
 def _config(options: argparse.Namespace) -> ScorerConfig:
-    layers = read_layers(options.layers, "--layers")
-    try:
-        window = parse_window(options.window)
-    except ValueError:
-        raise ConfigError(
-            "--window cannot be read", got=repr(options.window), remedy="32, or none"
-        ) from None
     return ScorerConfig(
         estimator=options.estimator,
-        layers=layers,
-        window=window,
+        layers=read_layers(options.layers, "--layers"),
+        window=window_of(options),
         stability_weight=options.stability_weight,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["ELSEWHERE", "build_parser", "parse_window"]
+__all__ = ["ELSEWHERE", "build_parser"]
 
 ELSEWHERE = {"sft": "--traceback", "dpo": "--traceback", "diagnose": "--debug"}
 """Commands that read their options themselves, and the one that shows where an error came from."""
@@ -208,12 +208,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1: {text}")
     return value
-
-
-def parse_window(text: str) -> int | None:
-    """A number of tokens, or ``"none"`` for no window.
-
-    Raises:
-        ValueError: anything else.
-    """
-    return None if text.lower() == "none" else int(text)

@@ -1,12 +1,13 @@
-"""How both commands read rows."""
+"""How the commands read rows and common options."""
 
 from __future__ import annotations
 
 import argparse
 
 from alphatoken.data import EncodeOptions, Fields, Row, read_rows
+from alphatoken.errors import ConfigError
 
-__all__ = ["options_of", "read_file"]
+__all__ = ["options_of", "read_file", "window_of"]
 
 
 def read_file(
@@ -30,3 +31,17 @@ def options_of(options: argparse.Namespace, max_length: int | None) -> EncodeOpt
         chat_template=not options.no_chat_template,
         end_token=not getattr(options, "no_end_token", False),
     )
+
+
+def window_of(options: argparse.Namespace) -> int | None:
+    """``--window``: a number of tokens, or "none" for no limit.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        return None if options.window.lower() == "none" else int(options.window)
+    except ValueError:
+        raise ConfigError(
+            "--window cannot be read", got=repr(options.window), remedy="32, or none"
+        ) from None

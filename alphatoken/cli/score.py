@@ -26,8 +26,7 @@ from alphatoken.cli.folder import (
 )
 from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
 from alphatoken.cli.notes import balance_by_layer, write_notes
-from alphatoken.cli.parser import parse_window
-from alphatoken.cli.reading import options_of, read_file
+from alphatoken.cli.reading import options_of, read_file, window_of
 from alphatoken.data import (
     EncodeOptions,
     EncodeReport,
@@ -138,17 +137,10 @@ def _kind(options: argparse.Namespace) -> str:
 
 
 def _config(options: argparse.Namespace) -> ScorerConfig:
-    layers = read_layers(options.layers, "--layers")
-    try:
-        window = parse_window(options.window)
-    except ValueError:
-        raise ConfigError(
-            "--window cannot be read", got=repr(options.window), remedy="32, or none"
-        ) from None
     return ScorerConfig(
         estimator=options.estimator,
-        layers=layers,
-        window=window,
+        layers=read_layers(options.layers, "--layers"),
+        window=window_of(options),
         stability_weight=options.stability_weight,
         head_reduction=options.head_reduction,
         causal_position=options.causal_position,

@@ -36,7 +36,7 @@ from alphatoken.fidelity.scoring_cost import (
     step_cost,
     values_cost,
 )
-from alphatoken.fidelity.stability import validation_sample
+from alphatoken.fidelity.stability import sample_notes, validation_sample
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
     captured,
@@ -209,17 +209,10 @@ class _Run:
             notes.append(f"Values are those of the model after fine-tuning. {said}")
         scorer = _scorer(subject, model, retention, validation, config)
         values = subject.score(scorer, rows, "Values of the run")
-        every = sum(row.response_tokens for row in subject.train)
-        notes.insert(
-            0,
-            f"{len(values['total'])} of {every} response tokens were valued, in {len(rows)} of "
-            f"{len(subject.train)} rows, all ranked in one pool.",
-        )
-        if len(rows) < FEWEST:
-            notes.append(
-                f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
-                "the truth."
-            )
+        notes = [
+            *sample_notes(subject, rows, len(values["total"]), ", all ranked in one pool."),
+            *notes,
+        ]
         batch = subject.batches(rows)[0]
         shape = tuple(batch["input_ids"].shape)
         notes.append(

@@ -47,7 +47,14 @@ from alphatoken.fidelity.valuing import retention_term
 from alphatoken.fisher import fit_fisher
 from alphatoken.scorer import Scorer
 
-__all__ = ["Options", "diagnose", "fisher_columns", "fisher_parts", "validation_sample"]
+__all__ = [
+    "Options",
+    "diagnose",
+    "fisher_columns",
+    "fisher_parts",
+    "sample_notes",
+    "validation_sample",
+]
 
 Numbers = NDArray[np.float64]
 
@@ -188,17 +195,15 @@ class _Base:
         retention = retention_term(subject)
         scorer = _scorer(subject, subject.model, retention, validation)
         values = subject.score(scorer, rows, "Values")
-        every = sum(row.response_tokens for row in subject.train)
-        notes.insert(
-            0,
-            f"{len(values['total'])} of {every} response tokens were valued, in {len(rows)} of "
-            f"{len(subject.train)} rows. All were ranked in one pool, unless it says otherwise.",
-        )
-        if len(rows) < FEWEST:
-            notes.append(
-                f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
-                "the truth."
-            )
+        notes = [
+            *sample_notes(
+                subject,
+                rows,
+                len(values["total"]),
+                ". All were ranked in one pool, unless it says otherwise.",
+            ),
+            *notes,
+        ]
         if retention is None and subject.config.objective == "both":
             notes.append(
                 "The model as given is its own reference, so its retention term is zero: these "
@@ -219,6 +224,21 @@ class _Base:
         """What no validation row changes: lambda times the stability value."""
         stability = self.values.get("stability", np.zeros_like(self.total))
         return stability * self.subject.config.stability_weight
+
+
+def sample_notes(subject: Subject, rows: Sequence[Example], valued: int, ending: str) -> list[str]:
+    """Which tokens were valued, and what so few rows mean for the intervals."""
+    every = sum(row.response_tokens for row in subject.train)
+    said = [
+        f"{valued} of {every} response tokens were valued, in {len(rows)} of "
+        f"{len(subject.train)} rows{ending}"
+    ]
+    if len(rows) < FEWEST:
+        said.append(
+            f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
+            "the truth."
+        )
+    return said
 
 
 def validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
