@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,6 +35,11 @@ _CHECKED = [
 jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
 
 torch.set_num_threads(1)
+
+# A shell's background jobs ignore SIGINT, and children inherit that: the tests that interrupt a
+# command would then interrupt nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch's forward mode compiles some of its rules with torch.jit at first use, which torch itself
 # deprecates. Done here once, the warning (an error under pytest) hits no test.
