@@ -42,10 +42,10 @@ from alphatoken.fidelity.readings import (
 )
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
+from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
-from alphatoken.objective import gradient_of, scoring_forward
-from alphatoken.scorer import Scorer
+from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.selection import keep_count
 
 __all__ = ["Options", "Prices", "agreement", "diagnose", "kept_share", "spread", "windows_of"]
@@ -325,66 +325,31 @@ def _prices(
 ) -> Prices:
     batch, *_ = subject.batches(rows[: subject.batch_size])
     count = len(batch["labels"])
-    several = subject.batches(subject.validation[:count], count)
     tracker = subject.tracker("Cost", len(settings))
     values, direction, known = {}, {}, {}
     for number, setting in enumerate(settings):
         config = setting.config(subject.config)
-        values[setting] = _price_of_values(subject, config, batch, options.repeats)
+        scorer = scorer_for(subject, rows=subject.validation[:1], config=config)
+        values[setting] = values_cost(scorer, batch, repeats=options.repeats)
         place = (setting.layers, setting.everything)
         if place not in known:
-            known[place] = _price_of_direction(subject, config, several, options.repeats)
+            scorer = scorer_for(subject, rows=subject.validation[:count], config=config)
+            known[place] = direction_cost(scorer, repeats=options.repeats)
         direction[setting] = known[place]
         tracker.report(number + 1)
-    return Prices(values, direction, *_baselines(subject, batch, options.repeats), count)
+    step = step_cost(subject.adapter, batch, repeats=options.repeats)
+    return Prices(values, direction, step, _forward_cost(subject, batch, options.repeats), count)
 
 
-def _price_of_values(
-    subject: Subject, config: Any, batch: Mapping[str, Tensor], repeats: int
-) -> Cost:
-    """Of ``Observed.values``, its one-time proofs left out."""
-    validation, *_ = subject.batches(subject.validation[:1])
-    scorer = Scorer(subject.model, validation, None, config)
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
-    with torch.enable_grad(), scorer.observe() as observed:
-        logits = subject.adapter.forward(inputs)
-        observed.values(logits, batch["labels"])
-        return measure(lambda: observed.values(logits, batch["labels"]), repeats=repeats)
-
-
-def _price_of_direction(
-    subject: Subject, config: Any, batches: Sequence[Mapping[str, Tensor]], repeats: int
-) -> Cost:
-    scorer = Scorer(subject.model, batches, None, config)
-
-    def build() -> None:
-        scorer.refresh()
-        _ = scorer.direction
-
-    return measure(build, repeats=repeats)
-
-
-def _baselines(subject: Subject, batch: Mapping[str, Tensor], repeats: int) -> tuple[Cost, Cost]:
-    """A training step's forward and backward, and a forward."""
-    adapter = subject.adapter
-    checked = read_batch(batch, max_length=adapter.max_positions())
-    trained = [p for p in adapter.model.parameters() if p.requires_grad]
-
-    def step() -> None:
-        with scoring_forward(adapter, None):
-            gradient_of(_mean_loss(adapter.forward(checked.inputs), checked.labels), trained)
+def _forward_cost(subject: Subject, batch: Mapping[str, Tensor], repeats: int) -> Cost:
+    """Of a forward alone."""
+    checked = read_batch(batch, max_length=subject.adapter.max_positions())
 
     def forward() -> None:
         with torch.no_grad():
-            adapter.forward(checked.inputs)
+            subject.adapter.forward(checked.inputs)
 
-    return measure(step, repeats=repeats), measure(forward, repeats=repeats)
-
-
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-    )
+    return measure(forward, repeats=repeats)
 
 
 def _cost_table(prices: Prices, settings: Sequence[Setting]) -> Table:

@@ -20,7 +20,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.metrics import sign_agreement, spearman
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
@@ -472,11 +472,7 @@ def _notes(
     ]
     if subject.config.estimator in ("label", "path"):
         notes.append(f"{subject.config.estimator} has one value, not a direct and a causal part.")
-    if len(valued.rows) < FEWEST:
-        notes.append(
-            f"Only {len(valued.rows)} rows: intervals draw single tokens, and are a lower limit "
-            "of the truth."
-        )
+    notes += few_rows(len(valued.rows))
     if subject.tokenizer is None:
         notes.append("There is no tokenizer: tokens are shown by number.")
     return tuple(notes)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from alphatoken.errors import InputError
 
-__all__ = ["FEWEST", "Estimate", "bootstrap"]
+__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows"]
 
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
@@ -58,6 +58,13 @@ class Estimate:
         if not self.defined:
             return f"not defined ({self.reason})"
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def few_rows(rows: int) -> list[str]:
+    """What is to be said of intervals over tokens of so few rows; nothing where rows are drawn."""
+    if rows >= FEWEST:
+        return []
+    return [f"Only {rows} rows: intervals draw single tokens, and are a lower limit of the truth."]
 
 
 def bootstrap(

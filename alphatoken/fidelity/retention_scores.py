@@ -75,14 +75,6 @@ def growing_fishers(
     return found
 
 
-def _fitted(subject: Subject, structure: str, **options: Any) -> FisherDrift:
-    """The subject's, which knows nothing of biases unless it is told."""
-    given = subject.fisher is not None and subject.fisher.structure == structure
-    if subject.config.score_bias and not (given and not options):
-        options["score_bias"] = True
-    return subject.fitted_fisher(structure, **options)
-
-
 def variants(
     subject: Subject, *, sequence: bool, max_new_tokens: int
 ) -> tuple[dict[str, FisherDrift], list[str]]:
@@ -90,15 +82,14 @@ def variants(
 
     Of free samples, which have to be generated, there are half as many.
     """
-    found = {"diagonal": _fitted(subject, "diagonal")}
+    found = {"diagonal": subject.fitted_fisher("diagonal")}
     notes = []
     try:
-        found["kronecker"] = _fitted(subject, "kronecker")
+        found["kronecker"] = subject.fitted_fisher("kronecker")
     except CoverageError as problem:
         notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
     if sequence:
-        found["diagonal, free samples"] = _fitted(
-            subject,
+        found["diagonal, free samples"] = subject.fitted_fisher(
             "diagonal",
             labels="sequence",
             max_new_tokens=max_new_tokens,

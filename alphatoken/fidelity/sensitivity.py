@@ -46,7 +46,7 @@ from alphatoken.fidelity.sweeps import (
     weight_for_change,
     weight_sweep,
 )
-from alphatoken.fidelity.valuing import with_estimator
+from alphatoken.fidelity.valuing import scorer_for, with_estimator
 from alphatoken.scorer import Scorer
 from alphatoken.selection import keep_count
 
@@ -204,10 +204,10 @@ class _Run:
         if config.objective != "adaptation":
             _, model, said = subject.before_and_after()
             retention = subject.fisher or subject.fitted_fisher(
-                layers=layers, score_bias=config.score_bias, parameters=config.parameters
+                layers=layers, parameters=config.parameters
             )
             notes.append(f"Values are those of the model after fine-tuning. {said}")
-        scorer = _scorer(subject, model, retention, validation, config)
+        scorer = scorer_for(subject, model=model, retention=retention, rows=validation)
         values = subject.score(scorer, rows, "Values of the run")
         notes = [
             *sample_notes(subject, rows, len(values["total"]), ", all ranked in one pool."),
@@ -225,12 +225,12 @@ class _Run:
             values_cost(scorer, batch, repeats=options.repeats),
             step_cost(scorer.adapter, batch, repeats=options.repeats),
         )
-        wide = _scorer(
+        wide = scorer_for(
             subject,
-            model,
-            retention,
-            validation,
-            replace(config, layers=_covered(retention, model, layers, notes)),
+            model=model,
+            retention=retention,
+            rows=validation,
+            config=replace(config, layers=_covered(retention, model, layers, notes)),
         ).direction
         return cls(
             subject, model, retention, rows, validation, wide, scorer, values, cost,
@@ -337,7 +337,13 @@ class _Run:
         """
         subject = self.subject
         narrow = replace(config, contraction="auto" if config.estimator == "label" else "projected")
-        scorer = _scorer(subject, self.model, self.retention, self.validation[:1], narrow)
+        scorer = scorer_for(
+            subject,
+            model=self.model,
+            retention=self.retention,
+            rows=self.validation[:1],
+            config=narrow,
+        )
         scorer.score(subject.batches(self.rows[:1])[0])
         missing = [name for name in scorer.parameters if name not in self.wide.adaptation]
         if missing:
@@ -359,7 +365,7 @@ class _Run:
     def cost_of_rows(self, size: int) -> ScoringCost:
         """The run's cost with the first ``size`` validation rows."""
         rows = self.validation[:size]
-        scorer = _scorer(self.subject, self.model, self.retention, rows, self.subject.config)
+        scorer = scorer_for(self.subject, model=self.model, retention=self.retention, rows=rows)
         return replace(self.cost, direction=direction_cost(scorer, repeats=0))
 
 
@@ -398,18 +404,6 @@ def _covered(
     if len(found) < len(layers):
         notes.append(f"The Fisher given covers layers {found} only; no other K is tried.")
     return found
-
-
-def _scorer(
-    subject: Subject,
-    model: nn.Module,
-    retention: FisherDrift | None,
-    rows: Sequence[Example],
-    config: ScorerConfig,
-) -> Scorer:
-    scorer = Scorer(model, subject.batches(rows), retention, config)
-    scorer.warn = False  # which side decides is reported
-    return scorer
 
 
 def _norm(direction: Mapping[str, Tensor]) -> float:

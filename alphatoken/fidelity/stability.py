@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from alphatoken.data import Example
 from alphatoken.drift import FisherDrift
@@ -31,7 +30,7 @@ from alphatoken.fidelity.arrangement import (
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.resampling import (
@@ -43,7 +42,7 @@ from alphatoken.fidelity.resampling import (
 )
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import retention_term
+from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.fisher import fit_fisher
 from alphatoken.scorer import Scorer
 
@@ -193,7 +192,7 @@ class _Base:
         subject.require_tokens(rows, 2 * FEWEST, "shares of decisions are estimated")
         validation, notes = validation_sample(subject, options.validation_rows)
         retention = retention_term(subject)
-        scorer = _scorer(subject, subject.model, retention, validation)
+        scorer = scorer_for(subject, retention=retention, rows=validation)
         values = subject.score(scorer, rows, "Values")
         notes = [
             *sample_notes(
@@ -229,16 +228,11 @@ class _Base:
 def sample_notes(subject: Subject, rows: Sequence[Example], valued: int, ending: str) -> list[str]:
     """Which tokens were valued, and what so few rows mean for the intervals."""
     every = sum(row.response_tokens for row in subject.train)
-    said = [
+    return [
         f"{valued} of {every} response tokens were valued, in {len(rows)} of "
-        f"{len(subject.train)} rows{ending}"
+        f"{len(subject.train)} rows{ending}",
+        *few_rows(len(rows)),
     ]
-    if len(rows) < FEWEST:
-        said.append(
-            f"Only {len(rows)} rows: intervals draw single tokens, and are a lower limit of "
-            "the truth."
-        )
-    return said
 
 
 def validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
@@ -266,14 +260,6 @@ def validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[
             f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."
         ]
     return usable, []
-
-
-def _scorer(
-    subject: Subject, model: nn.Module, retention: FisherDrift | None, rows: Sequence[Example]
-) -> Scorer:
-    scorer = Scorer(model, subject.batches(rows), retention, subject.config)
-    scorer.warn = False  # what decides is reported
-    return scorer
 
 
 # --- sources that need models of their own -----------------------------------------------------
@@ -307,7 +293,7 @@ def _fisher(base: _Base, options: Options) -> Resampled | None:
     if subject.config.objective == "adaptation" or not options.fisher_parts:
         return None
     _, after, said = subject.before_and_after()
-    scorer = _scorer(subject, after, None, base.validation)
+    scorer = scorer_for(subject, model=after, rows=base.validation)
     values = subject.score(scorer, base.rows, "Values after fine-tuning")
     columns = fisher_columns(subject, scorer, base.rows, options.fisher_parts)
     base.notes.append(

@@ -218,6 +218,7 @@ class Subject:
             "labels": "token",
             "seed": self.seed,
             "batch_size": self.batch_size,
+            "score_bias": self.config.score_bias,
             **options,
         }
         key = f"fisher {structure} {sorted(settings.items(), key=str)}"

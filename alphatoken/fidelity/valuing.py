@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.config import ScorerConfig
+from alphatoken.data import Example
 from alphatoken.drift import FisherDrift
 from alphatoken.estimators import SPLIT
 from alphatoken.fidelity.subject import Subject
@@ -56,12 +58,18 @@ def scorer_for(
     *,
     model: nn.Module | None = None,
     retention: FisherDrift | None = None,
+    rows: Sequence[Example] | None = None,
+    config: ScorerConfig | None = None,
 ) -> Scorer:
-    """A scorer with the subject's objective; by default its own estimator, at its own model."""
-    config = with_estimator(subject.config, estimator or subject.config.estimator)
+    """A scorer with the subject's objective, or with other validation ``rows``.
+
+    By default its own settings at its own model; ``estimator`` changes that one, ``config`` all.
+    """
+    if config is None:
+        config = with_estimator(subject.config, estimator or subject.config.estimator)
     scorer = Scorer(
         subject.model if model is None else model,
-        subject.batches(subject.validation),
+        subject.batches(subject.validation if rows is None else rows),
         retention,
         config,
     )
