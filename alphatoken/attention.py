@@ -145,6 +145,25 @@ class AttentionStatistics:
         lse = self.lse[..., block.rows].unsqueeze(-1)
         return torch.exp(block.logits - lse.masked_fill(lse == -torch.inf, 0.0))
 
+    def softmax(self, block: _Block) -> tuple[Tensor, Tensor | None]:
+        """alpha (b, g, r, k, t) of a block with all keys of its queries, and the sinks' share.
+
+        The same as ``weights``, without a pass for the log-sum-exp. The share is (b, g, r, k, 1),
+        None without sinks.
+        """
+        logits, share = block.logits, None
+        if self.sinks is None:
+            alpha = torch.softmax(logits, -1)
+        else:
+            sinks = self.sinks.to(self.dtype).view(self.groups, -1)[None, :, :, None, None]
+            column = sinks.expand(*logits.shape[:-1], 1)
+            alpha, share = torch.softmax(torch.cat([logits, column], -1), -1).split(
+                [logits.shape[-1], 1], -1
+            )
+        if self.mask is not None:  # a query that may attend to nothing
+            alpha = alpha.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
+        return alpha, share
+
     @full_precision
     def diagonal(self) -> tuple[Tensor, Tensor | None]:
         """alpha_tt (b, g, r, t), and the soft-cap's slope there (None without one)."""
@@ -390,32 +409,31 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
         found = tangent[name]
         return torch.zeros_like(plain[name]) if found is None else found
 
-    dq = _group(zero_or("query"), groups).to(dtype)
-    key, dk = plain["key"].to(dtype), zero_or("key").to(dtype)
-    value, dv = plain["value"].to(dtype), zero_or("value").to(dtype)
+    # s' = c (q'.k + q.k') is one product of twice the width, o and alpha v' are another.
+    queries = torch.cat([_group(zero_or("query"), groups).to(dtype), statistics.query], -1)
+    queries = queries * statistics.scale
+    value = plain["value"].to(dtype)
+    keys = torch.cat([plain["key"].to(dtype), zero_or("key").to(dtype)], -1)
+    values = torch.cat([value, zero_or("value").to(dtype)], -1)
     outputs, tangents = [], []
     for block in statistics.row_blocks():
         columns = block.columns
-        alpha = statistics.weights(block)
-        q = statistics.query[..., block.rows, :].to(dtype)
-        ds = torch.einsum("bgrkd,bgtd->bgrkt", dq[..., block.rows, :], key[..., columns, :])
-        ds = (ds + torch.einsum("bgrkd,bgtd->bgrkt", q, dk[..., columns, :])) * statistics.scale
+        alpha, share = statistics.softmax(block)
+        q, k = queries[..., block.rows, :], keys[..., columns, :]
+        ds = torch.einsum("bgrkd,bgtd->bgrkt", q, k)
         if block.slope is not None:
             ds = ds * block.slope
         weighted = alpha * ds
         mean = weighted.sum(-1, keepdim=True)
-        if tangent["sinks"] is not None:
-            sink = plain["sinks"].to(dtype).view(groups, -1)[None, :, :, None]
-            share = torch.exp(sink - statistics.lse[..., block.rows])
-            mean = (
-                mean + (share * tangent["sinks"].to(dtype).view(groups, -1)[..., None])[..., None]
-            )
-        weighted = weighted - alpha * mean
-        outputs.append(torch.einsum("bgrkt,bgtd->bgrkd", alpha, value[..., columns, :]))
-        tangents.append(
-            torch.einsum("bgrkt,bgtd->bgrkd", weighted, value[..., columns, :])
-            + torch.einsum("bgrkt,bgtd->bgrkd", alpha, dv[..., columns, :])
-        )
+        if share is not None and tangent["sinks"] is not None:
+            moved = tangent["sinks"].to(dtype).view(groups, -1)[None, :, :, None, None]
+            mean = mean + share * moved
+        weighted = weighted.addcmul_(alpha, mean, value=-1)
+        both = torch.einsum("bgrkt,bgtd->bgrkd", alpha, values[..., columns, :])
+        output, moved_values = both.chunk(2, -1)
+        outputs.append(output)
+        moved_weights = torch.einsum("bgrkt,bgtd->bgrkd", weighted, value[..., columns, :])
+        tangents.append(moved_weights + moved_values)
     kept = plain["value"].dtype
     output, output_tangent = (torch.cat(x, -2).flatten(1, 2).to(kept) for x in (outputs, tangents))
     dual: Tensor = forward_ad.make_dual(output, output_tangent)

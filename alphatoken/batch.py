@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.precision import wide
+from alphatoken.vocabulary import chosen_losses
 
 __all__ = [
     "IGNORE",
@@ -56,7 +57,7 @@ def to_label_position(by_token: Tensor) -> Tensor:
 
 
 def token_losses(
-    scores: Float[Tensor, "b t vocabulary"] | Float[Tensor, "b s"],
+    scores: Float[Tensor, "b p vocabulary"] | Float[Tensor, "b s"],
     labels: Int[Tensor, "b t"],
     *,
     role: str = "batch",
@@ -77,11 +78,17 @@ def token_losses(
     """
     mask = label_mask(labels)
     if scores.dim() == 3:
+        if scores.shape[:2] != labels.shape:
+            raise InputError(
+                f"logits and labels of the {role} must have one entry a position",
+                got=f"{tuple(scores.shape)} and {tuple(labels.shape)}",
+                remedy="pass all positions' logits (logits_to_keep=0) and unshifted labels",
+            )
         _require_tokens(labels, mask, scores.shape[-1], role)
-        targets = torch.where(mask, labels, 0)[:, 1:]
-        log_probs = F.log_softmax(scores[:, :-1].to(wide(scores.dtype)), dim=-1)
-        chosen = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        losses = F.pad(-chosen, (1, 0))
+        # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
+        tokens = mask.flatten().nonzero().squeeze(-1)
+        chosen = chosen_losses(scores, tokens - 1, labels.flatten()[tokens])
+        losses = chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
     elif scores.shape[1] == labels.shape[1] - 1:
         losses = F.pad(-scores.to(wide(scores.dtype)), (1, 0))
     else:

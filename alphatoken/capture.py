@@ -8,7 +8,7 @@ also when an exception passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -302,6 +302,53 @@ def accumulate_errors(
     """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
     with recorder.switch.to(mode), recorder.repeatable():
         return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
+
+
+def stream_errors(
+    recorder: Recorder,
+    loss: Tensor,
+    mode: str,
+    consume: Callable[[int, Tensor], None],
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], bool]:
+    """Hand over the error of every linear use inside the backward, and keep none of them.
+
+    The errors are those of ``accumulate_errors``. Only the uses of the first recorded block are
+    asked for by autograd; each use above lies on the way there, and a hook sees its error pass. A
+    use that lies beside that way is asked for by itself afterwards.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar of that forward; its graph, and every .grad, stay as they are.
+        mode: of the attention backward.
+        consume: gets (index in ``recorder.linears``, error); a use without a path gives nothing.
+        also: tensors whose errors are returned.
+
+    Returns:
+        The errors at ``also``, and whether the loss reached anything that was recorded.
+    """
+    seen: set[int] = set()
+
+    def hand_over(index: int, error: Tensor | None) -> None:
+        if error is not None:  # a node runs with no error where a backward above gave none
+            seen.add(index)
+            consume(index, error)
+
+    uses = recorder.linears
+    lowest = min((use.execution for use in uses), default=0)
+    ends = [use.s for use in uses if use.execution == lowest]
+    hooks = [use.s.register_hook(partial(hand_over, i)) for i, use in enumerate(uses)]
+    try:
+        errors = accumulate_errors(recorder, loss, [*ends, *also], mode)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missed = [i for i in range(len(uses)) if i not in seen]
+    found = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
+    for index, error in zip(missed, found, strict=True):
+        hand_over(index, error)
+    others = errors[len(ends) :]
+    return others, bool(seen) or any(error is not None for error in others)
 
 
 @contextmanager

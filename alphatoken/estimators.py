@@ -16,13 +16,15 @@ same for all. With Psi[k, t] the influence of the use of weights at position t o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from alphatoken.attention import propagate_values
-from alphatoken.capture import AttentionUse, Recorder, accumulate_errors
+from alphatoken.capture import AttentionUse, Recorder, accumulate_errors, stream_errors
 
 __all__ = [
     "CAPTURED",
@@ -44,12 +46,17 @@ SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
 """Estimators with a direct and a causal part; path and label have one undivided value."""
 
 
+Consume = Callable[[str, int, Tensor], None]
+"""Takes ("direct" or "causal", index in ``recorder.linears``, error (b, t, d_out))."""
+
+
 @dataclass(frozen=True)
 class TokenErrors:
     """Errors (b, t, d_out) at every recorded linear use; None where a part is zero.
 
-    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``. ``reached`` is False if
-    the loss reaches nothing that was recorded: it belongs to another graph.
+    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``; empty where the errors
+    were handed over one by one. ``reached`` is False if the loss reaches nothing that was
+    recorded: it belongs to another graph.
     """
 
     direct: list[Tensor | None]
@@ -65,6 +72,7 @@ def token_errors(
     window: int | None,
     head_reduction: str,
     path: str = "both",
+    consume: Consume | None = None,
 ) -> TokenErrors:
     """Errors of the weighted loss sum, split as ``estimator`` defines.
 
@@ -76,18 +84,24 @@ def token_errors(
         head_reduction: "per_head" or "mean".
         path: the parts that are wanted; what is not asked for is neither computed nor returned.
             "direct" needs no attention errors, "causal" none at the linears.
+        consume: gets each error as soon as it is there, and none is kept: the direct ones inside
+            the backward, the causal ones after it.
     """
-    uses = len(recorder.linears)
     if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
-        return _undivided(accumulate_errors(recorder, loss, recorder.outputs, "ordinary"))
+        return _undivided(*_at(recorder, loss, "ordinary", consume))
     if estimator == "direct" or path == "direct":
-        return _undivided(self_only_errors(recorder, loss))
+        return _undivided(*_at(recorder, loss, "self", consume))
     mode = "ordinary" if estimator == "paper_literal" else "self"
     scored = scored_attentions(recorder)
-    outputs = [] if path == "causal" else recorder.outputs
-    errors = accumulate_errors(recorder, loss, [*outputs, *(a.output for a in scored)], mode)
-    causal: list[Tensor | None] = [None] * uses
-    for attention, error in zip(scored, errors[len(outputs) :], strict=True):
+    outputs = [attention.output for attention in scored]
+    if path == "causal":
+        heads = accumulate_errors(recorder, loss, outputs, mode)
+        direct: list[Tensor | None] = [None] * len(recorder.linears)
+        reached = any(error is not None for error in heads)
+    else:
+        direct, heads, reached = _at(recorder, loss, mode, consume, outputs)
+    causal: list[Tensor | None] = [None] * len(recorder.linears)
+    for attention, error in zip(scored, heads, strict=True):
         if error is None:
             continue
         if estimator == "same_layer_hop":
@@ -96,13 +110,30 @@ def token_errors(
             reduction = "mean" if estimator == "paper_literal" else head_reduction
             part = value_errors(recorder, attention, error, window, reduction)
         for index, found in part.items():
-            causal[index] = found
-    direct: list[Tensor | None] = errors[:uses] if outputs else [None] * uses
-    return TokenErrors(direct, causal, any(error is not None for error in errors))
+            if consume is None:
+                causal[index] = found
+            else:
+                consume("causal", index, found)
+    return TokenErrors([], [], reached) if consume else TokenErrors(direct, causal, reached)
 
 
-def _undivided(errors: list[Tensor | None]) -> TokenErrors:
-    return TokenErrors(errors, [None] * len(errors), any(error is not None for error in errors))
+def _at(
+    recorder: Recorder,
+    loss: Tensor,
+    mode: str,
+    consume: Consume | None,
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
+    """Errors at the linears (none where they were handed over), those at ``also``, and reached."""
+    if consume is not None:
+        return [], *stream_errors(recorder, loss, mode, partial(consume, "direct"), also)
+    uses = len(recorder.linears)
+    errors = accumulate_errors(recorder, loss, [*recorder.outputs, *also], mode)
+    return errors[:uses], errors[uses:], any(error is not None for error in errors)
+
+
+def _undivided(errors: list[Tensor | None], _: list[Tensor | None], reached: bool) -> TokenErrors:
+    return TokenErrors(errors, [None] * len(errors), reached)
 
 
 def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:

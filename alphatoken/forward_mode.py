@@ -69,21 +69,41 @@ def label_values(
     Exactness: exact up to rounding in the model's dtype. Source: eq. shapley_closed_form_step.
     Oracle: ``alphatoken.oracle.gradients.label_values``.
     """
-    # A unit direction keeps tangents inside the range of narrow dtypes; the map is linear.
-    norm = torch.stack([m.double().norm() for m in direction.values()]).norm()
-    if float(norm) == 0.0:
+    scale = _scale(adapter, direction)
+    if scale == 0.0:
         return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
     found = None
     if start is not None and can_start_at(adapter, first):
         with start_at(adapter, first, start.hidden):
-            losses, tangent = _dual_losses(adapter, batch, direction, norm, first)
+            losses, tangent = _dual_losses(adapter, batch, direction, scale, first)
         start.refused = not start.gives(losses, batch.mask)
         found = None if start.refused else tangent
     if found is None:
-        losses, found = _dual_losses(adapter, batch, direction, norm, first)
+        losses, found = _dual_losses(adapter, batch, direction, scale, first)
         require_finite(losses, batch.mask, "batch")
-    values: Tensor = found.to(wide(found.dtype)) * norm.to(wide(found.dtype))
+    values: Tensor = found.to(wide(found.dtype)) * scale
     return values.masked_fill(~batch.mask, 0.0)
+
+
+_NEAR_ONE = 2.0**40
+"""A norm within this factor of 1 leaves float32 tangents all the range that they need."""
+
+
+def _scale(adapter: DecoderAdapter, direction: Mapping[str, Tensor]) -> float:
+    """What tangents are divided by; the map is linear, so values are multiplied by it again.
+
+    The norm of the direction where that matters: in narrow dtypes, or far from 1. Else 1, and M is
+    the tangent as it stands, without a copy of every matrix.
+    """
+    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
+    norms = [torch.linalg.vector_norm(m, dtype=wide(m.dtype)).double() for m in direction.values()]
+    norm = float(torch.stack(norms).norm())
+    roomy = all(parameters[name].dtype == m.dtype == wide(m.dtype) for name, m in direction.items())
+    return 1.0 if roomy and 1 / _NEAR_ONE < norm < _NEAR_ONE else norm
+
+
+def _tangent(m: Tensor, scale: float, like: Tensor) -> Tensor:
+    return m.to(like) if scale == 1.0 else (m.to(wide(m.dtype)) / scale).to(like)
 
 
 @torch.no_grad()
@@ -91,10 +111,10 @@ def _dual_losses(
     adapter: DecoderAdapter,
     batch: LabelledBatch,
     direction: Mapping[str, Tensor],
-    norm: Tensor,
+    scale: float,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Token losses (b, t) and their derivatives along ``direction / norm``, by one forward."""
+    """Token losses (b, t) and their derivatives along ``direction / scale``, by one forward."""
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     modules = [
         module
@@ -108,7 +128,7 @@ def _dual_losses(
     ):
         duals = {
             id(parameters[name]): forward_ad.make_dual(
-                parameters[name].detach(), (m.double() / norm).to(parameters[name])
+                parameters[name].detach(), _tangent(m, scale, parameters[name])
             )
             for name, m in direction.items()
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from alphatoken import contraction
 from alphatoken.adapter import ScoredLinear
 from alphatoken.batch import to_token_index
 from alphatoken.capture import LinearUse, Recorder
+from alphatoken.direction import Matrices
 from alphatoken.estimators import TokenErrors
 from alphatoken.precision import full_precision, wide
 from alphatoken.values import TokenValues
 
 __all__ = [
+    "ColumnSums",
     "Columns",
     "Gather",
     "Side",
@@ -96,15 +99,15 @@ class Side:
 
     Attributes:
         matrices: parameter name -> M, or this process's part of it; of the biases only under the
-            gram route.
+            gram route. May be ``Formed``: each is then made when it is contracted, and let go.
         factors: the gram route's validation side of the weights.
         others: matrices to be added, not with ``factors``; None for none.
         weight: of ``others``.
     """
 
-    matrices: Mapping[str, Tensor]
+    matrices: Matrices
     factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None
-    others: Mapping[str, Tensor] | None = None
+    others: Matrices | None = None
     weight: float = 0.0
 
     def of(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -130,6 +133,52 @@ Gather = Callable[[str, Tensor], Tensor]
 """(parameter name, this process's part) -> the whole matrix."""
 
 
+class ColumnSums:
+    """Contracts errors one by one with each side of M, in whatever order they come.
+
+    The result of each use is kept, (b, t) numbers, and summed in the scope's order at the end:
+    the same bits as ``contract_columns``, whichever way the errors came.
+
+    Args:
+        recorder: the recorded forward.
+        sides: the directions.
+        names: place of a parameter (``weight_name``, ``bias_name`` of a linear) -> its name among
+            the parameters in scope; tied places have one name.
+    """
+
+    def __init__(self, recorder: Recorder, sides: Sequence[Side], names: Mapping[str, str]) -> None:
+        self._recorder, self._sides, self._names = recorder, sides, names
+        self.found: list[dict[tuple[str, int], Tensor]] = [{} for _ in sides]
+
+    @full_precision
+    def add(self, part: str, index: int, error: Tensor) -> None:
+        """Contract the ("direct" or "causal") error of one use."""
+        for side, found in zip(self._sides, self.found, strict=True):
+            whole = side.of(_owned(self._recorder.linears[index].linear, self._names))
+            found[part, index] = self.contract(index, error, whole, side)
+
+    def contract(
+        self, index: int, error: Tensor, whole: Mapping[str, Tensor], side: Side
+    ) -> Tensor:
+        """The values (b, t) of one use; ``whole`` are its matrices of this side."""
+        use = self._recorder.linears[index]
+        return _contract_use(use.linear, error, use.x, whole, self._names, side.factors)
+
+    def columns(self) -> list[Columns]:
+        """The sums over all uses, for each side."""
+        order = [i for _, uses in _by_weight(self._recorder, self._names) for i in uses]
+        sums = []
+        for found in self.found:
+            parts = [_sum([found.get((part, i)) for i in order]) for part in ("direct", "causal")]
+            sums.append(_columns(parts, self._recorder.linears[0].x))
+        return sums
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return reduce(torch.add, present) if present else None
+
+
 @full_precision
 def contract_columns(
     recorder: Recorder,
@@ -147,27 +196,24 @@ def contract_columns(
         recorder: the recorded forward.
         errors: direct and causal errors at its linear uses.
         sides: the directions.
-        names: place of a parameter (``weight_name``, ``bias_name`` of a linear) -> its name among
-            the parameters in scope; tied places have one name.
+        names: as in ``ColumnSums``.
         gather: how a part becomes whole; None where every process has the whole direction.
 
     Returns:
         The columns for each side.
     """
-    parts = (errors.direct, errors.causal)
-    sums: list[list[Tensor | None]] = [[None, None] for _ in sides]
+    parts = {"direct": errors.direct, "causal": errors.causal}
+    sums = ColumnSums(recorder, sides, names)
     for owned, uses in _by_weight(recorder, names):
-        for slots, side in zip(sums, sides, strict=True):
+        for side, found in zip(sides, sums.found, strict=True):
             whole = side.of(owned)
             if gather is not None:
                 whole = {n: gather(n, m) for n, m in whole.items()}
-            for slot, index in ((s, i) for i in uses for s in (0, 1)):
-                use, error = recorder.linears[index], parts[slot][index]
+            for part, index in ((p, i) for i in uses for p in parts):
+                error = parts[part][index]
                 if error is not None:
-                    found = _contract_use(use.linear, error, use.x, whole, names, side.factors)
-                    before = slots[slot]
-                    slots[slot] = found if before is None else before + found
-    return [_columns(slots, recorder.linears[0].x) for slots in sums]
+                    found[part, index] = sums.contract(index, error, whole, side)
+    return sums.columns()
 
 
 def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
@@ -185,12 +231,17 @@ def _by_weight(
     owned: dict[str, dict[str, None]] = {}
     uses: dict[str, list[int]] = {}
     for linear in recorder.scope.linears:
-        weight = names[linear.weight_name]
-        beside = [names[linear.bias_name]] if linear.bias_name in names else []
-        owned.setdefault(weight, {}).update(dict.fromkeys([weight, *beside]))
+        parts = _owned(linear, names)
+        owned.setdefault(parts[0], {}).update(dict.fromkeys(parts))
     for index, use in enumerate(recorder.linears):
         uses.setdefault(names[use.linear.weight_name], []).append(index)
     return [(tuple(parts), uses.get(weight, [])) for weight, parts in owned.items()]
+
+
+def _owned(linear: ScoredLinear, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of a linear's weight, and of its bias where that is in scope."""
+    beside = (names[linear.bias_name],) if linear.bias_name in names else ()
+    return names[linear.weight_name], *beside
 
 
 def _contract_use(

@@ -30,6 +30,7 @@ from alphatoken.estimators import (
     SELF_ONLY,
     SPLIT,
     SWITCHED,
+    Consume,
     TokenErrors,
     self_only_errors,
     token_errors,
@@ -40,6 +41,7 @@ from alphatoken.objective import GradientReducer, forward_losses, scoring_forwar
 from alphatoken.proofs import CoverageReport, Witness, require_self_rule
 from alphatoken.readout import (
     Columns,
+    ColumnSums,
     Side,
     assign_columns,
     combine,
@@ -234,7 +236,9 @@ class Scorer:
             with scoring_forward(self.adapter, target.first):
                 losses = forward_losses(self.adapter, checked, "batch")
             if target.captured:
-                errors = self._seen_errors(recorder, losses, checked.mask, weights)
+                errors = None
+                if target.sharding is not None:
+                    errors = self._seen_errors(recorder, losses, checked.mask, weights)
                 return self._contracted(
                     recorder, errors, losses, checked.mask, weights, components=components
                 )
@@ -259,7 +263,9 @@ class Scorer:
         with record(
             self.adapter, self.scope, attention=switched, sharding=self.target.sharding
         ) as recorder:
-            yield Observed(self, recorder, switched)
+            # Processes gather sharded matrices in one order, which a backward does not promise.
+            kept = interaction or self.target.sharding is not None
+            yield Observed(self, recorder, switched, kept)
 
     def _seen_errors(
         self, recorder: Recorder, losses: Tensor, mask: Tensor, weights: Weights
@@ -272,19 +278,28 @@ class Scorer:
     def _contracted(
         self,
         recorder: Recorder,
-        errors: TokenErrors,
+        errors: TokenErrors | None,
         losses: Tensor,
         mask: Tensor,
         weights: Weights,
         *,
         components: bool,
     ) -> TokenValues:
-        """Values by captured errors, contracted with each side of M or with both at once."""
+        """Values by errors at linears, contracted with each side of M or with both at once.
+
+        Without ``errors`` each is contracted inside the backward that makes it, and none is kept.
+        """
         target = self.target
         sides, balance = self._sides(recorder, losses, mask, weights, components=components)
-        gather = None if target.sharding is None else target.sharding.gather
         present = [side for side in sides if side is not None]
-        columns = iter(contract_columns(recorder, errors, present, target.names, gather))
+        if errors is None:
+            sums = ColumnSums(recorder, present, target.names)
+            self._errors(recorder, losses, weights.token, sums.add)
+            self._witness.see(recorder, losses, mask)
+            columns = iter(sums.columns())
+        else:
+            gather = None if target.sharding is None else target.sharding.gather
+            columns = iter(contract_columns(recorder, errors, present, target.names, gather))
         position = self.config.causal_position
         gain, keep = (
             None if side is None else assign_columns(next(columns), mask, position)
@@ -326,7 +341,13 @@ class Scorer:
             raise foreign_scores("a detached tensor")
         return self.target.at_step(self.target.step_gradient(loss, recorder))
 
-    def _errors(self, recorder: Recorder, losses: Tensor, weights: Tensor | None) -> TokenErrors:
+    def _errors(
+        self,
+        recorder: Recorder,
+        losses: Tensor,
+        weights: Tensor | None,
+        consume: Consume | None = None,
+    ) -> TokenErrors:
         self._witness.require_rule(recorder)
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
@@ -339,6 +360,7 @@ class Scorer:
                 window=self.config.window,
                 head_reduction=self.config.head_reduction,
                 path=self.config.path,
+                consume=consume,
             )
         if errors is None or not errors.reached:
             raise foreign_scores(
@@ -524,8 +546,9 @@ def foreign_scores(got: str) -> InputError:
 class Observed:
     """Handle on the forward seen by ``Scorer.observe``."""
 
-    def __init__(self, scorer: Scorer, recorder: Recorder, switched: bool) -> None:
+    def __init__(self, scorer: Scorer, recorder: Recorder, switched: bool, kept: bool) -> None:
         self._scorer, self._recorder, self._switched = scorer, recorder, switched
+        self._kept = kept
         self._last: tuple[_Call, TokenValues] | None = None
 
     def values(
@@ -536,6 +559,7 @@ class Observed:
         token_weights: Tensor | None = None,
         step_weights: Tensor | None = None,
         components: bool = True,
+        keep_errors: bool = False,
     ) -> TokenValues:
         """Values of the observed forward; its graph, and every .grad, stay as they are.
 
@@ -553,6 +577,9 @@ class Observed:
             components: False gives the total alone, by one contraction (one dual forward under
                 ``label``) with ``P o (G + lambda V)`` instead of one for each side. The same
                 total up to rounding. The warning about one-sided values needs the components.
+            keep_errors: keep the errors of all scored linears, so that ``components`` and
+                ``interaction`` need no backward of their own. Else each is contracted inside the
+                backward and let go: less memory by about the activations of the scored layers.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
@@ -575,7 +602,7 @@ class Observed:
             losses = token_losses(scores, labels)
         require_finite(losses, batch.mask, "batch")
         errors = None
-        if scorer.target.captured:
+        if scorer.target.captured and (keep_errors or self._kept):
             errors = scorer._seen_errors(recorder, losses, batch.mask, weights)
         call = _Call(batch, losses, weights, errors)
         values = self._values(call, components=components)
@@ -585,7 +612,7 @@ class Observed:
     def _values(self, call: _Call, *, components: bool) -> TokenValues:
         scorer, recorder = self._scorer, self._recorder
         batch, losses, weights, errors = call.batch, call.losses, call.weights, call.errors
-        if errors is None:
+        if not scorer.target.captured:
             return scorer._label(batch, weights, losses, recorder, components=components)
         return scorer._contracted(
             recorder, errors, losses, batch.mask, weights, components=components

@@ -285,7 +285,7 @@ LISTED = (
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
         (
-            Edit("estimators.self_only_errors", '"self"', '"ordinary"'),
+            Edit("estimators.token_errors", 'loss, "self", consume', 'loss, "ordinary", consume'),
             Edit("estimators.token_errors", 'else "self"', 'else "ordinary"'),
         ),
         (DIRECT, GROUPS),
@@ -293,7 +293,7 @@ LISTED = (
     Mutant(
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
-        (Edit("batch.token_losses", "scores[:, :-1].to(", "scores[:, 1:].to("),),
+        (Edit("batch.token_losses", "tokens - 1, labels", "tokens, labels"),),
         (LOSSES, LABEL),
     ),
     Mutant(
@@ -337,7 +337,19 @@ LISTED = (
     Mutant(
         "padding-leaks-into-the-losses",
         "padding leaking in",
-        (Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),),
+        (
+            Edit(
+                "batch.token_losses",
+                "mask.flatten().nonzero().squeeze(-1)",
+                "torch.arange(1, labels.numel(), device=labels.device)",
+            ),
+            Edit(
+                "batch.token_losses",
+                "labels.flatten()[tokens]",
+                "labels.flatten()[tokens].clamp(0)",
+            ),
+            Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
+        ),
         (LOSSES, PATH),
     ),
     Mutant(
@@ -361,7 +373,7 @@ LISTED = (
     Mutant(
         "last-token-dropped",
         "last token dropped",
-        (Edit("batch.token_losses", "F.pad(-chosen, (1, 0))", "F.pad(-chosen[:, :-1], (1, 1))"),),
+        (Edit("batch.token_losses", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
         (LOSSES, DIRECT),
     ),
     Mutant(
@@ -404,7 +416,7 @@ LISTED = (
         "alpha-with-the-value-projections-own-error",
         "alpha paired with the value projection's own error instead of the head output's",
         (
-            Edit("estimators.token_errors", "(a.output for a in", "(a.value for a in"),
+            Edit("estimators.token_errors", "[attention.output for", "[attention.value for"),
             Edit(
                 "estimators.token_errors",
                 "reduction =",
@@ -517,7 +529,7 @@ LISTED = (
                 "gradient.detach().to(wide(gradient.dtype)) ** 2",
                 "gradient.detach()",
             ),
-            Edit("moments.DiagonalMoments.means", "total / count", "(total / count) ** 2"),
+            Edit("moments.DiagonalMoments.means", "total.div_(count)", "total.div_(count) ** 2"),
         ),
         (DIAGONAL_FISHER,),
     ),
@@ -752,8 +764,8 @@ OWN = (
         (
             Edit(
                 "attention.forward_mode_attention",
-                "alpha, dv[..., columns, :]",
-                "0 * alpha, dv[..., columns, :]",
+                "moved_weights + moved_values",
+                "moved_weights",
             ),
         ),
         (JVP, LABEL),
@@ -761,17 +773,28 @@ OWN = (
     _own(
         "forward-mode-without-the-mean",
         "softmax tangent alpha s' without its mean",
-        (Edit("attention.forward_mode_attention", "weighted = weighted - alpha * mean", "pass"),),
+        (
+            Edit(
+                "attention.forward_mode_attention",
+                "weighted = weighted.addcmul_(alpha, mean, value=-1)",
+                "pass",
+            ),
+        ),
         (JVP, LABEL),
+    ),
+    _own(
+        "forward-mode-without-the-sinks",
+        "the sinks take no probability in forward mode",
+        (Edit("attention.AttentionStatistics.softmax", "if self.sinks is None:", "if True:"),),
+        (
+            claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
+            claim(estimating.check_label_is_the_row_sums, small(sinks=True)),
+        ),
     ),
     _own(
         "forward-mode-without-the-sinks-tangent",
         "a direction that moves the sinks is not felt",
-        (
-            Edit(
-                "attention.forward_mode_attention", 'if tangent["sinks"] is not None:', "if False:"
-            ),
-        ),
+        (Edit("attention.forward_mode_attention", "mean = mean + share * moved", "pass"),),
         (
             claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
             claim(estimating.check_label_over_all_parameters, small(sinks=True)),
@@ -1047,13 +1070,31 @@ OWN = (
         (SPLIT_IN_PARTS["adaptation", "both"],),
     ),
     _own(
+        "errors-beside-the-way-forgotten",
+        "a linear that no other one's error passes is not asked for by itself",
+        (Edit("capture.stream_errors", "if i not in seen]", "if False]"),),
+        (claim(options.check_errors_streamed_are_the_errors_kept, DEEP, True),),
+    ),
+    _own(
+        "streamed-errors-of-another-mode",
+        "errors that are contracted in the backward are the ordinary ones",
+        (
+            Edit(
+                "estimators._at",
+                "stream_errors(recorder, loss, mode,",
+                'stream_errors(recorder, loss, "ordinary",',
+            ),
+        ),
+        (DIRECT, GROUPS),
+    ),
+    _own(
         "direct-part-in-spite-of-the-path",
         'path="causal" sums the direct part as well',
         (
             Edit(
                 "estimators.token_errors",
-                '[] if path == "causal" else recorder.outputs',
-                "recorder.outputs",
+                'if path == "causal":',
+                "if False:",
             ),
         ),
         (SPLIT_IN_PARTS["both", "causal"],),
@@ -1187,10 +1228,28 @@ OWN = (
         ),
     ),
     _own(
+        "log-sum-exp-taken-as-a-constant",
+        "the backward of the head's losses is differentiated with a frozen log-sum-exp",
+        (
+            Edit(
+                "vocabulary._differentiable",
+                "p = torch.softmax(rows[positions].to(dtype), -1)",
+                "z = rows[positions].to(dtype); p = torch.exp(z - z.logsumexp(-1, True).detach())",
+            ),
+        ),
+        (claim(algebra.check_token_losses_to_second_order, algebra.loss_cases(), 8),),
+    ),
+    _own(
         "label-values-not-scaled-back",
         "the dual forward runs along M / ||M||, and the norm is forgotten",
-        (Edit("forward_mode.label_values", " * norm.to(wide(found.dtype))", ""),),
-        (LABEL,),
+        (
+            Edit(
+                "forward_mode.label_values",
+                "to(wide(found.dtype)) * scale",
+                "to(wide(found.dtype))",
+            ),
+        ),
+        (claim(estimating.check_label_is_linear_in_m, small(), 2.0**80),),
     ),
     _own(
         "pairs-counted-twice",

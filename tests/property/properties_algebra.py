@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from alphatoken import batch, contraction, direction, losses, preconditioner, selection
+from alphatoken import (
+    batch,
+    contraction,
+    direction,
+    losses,
+    preconditioner,
+    selection,
+    vocabulary,
+)
 from alphatoken.oracle import preference, utility
 from tests.property.strategies import SEEDS, ContractionCase
 from tests.property.tolerance import close
@@ -434,6 +444,32 @@ def check_token_losses(case: LossCase) -> None:
     close(found, expected, scale, EXACT, name="token losses")
     assert torch.equal(batch.token_losses(-found, labels), found)
     assert torch.equal(batch.token_losses(-found[:, 1:], labels), found)
+
+
+def check_token_losses_to_second_order(case: LossCase, workspace: int) -> None:
+    """In blocks of any size: gradient, Hessian product and tangent are those of plain loops."""
+    logits, labels = case.logits(), case.labels()
+    weights, along = case.numbers(*labels.shape, salt=6), case.numbers(*logits.shape, salt=7)
+    expected = (loop_losses(logits, labels) * weights).sum()
+    slope = torch.autograd.grad(expected, logits, create_graph=True)[0]
+    curved = torch.autograd.grad((slope * along).sum(), logits)[0]
+    scale = (weights.abs().sum() + 1.0) * (along.abs().sum() + 1.0)
+    with mock.patch.object(vocabulary, "_WORKSPACE", workspace):
+        loss = (batch.token_losses(logits, labels) * weights).sum()
+        once = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, logits, create_graph=True)[0]
+        twice = torch.autograd.grad((again * along).sum(), logits)[0]
+        with forward_ad.dual_level():
+            dual = batch.token_losses(forward_ad.make_dual(logits.detach(), along), labels)
+            tangent = forward_ad.unpack_dual(dual).tangent
+    assert tangent is not None
+    for name, found, wanted in (
+        ("gradient", once, slope),
+        ("gradient with a graph", again, slope),
+        ("Hessian product", twice, curved),
+        ("tangent", (tangent * weights).sum(), (slope * along).sum()),
+    ):
+        close(found, wanted.detach(), scale, EXACT, name=f"token losses, {name}")
 
 
 def check_sft_loss(case: LossCase, normalization: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alphatoken.batch import read_batch
+from alphatoken.forward_mode import label_values
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import ReferenceAdapter
 from tests.property.properties import (
@@ -50,6 +52,19 @@ def check_label_is_the_row_sums(setup: Setup) -> None:
     values = quiet_score(make_scorer(setup, "label"), setup.case.batch)
     compare_values(values, setup, readout(setup, influence.row_sums), None, name="label")
     assert not bool(values.unassigned.any())
+
+
+def check_label_is_linear_in_m(setup: Setup, factor: float) -> None:
+    """label along ``factor * M``, a power of two far from 1: ``factor`` times those along M."""
+    model = setup.case.model()
+    scorer = make_scorer(setup, "label", model=model)
+    m = scorer.direction.total()
+    batch = read_batch(setup.case.batch)
+    near = label_values(scorer.adapter, batch, m)
+    far = label_values(scorer.adapter, batch, {n: factor * x for n, x in m.items()})
+    assert bool(near.any())
+    scale = near.abs().sum()
+    close(far / factor, near, scale, MODEL, name="label, linear in M")
 
 
 def check_totals_are_the_gradient_along_m(setup: Setup) -> None:

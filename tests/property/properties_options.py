@@ -568,6 +568,38 @@ def _own_gradients(
     return torch.stack(rows), torch.stack(sizes)
 
 
+# --- errors contracted inside the backward --------------------------------------------------------
+
+
+def check_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
+    """Contracting inside the backward gives the bits of contracting errors that were kept.
+
+    With ``cut`` the last block's input is detached: no error of it passes a linear below.
+    """
+    setup = replace(setup, layers="all") if cut else setup
+    batch = setup.case.batch
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    for estimator in ("alphatoken", "direct", "path", "same_layer_hop", "paper_literal"):
+        model = setup.case.model()
+        if cut:
+            model.layers[-1].register_forward_pre_hook(
+                lambda _, args: (args[0].detach(), *args[1:])
+            )
+        scorer = make_scorer(setup, estimator, model=model)
+        with quiet(), scorer.observe() as observed:
+            logits = model(**inputs)
+            kept = observed.values(logits, batch["labels"], keep_errors=True)
+            streamed = observed.values(logits, batch["labels"])
+            alone = observed.values(logits, batch["labels"], components=False)
+            apart = observed.components()
+        assert bool(kept.total.any())
+        assert torch.equal(kept.unassigned, streamed.unassigned)
+        for name, part in kept.components().items():
+            assert torch.equal(part, streamed.components()[name]), (estimator, name)
+            assert torch.equal(part, apart.components()[name]), (estimator, name)
+        assert torch.equal(apart.total, alone.total)
+
+
 # --- label beside an observed pass ----------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from hypothesis import example, given
+from hypothesis.strategies import sampled_from
 
 from alphatoken import Scorer, ScorerConfig
 from tests.property import properties_estimators as claims
@@ -19,6 +20,12 @@ SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied
 @budget(0.25)
 def test_label_is_the_row_sums(setup: Setup) -> None:
     claims.check_label_is_the_row_sums(setup)
+
+
+@given(setups(), sampled_from([2.0**80, 2.0**-80]))
+@budget(0.05)
+def test_label_is_linear_in_m_however_long_it_is(setup: Setup, factor: float) -> None:
+    claims.check_label_is_linear_in_m(setup, factor)
 
 
 @given(setups())

@@ -24,6 +24,16 @@ def test_token_losses_in_every_layout(case: LossCase) -> None:
     claims.check_token_losses(case)
 
 
+@given(loss_cases(), st.sampled_from([1, 8, 2**22]))
+def test_token_losses_to_second_order_in_blocks(case: LossCase, workspace: int) -> None:
+    claims.check_token_losses_to_second_order(case, workspace)
+
+
+def test_logits_of_other_positions_than_the_labels_are_refused() -> None:
+    with pytest.raises(InputError, match="one entry a position"):
+        batch.token_losses(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.long))
+
+
 @given(loss_cases(), NORMALIZATIONS)
 def test_the_masked_loss_and_its_gradient(case: LossCase, normalization: str) -> None:
     claims.check_sft_loss(case, normalization)

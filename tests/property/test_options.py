@@ -113,6 +113,12 @@ def test_one_contraction_gives_the_total_of_two(
     claims.check_total_alone(setup, *how, position)
 
 
+@given(setups(), st.booleans())
+@budget(0.1)
+def test_errors_contracted_in_the_backward_give_the_same_bits(setup: Setup, cut: bool) -> None:
+    claims.check_errors_streamed_are_the_errors_kept(setup, cut)
+
+
 @pytest.mark.parametrize("kind", ROUTES)
 @pytest.mark.parametrize("estimator", EVERY)
 def test_the_total_alone_on_padded_and_packed_rows(estimator: str, kind: str) -> None:

@@ -22,6 +22,7 @@ from alphatoken import (
     interaction,
     losses,
     preconditioner,
+    readout,
     scorer,
     target,
     weights,
@@ -108,30 +109,30 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         lambda: heads.check_log_sum_exp_and_weights(HEADS),
     ),
     "direct": (
-        scorer, "contract_columns", lambda: claims.check_direct_is_the_diagonal(SETUP)
+        readout.ColumnSums, "columns", lambda: claims.check_direct_is_the_diagonal(SETUP)
     ),
-    "path": (scorer, "contract_columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
+    "path": (readout.ColumnSums, "columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
     "label": (scorer, "label_values", lambda: claims.check_label_is_the_row_sums(SETUP)),
     "label, losses": (
         forward_mode, "token_losses", lambda: claims.check_label_is_the_row_sums(SETUP)
     ),
     "alphatoken": (
-        scorer, "contract_columns",
+        readout.ColumnSums, "columns",
         lambda: claims.check_alphatoken_is_direct_plus_propagation(SETUP, 2, "per_head", "label"),
     ),
     "paper_literal": (
-        scorer, "contract_columns", lambda: claims.check_paper_literal(SETUP, 2, "label")
+        readout.ColumnSums, "columns", lambda: claims.check_paper_literal(SETUP, 2, "label")
     ),
     "same_layer_hop": (
-        scorer, "contract_columns",
+        readout.ColumnSums, "columns",
         lambda: claims.check_same_layer_hop_of_the_last_layer_is_path(LAST),
     ),
     "exact propagation": (
-        scorer, "contract_columns",
+        readout.ColumnSums, "columns",
         lambda: claims.check_propagation_is_exact_for_the_last_value_projection(LAST),
     ),
     "totals": (
-        scorer, "contract_columns", lambda: claims.check_totals_are_the_gradient_along_m(SETUP)
+        readout.ColumnSums, "columns", lambda: claims.check_totals_are_the_gradient_along_m(SETUP)
     ),
     "all parameters": (
         scorer, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
