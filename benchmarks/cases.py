@@ -1,165 +1,310 @@
-"""The measurements. Each yields rows {name, ours, other, ratio, floor, ...}."""
+"""The measurements of contraction, scoring, steps and memory. Each yields rows.
+
+A row is {name, size, ours, other, ratio, low, high, floor, note} and, where they mean something,
+``floor_bytes``, ``flops`` and ``flops_other`` (counted), ``tokens``.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken import Scorer, ScorerConfig
 from alphatoken.adapter import find_adapter
-from alphatoken.batch import read_batch
+from alphatoken.batch import read_batch, token_losses
 from alphatoken.contraction import contract, contract_gram, outer_sum, plan_contraction
 from alphatoken.forward_mode import label_values
-from alphatoken.oracle import gradients as oracle
-from benchmarks.measure import alternate
-from benchmarks.models import decoder, random_batch
+from benchmarks.floors import Shape
+from benchmarks.measure import Run, alternate, flops
+from benchmarks.models import DEEP, TINY, Size
+from benchmarks.peak import LAYERS, fresh_peak, length_size, observed_step, plain_step, scorer_for
+
+__all__ = [
+    "label_vs_per_token",
+    "label_vs_step",
+    "overhead_row",
+    "projected_vs_gram",
+    "score_overhead",
+    "score_peak_memory",
+]
 
 Row = dict[str, Any]
 
 
-def oracle_against_label() -> Iterator[Row]:
-    """All T label values in one dual forward, against one backward a token."""
-    model = decoder(128, 4, vocabulary=512).eval()
-    adapter = find_adapter(model)
-    for length in (32, 64, 128):
-        batch = random_batch(1, length, 512)
-        scorer = Scorer(
-            model, random_batch(2, 64, 512, seed=1), None, ScorerConfig(estimator="label")
-        )
-        direction = scorer.direction.total()
-        checked = read_batch(batch)
+# --- one contraction -----------------------------------------------------------------------------
 
-        def fast(checked: Any = checked, direction: Any = direction, s: Scorer = scorer) -> Any:
-            return label_values(adapter, checked, direction, first=s.scope.first)
 
-        def slow(batch: Any = batch, direction: Any = direction) -> Any:
-            return oracle.label_values(model, adapter.forward, batch, direction)
+def projected_vs_gram(run: Run) -> Iterator[Row]:
+    """The two routes of one contraction at d = 4096 and 16,384 validation tokens."""
+    width, tokens, count = (64, 32, 256) if run.quick else (4096, 512, 16384)
+    yield from _routes(run, width, tokens, count, "", built_pairs=2)
 
-        error = float((fast().double() - slow()).abs().max() / slow().abs().max())
-        tokens = checked.response_tokens
+
+def projected_vs_gram_sizes(run: Run) -> Iterator[Row]:
+    """The two routes over the number of validation tokens."""
+    width, tokens = (64, 32) if run.quick else (1024, 512)
+    for count in (64, 128) if run.quick else (256, 1024, 4096, 16384):
+        yield from _routes(run, width, tokens, count, "_sizes", built_pairs=7)
+
+
+def _routes(
+    run: Run, width: int, tokens: int, count: int, suffix: str, *, built_pairs: int
+) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, width, generator=generator).to(run.device)
+
+    delta, x = random(1, tokens), random(1, tokens)
+    delta_v, x_v = random(count), random(count)
+    plan = plan_contraction(tokens, count, width, width)
+    m = outer_sum(delta_v[None], x_v[None])
+
+    def at_hand() -> Any:
+        return contract(delta, x, m)
+
+    def built() -> Any:
+        return contract(delta, x, outer_sum(delta_v[None], x_v[None]))
+
+    def gram() -> Any:
+        return contract_gram(delta, x, delta_v, x_v)
+
+    difference = float((at_hand() - gram()).norm() / gram().norm())
+    size = f"d={width}, N={tokens}, N_v={count}"
+    contraction = 2 * tokens * width**2
+    for name, ours, work, pairs, which in (
+        ("projected_vs_gram", at_hand, contraction, 7, "G at hand"),
+        ("projected_vs_gram_built", built, plan.projected_flops, built_pairs, "G built anew"),
+    ):
         yield {
-            "name": "label_vs_per_token",
-            "size": f"d=128, 4 layers, K=3, {tokens} response tokens of T={length}",
-            **alternate(fast, slow, repeats=5),
-            "floor": 1 / tokens,
-            "note": f"largest difference {error:.1e} of the largest value; floor: one pass of T",
+            "name": name + suffix,
+            "size": f"{size}, {which}",
+            **alternate(ours, gram, repeats=run.pairs(pairs)),
+            "floor": work / plan.gram_flops,
+            "flops": work,
+            "flops_other": plan.gram_flops,
+            "tokens": tokens,
+            "validation_tokens": count,
+            "note": f"{which}; floor: FLOP ratio; for one batch the plan picks {plan.route}; the "
+            f"routes differ by {difference:.0e} of their norm",
         }
 
 
-def projected_against_gram() -> Iterator[Row]:
-    """The two routes of one contraction over the number of validation tokens; G counted in."""
-    width, tokens = 1024, 512
-    generator = torch.Generator().manual_seed(0)
-    delta, x = (torch.randn(1, tokens, width, generator=generator) for _ in range(2))
-    for count in (256, 1024, 4096, 16384):
-        delta_v, x_v = (torch.randn(count, width, generator=generator) for _ in range(2))
-        plan = plan_contraction(tokens, count, width, width)
-        m = outer_sum(delta_v[None], x_v[None])
-
-        def projected(delta_v: Any = delta_v, x_v: Any = x_v) -> Any:
-            return contract(delta, x, outer_sum(delta_v[None], x_v[None]))
-
-        def built(m: Any = m) -> Any:
-            return contract(delta, x, m)
-
-        def gram(delta_v: Any = delta_v, x_v: Any = x_v) -> Any:
-            return contract_gram(delta, x, delta_v, x_v)
-
-        for name, ours, flops in (
-            ("projected_vs_gram, G built anew", projected, plan.projected_flops),
-            ("projected_vs_gram, G at hand", built, 2 * tokens * width * width),
-        ):
-            yield {
-                "name": name,
-                "size": f"d={width}, N={tokens}, N_v={count}",
-                **alternate(ours, gram),
-                "floor": flops / plan.gram_flops,
-                "note": f"the plan picks {plan.route}; floor: FLOP ratio",
-            }
+# --- label values --------------------------------------------------------------------------------
 
 
-def _flops(run: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
+def label_vs_step(run: Run) -> Iterator[Row]:
+    """All label values, every layer scored and G built, against one plain training step."""
+    yield _label_row(run, "label_vs_step", TINY if run.quick else DEEP.on(run.device), pairs=5)
 
 
-def scoring_overhead() -> Iterator[Row]:
-    """One training step with observed scoring against the plain step, validation side apart."""
-    width, depth, rows, length = 384, 12, 1, 256
-    model = decoder(width, depth).train()
-    batch = random_batch(rows, length)
-    mask = torch.ones_like(batch["labels"], dtype=torch.bool)
+def label_vs_step_sizes(run: Run) -> Iterator[Row]:
+    """The same on smaller models."""
+    sizes = [Size(128, 4), Size(256, 8), Size(512, 12)]
+    for size in [TINY] if run.quick else sizes:
+        yield _label_row(run, "label_vs_step_sizes", size.on(run.device), pairs=7)
 
-    def plain() -> None:
-        model.zero_grad()
-        masked_sft_loss(model(**_inputs(batch)).logits, batch["labels"], mask).backward()
 
-    block = sum(p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2)
-    head = model.lm_head.weight.numel()
-    for layers in (1, 3, depth):
+def _label_row(run: Run, name: str, size: Size, *, pairs: int) -> Row:
+    model, batch = size.model(run.device), size.batch(run.device)
+    config = ScorerConfig(estimator="label", layers="all")
+    scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
+    scorer.score(batch)  # builds G
+    ours, other = partial(scorer.score, batch), partial(plain_step, model, batch)
+    counted = {"flops": flops(ours), "flops_other": flops(other)}
+    shape = size.shape(model)
+    bytes_ratio = shape.dual_bytes() / shape.step_bytes()
+    return {
+        "name": name,
+        "size": f"K=all, {size.text}",
+        **alternate(ours, other, repeats=run.pairs(pairs), warm=False),
+        "floor": shape.dual_forward(size.depth) / shape.step,
+        "floor_bytes": bytes_ratio,
+        **counted,
+        "tokens": shape.tokens,
+        "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.2f}x; floor: one dual "
+        f"forward ({bytes_ratio:.2f}x in bytes); G built beforehand",
+    }
+
+
+def label_vs_per_token(run: Run) -> Iterator[Row]:
+    """All T label values in one dual forward, against one backward a token."""
+    yield _per_token_row(run, "label_vs_per_token", TINY if run.quick else Size(256, 4))
+
+
+def label_vs_per_token_sizes(run: Run) -> Iterator[Row]:
+    """The same over T."""
+    for length in (16, 32) if run.quick else (32, 64, 128):
+        size = Size(128, 4, vocabulary=512, length=length)
+        yield _per_token_row(run, "label_vs_per_token_sizes", size)
+
+
+def _per_token_row(run: Run, name: str, size: Size) -> Row:
+    model = size.model(run.device).eval()
+    batch = size.batch(run.device)
+    scorer = Scorer(model, size.batch(run.device, seed=1), None, ScorerConfig(estimator="label"))
+    adapter, direction = find_adapter(model), scorer.direction.total()
+    checked = read_batch(batch)
+    ours = partial(label_values, adapter, checked, direction, first=scorer.scope.first)
+    other = partial(_per_token, adapter, checked, direction)
+    reference = other()
+    error = float((ours()[checked.mask] - reference).abs().max() / reference.abs().max())
+    tokens = checked.response_tokens
+    shape = size.shape(model)
+    backward = shape.partial_backward(LAYERS) + shape.contraction(LAYERS)
+    return {
+        "name": name,
+        "size": f"K={LAYERS}, {size.text}, T={tokens} of them valued",
+        **alternate(ours, other, repeats=run.pairs(5), warm=False),
+        "floor": shape.dual_forward(LAYERS) / (shape.forward + tokens * backward),
+        "target": 8 / tokens,
+        "tokens": tokens,
+        "note": f"largest difference {error:.0e} of the largest value; floor: FLOPs of one dual "
+        "forward over those of T backward passes",
+    }
+
+
+def _per_token(adapter: Any, batch: Any, direction: Any) -> torch.Tensor:
+    """<grad l_k, M> for each response token, by one backward each through the scored layers."""
+    named = dict(adapter.model.named_parameters())
+    parameters = [named[name] for name in direction]
+    losses = token_losses(adapter.forward(batch.inputs), batch.labels)[batch.mask]
+    values = []
+    for loss in losses:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        terms = zip(gradients, direction.values(), strict=True)
+        values.append(sum((g * m).sum() for g, m in terms))
+    return torch.stack(values).detach()
+
+
+# --- scoring in the training step ----------------------------------------------------------------
+
+
+def score_overhead(run: Run) -> Iterator[Row]:
+    """A training step with observed scoring at K = 3 against the plain step."""
+    size = TINY if run.quick else DEEP.on(run.device)
+    model = size.model(run.device)
+    for name, retention in (("score_overhead_k3", False), ("score_overhead_k3_fisher", True)):
+        scorer = scorer_for(model, size, run.device, retention=retention)
+        sides = "G and V, total alone" if retention else "G, with components"
+        yield overhead_row(
+            run,
+            name,
+            (model, size, f"alphatoken, K={LAYERS}, {sides}"),
+            scorer,
+            components=not retention,
+        )
+
+
+def score_overhead_small(run: Run) -> Iterator[Row]:
+    """The same on a small model, where the small work shows, at three K and three estimators."""
+    size = TINY if run.quick else Size(384, 12)
+    model = size.model(run.device)
+    for layers in (1, 3, size.depth):
         for estimator in ("alphatoken", "path", "label"):
             config = ScorerConfig(estimator=estimator, layers=layers, contraction="projected")
-            scorer = Scorer(model, random_batch(2, 128, seed=1), None, config)
-            scorer.score(batch)  # builds G, which both timed sides leave out
-
-            def scored(s: Scorer = scorer) -> None:
-                model.zero_grad()
-                with s.observe() as observed:
-                    logits = model(**_inputs(batch)).logits
-                    observed.values(logits, batch["labels"])
-                masked_sft_loss(logits, batch["labels"], mask).backward()
-
-            work = layers * block
-            extra = 4 * work if estimator != "label" else 4 * work + 2 * head
-            floor = 1 + extra / (6 * (depth * block + head))
-            measured = _flops(scored) / _flops(plain)
-            yield {
-                "name": f"score_overhead_k{layers}",
-                "size": f"{estimator}, d={width}, {depth} layers, {rows} x {length} tokens",
-                **alternate(scored, plain, repeats=7),
-                "floor": floor,
-                "note": f"FLOPs counted: {measured:.2f}x; validation side left out",
-            }
+            scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
+            name = f"score_overhead_small_k{'all' if layers == size.depth else layers}"
+            yield overhead_row(run, name, (model, size, f"{estimator}, K={layers}"), scorer)
 
 
-def _inputs(batch: Any) -> dict[str, Any]:
-    return {"input_ids": batch["input_ids"], "use_cache": False}
+def overhead_row(
+    run: Run,
+    name: str,
+    subject: tuple[Any, Size, str],
+    scorer: Scorer,
+    *,
+    components: bool = True,
+    pairs: int = 7,
+) -> Row:
+    """Observed step against plain step; ``subject`` is (model, size, what is scored)."""
+    model, size, what = subject
+    batch = size.batch(run.device)
+    # Builds G and proves coverage, which both timed sides leave out.
+    scorer.score(batch, components=components)
+    ours = partial(observed_step, scorer, model, batch, components=components)
+    other = partial(plain_step, model, batch)
+    counted = {"flops": flops(ours), "flops_other": flops(other)}
+    shape, layers = size.shape(model), len(scorer.scope.layers)
+    bytes_ratio = 1 + shape.scoring_bytes(layers) / shape.step_bytes()
+    return {
+        "name": name,
+        "size": f"{what}; {size.text}",
+        **alternate(ours, other, repeats=run.pairs(pairs), warm=False),
+        "floor": 1 + scoring_floor(shape, layers, scorer.config.estimator) / shape.step,
+        "floor_bytes": bytes_ratio,
+        **counted,
+        "tokens": shape.tokens,
+        "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.3f}x; floor in bytes: "
+        f"{bytes_ratio:.2f}x; validation side left out",
+    }
 
 
-def peak_memory() -> Iterator[Row]:
-    """Peak resident memory of a fresh process: scoring against a plain training step, over T."""
-    for length in (1024, 2048, 4096, 8192):
-        base = _peak("import", length)
-        plain = _peak("plain", length) - base
+def scoring_floor(shape: Shape, layers: int, estimator: str) -> int:
+    """FLOPs of scoring beside the step's own, the errors below the head being the step's.
+
+    Captured: partial backward and one contraction a linear. Label: what tangents add to a forward,
+    and the scored layers' own forward, which the observed one does not share.
+    """
+    if estimator != "label":
+        return shape.partial_backward(layers, head=False) + shape.contraction(layers)
+    tangents = shape.dual_forward(layers) - shape.forward - shape.head
+    return tangents + layers * (2 * shape.tokens * shape.block + shape.attention)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def score_peak_memory(run: Run) -> Iterator[Row]:
+    """Peak memory of fresh processes: training steps with scoring at K = 3, and without."""
+    size = TINY if run.quick else DEEP.on(run.device)
+    shape = size.shape(replace(size, depth=1).model())  # a layer's widths are all that is asked
+    bare = fresh_peak("import", size, run.device)
+    plain = fresh_peak("step", size, run.device)
+    for name, what in (
+        ("score_peak_memory", "step_alphatoken"),
+        ("score_peak_memory_fisher", "step_fisher"),
+    ):
+        ours = fresh_peak(what, size, run.device)
+        # G may go before the step's own peak; Fisher and reference weights stay over the run.
+        held = 2 * 4 * min(LAYERS, size.depth) * shape.block / 2**20
+        above = (ours - bare) / (plain - bare)
+        sides = "G and V, total alone" if what == "step_fisher" else "G, with components"
+        yield {
+            "name": name,
+            "size": f"alphatoken, K={LAYERS}, {sides}; {size.text}",
+            "ours": ours,
+            "other": plain,
+            "ratio": ours / plain,
+            "floor": 1 + held / plain if what == "step_fisher" else 1.0,
+            "unit": "MiB",
+            "note": f"MiB of the whole process, G built at every step; {above:.2f}x above the bare "
+            f"process ({bare:.0f} MiB)",
+        }
+
+
+def score_peak_memory_length(run: Run) -> Iterator[Row]:
+    """Scoring by itself against a plain training step, over T, on a small model."""
+    for length in (64, 128) if run.quick else (1024, 2048, 4096, 8192):
+        size = length_size(length)
+        base = fresh_peak("import", size, run.device)
+        plain = fresh_peak("plain", size, run.device) - base
         for estimator in ("alphatoken", "label"):
-            scored = _peak(estimator, length) - base
+            scored = fresh_peak(estimator, size, run.device) - base
+            squares = length**2 * 4 * size.heads / 2**20
             yield {
-                "name": "score_peak_memory",
+                "name": "score_peak_memory_length",
                 "size": f"{estimator}, d=256, 4 layers, K=3, T={length}",
                 "ours": scored,
                 "other": plain,
                 "ratio": scored / plain,
                 "floor": 1.0,
+                "unit": "MiB",
+                "length": length,
                 "note": f"MiB above the bare process; {scored / length * 1024:.0f} KiB a token, "
-                f"T x T floats for the 8 heads would add {length**2 * 4 * 8 / 2**20:.0f} MiB",
+                f"T x T floats for the {size.heads} heads would add {squares:.0f} MiB",
             }
-
-
-def _peak(what: str, length: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.peak", what, str(length)]
-    # A fixed threshold gives large blocks back to the system at once; glibc's moving one keeps some
-    # of them or not, and the peak would differ by half between runs of the same work.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
-
-
-ALL = (oracle_against_label, projected_against_gram, scoring_overhead, peak_memory)

@@ -7,49 +7,134 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from alphatoken.fidelity.cost import measure
 
-def machine() -> dict[str, str]:
+__all__ = ["Ceiling", "Run", "alternate", "ceiling", "flops", "machine", "wait"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a case is measured.
+
+    Attributes:
+        device: where models live.
+        quick: tiny sizes, one pair: shows that everything runs, measures nothing.
+        repeats: pairs a row; None for each case's own number.
+    """
+
+    device: torch.device
+    quick: bool = False
+    repeats: int | None = None
+
+    def pairs(self, own: int) -> int:
+        """How many pairs to measure where a case asks for ``own``."""
+        return self.repeats or (1 if self.quick else own)
+
+
+def machine(device: torch.device | None = None) -> dict[str, str]:
     """What the figures were measured on."""
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             models = [line.split(":", 1)[1].strip() for line in file if "model name" in line]
         name = models[0] if models else name
+    accelerator = {}
+    if device is not None and device.type == "cuda":
+        accelerator = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     return {
         "cpu": name,
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
+        **accelerator,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
+def wait() -> None:
+    """Until the accelerator has done what it was given."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
 def alternate(
-    ours: Callable[[], Any], other: Callable[[], Any], *, repeats: int = 7
+    ours: Callable[[], Any], other: Callable[[], Any], *, repeats: int = 7, warm: bool = True
 ) -> dict[str, float]:
     """Median seconds of both sides run in turn, and the median of the pairwise ratios.
 
     The ratio of each pair is taken before the median, so a machine that slows down in the middle
-    of a run does not tilt it. ``low`` and ``high`` are the quartiles of the ratios.
+    of a run does not tilt it; every other pair runs in the opposite order, so that neither side
+    always follows the other. ``low`` and ``high`` are the quartiles of the ratios.
+
+    Args:
+        ours: one side.
+        other: the other.
+        repeats: pairs.
+        warm: run both once before; False where that has been done (counting FLOPs).
     """
-    ours(), other()  # warm-up
+    if warm:
+        ours(), other()
     pairs = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        ours()
-        middle = time.perf_counter()
-        other()
-        pairs.append((middle - start, time.perf_counter() - middle))
+    for index in range(repeats):
+        if index % 2 == 0:
+            mine, theirs = timed(ours), timed(other)
+        else:
+            theirs, mine = timed(other), timed(ours)
+        pairs.append((mine, theirs))
     ratios = sorted(a / b for a, b in pairs)
-    quartiles = statistics.quantiles(ratios, n=4)
     return {
         "ours": statistics.median(a for a, _ in pairs),
         "other": statistics.median(b for _, b in pairs),
         "ratio": statistics.median(ratios),
-        "low": quartiles[0],
-        "high": quartiles[2],
+        **spread(ratios),
+        "pairs": repeats,
     }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Quartiles; of one value, that value."""
+    if len(values) == 1:
+        return {"low": values[0], "high": values[0]}
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return {"low": quartiles[0], "high": quartiles[2]}
+
+
+def flops(work: Callable[[], Any]) -> float:
+    """FLOPs of matrix products and attention kernels of one call, as torch counts them."""
+    return measure(work, repeats=0).flops
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The best that this machine did on work that is all product, or all copy."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def ceiling(run: Run) -> Ceiling:
+    """One large float32 product and one large copy, the fastest of several."""
+    wide = run.device.type == "cuda"
+    side, count = (8192, 2**28) if wide else (2048, 2**25)
+    if run.quick:
+        side, count = 256, 2**16
+    a, b = (torch.randn(side, side, device=run.device) for _ in range(2))
+    source = torch.randn(count, device=run.device)
+    target = torch.empty_like(source)
+    product = min(timed(lambda: a @ b) for _ in range(6))
+    copied = min(timed(lambda: target.copy_(source)) for _ in range(6))
+    return Ceiling(2 * side**3 / product, 2 * source.nbytes / copied)

@@ -1,31 +1,94 @@
-"""One piece of work in a fresh process; prints its peak resident memory as JSON."""
+"""One piece of work in a fresh process; prints its peak memory as JSON.
+
+    python -m benchmarks.peak label 8192             scores one row of 8,192 tokens, a small model
+    python -m benchmarks.peak step --size '{...}'    training steps of a model of this size
+
+Peak memory is resident memory, or on CUDA what the allocator handed out at most.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import resource
+import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
-from benchmarks.models import decoder, random_batch
+from alphatoken.estimators import ESTIMATORS
+from benchmarks.models import Size, fisher
+
+__all__ = ["fresh_peak", "length_size", "observed_step", "peak_mib", "plain_step"]
+
+LAYERS = 3
+STEPS = {
+    "step": None,
+    "step_alphatoken": {"components": True, "retention": False},
+    "step_fisher": {"components": False, "retention": True},
+}
+"""A plain training step, and the two ways in which it is valued."""
 
 
-def main(what: str, length: int) -> None:
-    """Run ``what`` ("import", "plain", or an estimator) at sequence length ``length``."""
-    torch.set_num_threads(2)
-    model = decoder(256, 4, vocabulary=512, length=length)
-    batch = random_batch(1, length, 512)
-    if what == "plain":
-        mask = torch.ones_like(batch["labels"], dtype=torch.bool)
+def length_size(length: int) -> Size:
+    """The small model on which memory is measured over T."""
+    return Size(256, 4, vocabulary=512, length=length)
+
+
+def plain_step(model: Any, batch: Any) -> None:
+    """Forward and backward of all parameters, as a trainer runs them; no optimizer."""
+    model.zero_grad()
+    mask = torch.ones_like(batch["labels"], dtype=torch.bool)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    masked_sft_loss(logits, batch["labels"], mask).backward()
+
+
+def observed_step(scorer: Scorer, model: Any, batch: Any, *, components: bool) -> None:
+    """The same step, its forward observed, and every response token valued."""
+    model.zero_grad()
+    mask = torch.ones_like(batch["labels"], dtype=torch.bool)
+    with scorer.observe() as observed:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        masked_sft_loss(logits, batch["labels"], mask).backward()
-    elif what != "import":
-        validation = random_batch(1, 256, 512, seed=1)
+        observed.values(logits, batch["labels"], components=components)
+    masked_sft_loss(logits, batch["labels"], mask).backward()
+
+
+def scorer_for(model: Any, size: Size, device: torch.device, *, retention: bool) -> Scorer:
+    """The paper's estimator at K = 3, with both sides of M or adaptation alone."""
+    layers = min(LAYERS, size.depth)
+    return Scorer(
+        model,
+        size.batch(device, seed=1),
+        fisher(model, layers) if retention else None,
+        ScorerConfig(layers=layers, contraction="projected"),
+    )
+
+
+def work(what: str, size: Size, device: torch.device) -> None:
+    """Run ``what``; of steps two, so that gradients, G and activations of both are met."""
+    model = size.model(device)
+    batch = size.batch(device)
+    if what == "plain":
+        plain_step(model, batch)
+    elif what == "step":
+        for _ in range(2):
+            plain_step(model, batch)
+    elif what in STEPS:
+        chosen = STEPS[what]
+        assert chosen is not None
+        scorer = scorer_for(model, size, device, retention=chosen["retention"])
+        for _ in range(2):
+            model.zero_grad()
+            scorer.refresh()  # the validation side belongs to the peak of a step
+            observed_step(scorer, model, batch, components=chosen["components"])
+    else:
+        validation = replace(size, length=min(256, size.length)).batch(device, seed=1)
         Scorer(model, validation, None, ScorerConfig(estimator=what)).score(batch)
-    print(json.dumps({"mib": peak_mib()}))
 
 
 def peak_mib() -> float:
@@ -41,5 +104,36 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes outside Linux
 
 
+def fresh_peak(what: str, size: Size, device: torch.device) -> float:
+    """MiB of a fresh process that does ``what``."""
+    command = [sys.executable, "-m", "benchmarks.peak", what, "--size", json.dumps(asdict(size))]
+    command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
+    # A fixed threshold gives large blocks back to the system at once; glibc's moving one keeps some
+    # of them or not, and the peak would differ by half between runs of the same work.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
+
+
+def main() -> None:
+    """Do one thing and print the peak."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["import", "plain", *STEPS, *ESTIMATORS])
+    parser.add_argument("length", type=int, nargs="?", default=1024, help="without --size")
+    parser.add_argument("--size", type=json.loads, help="fields of benchmarks.models.Size")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    size = Size(**options.size) if options.size else length_size(options.length)
+    if options.what != "import":
+        work(options.what, size, options.device)
+    on_gpu = options.device.type == "cuda"
+    mib = torch.cuda.max_memory_allocated(options.device) / 2**20 if on_gpu else peak_mib()
+    print(json.dumps({"mib": mib}))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

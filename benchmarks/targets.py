@@ -1,0 +1,56 @@
+"""The ratios that the project promises, by the name of their row, and whether a row meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TARGETS", "Target", "judged"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promise: ``ratio <= limit``. ``limit`` None: the row brings its own."""
+
+    limit: float | None
+    says: str
+
+
+TARGETS: dict[str, Target] = {
+    "projected_vs_gram": Target(
+        1 / (0.9 * 8),
+        "projected against gram contraction, 16,384 validation tokens, d = 4096: "
+        "0.9 of the FLOP ratio 8",
+    ),
+    "label_vs_step": Target(
+        1.25, "all label values, K = all, against one plain training step: at most 1.25"
+    ),
+    "label_vs_per_token": Target(
+        None, "all T label values against T backward passes: at most 8 / T"
+    ),
+    "score_overhead_k3": Target(
+        1.12,
+        "training step with `alphatoken` values at K = 3 of 28 layers, validation side apart, "
+        "against the step: at most 1.12",
+    ),
+    "score_peak_memory": Target(1.15, "peak memory of the same: at most 1.15"),
+    "time_exponent": Target(1.1, "time grows as T to at most 1.1, attention apart, to T = 8192"),
+    "score_overhead_k3_fisher": Target(1.12, "the same step with both sides of M"),
+    "score_peak_memory_fisher": Target(1.15, "its peak memory"),
+    "time_exponent_label": Target(1.1, "the exponent of `label`"),
+    "time_against_validation": Target(
+        1.1, "scoring against 16 times the validation rows, G built: as fast"
+    ),
+}
+"""Names that are measured by the default run; the first six are the promised ones."""
+
+PROMISED = tuple(TARGETS)[:6]
+
+
+def judged(row: Row) -> Row:
+    """The row with ``target`` and ``met``, both None where nothing is promised."""
+    promise = TARGETS.get(row["name"])
+    limit = row.get("target") if promise is None or promise.limit is None else promise.limit
+    return {**row, "target": limit, "met": None if limit is None else row["ratio"] <= limit}

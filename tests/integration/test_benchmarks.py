@@ -1,0 +1,323 @@
+"""The benchmark suite: the command, what it writes, what it keeps, and the precision ladder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.adapter import find_adapter
+from alphatoken.errors import DataError
+from alphatoken.oracle import gradients as oracle
+from benchmarks import exponent, measure, plots, precision, results, run, targets
+from benchmarks.models import TINY, Size
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.run", *words, "--threads", "1", "--device", "cpu"]
+
+
+def row(name: str, ratio: float = 1.0, **more: Any) -> dict[str, Any]:
+    """A finished row."""
+    made = {"name": name, "size": "s", "ours": ratio, "other": 1.0, "ratio": ratio, "floor": 1.0}
+    return results.finished({**made, "note": "", **more}, {"cpu": "c"})
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> None:
+    old = [row("train_step_fixed", 1.3), row("projected_vs_gram", 9.0)]
+    results.write(tmp_path / "results.json", old)
+    (tmp_path / "notes.md").write_text("## Why\n\nBy hand.\n")
+    words = command("projected_vs_gram", "score_overhead", "--quick", "--out", str(tmp_path))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = {one["name"]: one for one in results.load(tmp_path / "results.json")}
+    assert rows["train_step_fixed"] == old[0]
+    assert rows["projected_vs_gram"]["ratio"] != 9.0
+    assert set(rows) >= {"projected_vs_gram_built", "score_overhead_k3", "score_overhead_k3_fisher"}
+    fresh = rows["score_overhead_k3"]
+    assert fresh["ratio"] == fresh["ours"] / fresh["other"]  # of one pair
+    assert fresh["target"] == 1.12
+    assert fresh["met"] is (fresh["ratio"] <= 1.12)
+    assert fresh["floor"] < fresh["flops"] / fresh["flops_other"]  # counted, so not below the floor
+    assert fresh["tokens_per_s"] == pytest.approx(fresh["tokens"] / fresh["ours"])
+    assert fresh["share_of_ceiling_ours"] > 0
+    assert fresh["ceiling"]["bytes_per_s"] > 0
+    assert "min remain" in done.stderr
+    assert "[2/2]" in done.stderr
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "By hand." in text
+    assert "train_step_fixed" in text
+    assert "benchmarks/ratios.svg" in text
+    assert (tmp_path / "benchmarks" / "ratios.svg").exists()
+
+
+def test_an_interrupt_leaves_the_finished_cases(tmp_path: Path) -> None:
+    words = command("projected_vs_gram", "score_peak_memory_length", "--quick", "--out", "OUT")
+    words[words.index("OUT")] = str(tmp_path)
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    file = tmp_path / "results.json"
+    end = time.monotonic() + 60
+    while not file.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert process.poll() is None, process.stderr and process.stderr.read().decode()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors.decode()
+    assert "finished cases are written" in errors.decode()
+    names = {one["name"] for one in results.load(file)}
+    assert names == {"projected_vs_gram", "projected_vs_gram_built"}
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no_such_case"], "invalid choice"),
+        (["--quick"], "would replace real ones"),
+        (["--repeats", "0"], "at least 1, got 0"),
+        (["--all", "--targets"], "not allowed with"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_the_default_run_is_the_targets_and_all_is_everything() -> None:
+    default = run.chosen([], everything=False, device=CPU)
+    assert default
+    assert all(case.target for case in default)
+    assert len(run.chosen([], everything=True, device=CPU)) == len(run.CASES)
+    assert [case.name for case in run.chosen(["layer_3b"], everything=False, device=CPU)] == [
+        "layer_3b"
+    ]
+    elsewhere = run.chosen([], everything=True, device=torch.device("cuda"))
+    assert not any(case.cpu_only for case in elsewhere)
+    assert len({case.name for case in run.CASES}) == len(run.CASES)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_new_rows_replace_those_of_their_name_and_device_alone() -> None:
+    old = [row("a", 1.0), row("b", 2.0), row("a", 3.0)]
+    other = {**row("a", 4.0), "device": "cuda"}
+    assert results.merged([*old, other], [row("a", 5.0)]) == [old[1], other, row("a", 5.0)]
+    assert results.merged(old, []) == old
+    unnamed = {k: v for k, v in old[0].items() if k != "device"}  # as rows once were
+    assert results.merged([unnamed], [row("a", 5.0)]) == [row("a", 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "more", "target", "met"),
+    [
+        ("label_vs_step", 1.25, {}, 1.25, True),
+        ("label_vs_step", 1.2500001, {}, 1.25, False),
+        ("label_vs_per_token", 0.03, {"target": 8 / 192}, 8 / 192, True),
+        ("label_vs_per_token", 0.05, {"target": 8 / 192}, 8 / 192, False),
+        ("projected_vs_gram", 0.139, {}, 1 / 7.2, False),
+        ("score_overhead_small_k1", 9.0, {}, None, None),
+    ],
+)
+def test_a_row_is_judged_by_its_target(
+    name: str, ratio: float, more: dict[str, Any], target: float | None, met: bool | None
+) -> None:
+    judged = row(name, ratio, **more)
+    assert (judged["target"], judged["met"]) == (target, met)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_and_the_old_one_stays(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    results.write(file, [row("a")])
+    blocked = tmp_path / "folder.json"
+    blocked.mkdir()
+    with pytest.raises(DataError, match="could not be written"):
+        results.write(blocked, [row("b")])
+    assert [one["name"] for one in results.load(file)] == ["a"]
+
+
+def test_committed_results_hold_every_promise() -> None:
+    rows = results.load(results.Places().results)
+    for name in targets.PROMISED:
+        found = [one for one in rows if one["name"] == name and one.get("device", "cpu") == "cpu"]
+        assert len(found) == 1, f"{name}: {len(found)} rows"
+        (one,) = found
+        assert set(one) >= {"ours", "other", "ratio", "floor", "machine", "target", "met"}
+        assert isinstance(one["target"], float)
+        assert one["floor"] > 0
+        assert one["met"] is (one["ratio"] <= one["target"])
+    text = results.Places().page.read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in targets.PROMISED)
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def test_alternate_takes_the_ratio_of_each_pair() -> None:
+    found = measure.alternate(lambda: time.sleep(0.02), lambda: time.sleep(0.01), repeats=3)
+    assert 1.5 < found["ratio"] < 2.5
+    assert found["low"] <= found["ratio"] <= found["high"]
+    assert measure.spread([2.0]) == {"low": 2.0, "high": 2.0}
+
+
+def test_the_exponent_is_the_slope_of_logs() -> None:
+    lengths = [1024, 2048, 4096, 8192] * 2
+    slope, low, high = exponent.fitted_exponent(lengths, [3e-4 * n**1.2 for n in lengths])
+    assert math.isclose(slope, 1.2, rel_tol=1e-12)
+    assert low <= slope <= high
+    noisy = [n * (1.1 if i % 2 else 0.9) for i, n in enumerate(lengths)]
+    slope, low, high = exponent.fitted_exponent(lengths, noisy)
+    assert low < slope < high
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_the_attention_clock_sees_both_passes_and_changes_no_value(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that sleeps is charged to attention, in the forward and in the backward."""
+    size = Size(32, 2, 64, 4, length=16)
+    batch, validation = size.batch(), size.batch(seed=1)
+    config = ScorerConfig(estimator=estimator, layers="all", contraction="projected")
+    model = size.model()
+    plain = Scorer(model, validation, None, config).score(batch)
+    adapter = find_adapter(model)
+    clock = exponent.AttentionClock(adapter)
+    scorer = Scorer(model, validation, None, config, adapter=adapter)
+    assert torch.equal(scorer.score(batch).total, plain.total)
+    slept = _sleepy_kernel(monkeypatch)
+    clock.reset()
+    whole = measure.timed(lambda: scorer.score(batch))
+    if estimator == "path":  # its attention is not rerouted, so the clock has nothing to see
+        assert clock.seconds == 0.0
+        return
+    if estimator == "label":  # forward-mode attention has no kernel
+        assert 0 < clock.seconds < whole
+        assert not slept
+        return
+    assert len(slept) == 4  # two layers, forward and backward
+    assert sum(slept) <= clock.seconds < whole
+
+
+def _sleepy_kernel(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The model's kernel takes 20 ms longer in each direction; what it slept is in the list."""
+    slept: list[float] = []
+    native = torch.nn.functional.scaled_dot_product_attention
+
+    def sleep(*_: Any) -> None:
+        time.sleep(0.02)
+        slept.append(0.02)
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        sleep()
+        output = native(*args, **kwargs)
+        if output.requires_grad:
+            output.register_hook(sleep)
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", slow)
+    return slept
+
+
+def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
+    samples = [{"length": n, "seconds": n / 1e3, "attention": 1e-3} for n in (64, 128, 256)]
+    length = {"unit": "MiB", "length": 64}
+    rows = [
+        row("time_exponent", samples=samples, unit="exponent"),
+        row("projected_vs_gram_sizes", 0.5, low=0.4, high=0.6, validation_tokens=64),
+        row("score_peak_memory_length", 1.5, **length),
+        row("label_vs_step", 1.1, low=1.0, high=1.2),
+    ]
+    for folder in ("a", "b"):
+        drawn = plots.draw(rows, tmp_path / folder)
+        assert [name for name, _ in drawn] == [
+            "ratios.svg",
+            "contraction.svg",
+            "time.svg",
+            "memory.svg",
+        ]
+    for name, _ in drawn:
+        first = (tmp_path / "a" / name).read_bytes()
+        assert first == (tmp_path / "b" / name).read_bytes()
+        assert b"<svg" in first
+        assert b"<dc:date>" not in first
+    assert plots.draw([], tmp_path / "none") == []
+
+
+# --- precision -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rungs() -> list[precision.Rung]:
+    return list(precision.ladder(precision.random_subject(quick=True), CPU))
+
+
+def test_the_ladder_orders_precisions(rungs: list[precision.Rung]) -> None:
+    assert len(rungs) == 4 * 2 * 2  # estimators, precisions of a CPU, directions
+    for rung in rungs:
+        # A rounding of bf16 is 2^-9, of float32 2^-24; a few of them add up.
+        low, high = (1e-5, 2e-2) if rung.precision == "bf16" else (1e-10, 1e-5)
+        assert low < rung.median <= rung.worst < high, rung
+        assert rung.rank > (0.9 if rung.precision == "bf16" else 0.9999)
+        assert rung.jaccard == 1.0 or rung.precision == "bf16"
+
+
+def test_the_reference_of_the_ladder_is_float64_throughout() -> None:
+    """Its label values agree with per-token autograd to 1e-12: no norm casts to float32 inside."""
+    subject = precision.random_subject(quick=True)
+    batch, config = dict(subject.batch), ScorerConfig(estimator="label", contraction="projected")
+    errors = {}
+    for name, model in (
+        ("exact", precision.in_dtype(subject.model, torch.float64)),
+        ("cast", subject.model.double().eval()),  # transformers' own norms
+    ):
+        scorer = Scorer(model, subject.validation, None, config)
+        values, direction = scorer.score(batch), scorer.direction.total()
+        assert values.total.dtype == torch.float64
+        truth = oracle.label_values(model, scorer.adapter.forward, batch, direction)
+        terms = precision.absolute_sums(scorer, batch, direction)
+        errors[name] = float(((values.total - truth)[values.mask].abs() / terms).max())
+    assert errors["exact"] < 1e-12 < errors["cast"]
+
+
+def test_the_section_says_what_was_left_out(rungs: list[precision.Rung]) -> None:
+    text = precision.section(rungs)
+    assert "tf32 is arithmetic of CUDA devices: not measured here." in text
+    assert text.count("| bf16 |") == 8
+    again = [precision.Rung(**json.loads(json.dumps(vars(rung)))) for rung in rungs]
+    assert precision.section(again) == text
+
+
+def test_a_data_folder_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(precision, "ladder", lambda *_: iter(()))
+    with pytest.raises(SystemExit, match="no such folder"):
+        precision.measure(results.Places.under(tmp_path), CPU, quick=True)
+
+
+def test_the_real_model_has_two_kinds_of_text(data_dir: Path) -> None:
+    near, far = precision.real_subjects(data_dir)
+    assert near.model is far.model
+    assert not torch.equal(near.batch["input_ids"], far.batch["input_ids"])
+    assert os.environ["ALPHATOKEN_DATA"] == str(data_dir)
+    assert near.model.config.hidden_size == 64 != TINY.width
