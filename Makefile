@@ -20,7 +20,7 @@ help:
 	@echo "make demo         the whole job on a tiny model, with no network (under three minutes)"
 	@echo "make test         lint, types, imports, doctests, property and integration tests"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
-	@echo "make bench        measurements; writes docs/benchmarks.md"
+	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
 	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"

@@ -19,11 +19,16 @@ def draw(rows: Sequence[Row], folder: Path) -> list[tuple[str, str]]:
     """Draw what the rows allow; (file name, caption) of each figure that exists afterwards."""
     figures: list[tuple[str, str, Callable[[Any, Sequence[Row]], bool], tuple[float, float]]] = [
         (
+            "targets.svg",
+            "Ratios with a target, over their floor (bars: quartiles; mark: the target)",
+            lambda figure, rows: _ratios(figure, _promised(rows)),
+            (7.2, 0.34 * len(_promised(rows)) + 1.2),
+        ),
+        (
             "ratios.svg",
-            "Measured ratios (bars: quartiles) over their floor, with the target where there is "
-            "one",
-            _ratios,
-            (7.2, 0.28 * len(_timed(rows)) + 1.2),
+            "The other ratios over their floor (bars: quartiles)",
+            lambda figure, rows: _ratios(figure, _others(rows)),
+            (7.2, 0.28 * len(_others(rows)) + 1.2),
         ),
         (
             "contraction.svg",
@@ -55,9 +60,16 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["floor"] > 0 and row.get("unit") != "exponent"]
 
 
-def _ratios(figure: Any, rows: Sequence[Row]) -> bool:
+def _promised(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in _timed(rows) if row.get("target") is not None]
+
+
+def _others(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in _timed(rows) if row.get("target") is None]
+
+
+def _ratios(figure: Any, shown: Sequence[Row]) -> bool:
     """Ratio over floor, one line a row; the floor is the line at 1, the target a mark."""
-    shown = _timed(rows)
     if not shown:
         return False
     panel = figure.subplots()
@@ -83,7 +95,14 @@ def _ratios(figure: Any, rows: Sequence[Row]) -> bool:
 
 def _label(row: Row) -> str:
     device = "" if row.get("device", "cpu") == "cpu" else f", {row['device']}"
-    return f"{row['name']}{device}: {row['size'][:46]}"
+    return f"{row['name']}{device}: {_shortened(row['size'])}"
+
+
+def _shortened(size: str, most: int = 60) -> str:
+    """Whole words."""
+    if len(size) <= most:
+        return size
+    return size[:most].rsplit(" ", 1)[0].rstrip(",;") + " ..."
 
 
 def _contraction(figure: Any, rows: Sequence[Row]) -> bool:

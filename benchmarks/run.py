@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, exponent, layers, precision, results, step
+from benchmarks import cases, exponent, layers, peers, precision, results, step
+from benchmarks import memory_model as predicted
 from benchmarks.measure import Ceiling, Run, ceiling, machine
 from benchmarks.page import write_page
 from benchmarks.results import Places
@@ -68,6 +69,38 @@ def train_peak_memory(run: Run) -> Iterator[Row]:
     yield from step.train_peak_memory(_step_size(run))
 
 
+def memory_model(run: Run) -> Iterator[Row]:
+    """Peak memory as --dry-run predicts it against what fresh processes of the trainers took."""
+    if not run.quick:
+        yield from predicted.memory_model()
+
+
+def peer_time(run: Run) -> Iterator[Row]:
+    """Our values and each peer's on the same work, in turn; agreement is checked first."""
+    yield from _peers(run, "peer_time")
+
+
+def peer_memory(run: Run) -> Iterator[Row]:
+    """Peak memory of fresh processes: ours and each peer's."""
+    yield from _peers(run, "peer_memory")
+
+
+def peer_limits(run: Run) -> Iterator[Row]:
+    """The largest T and the most validation tokens that fit, ours beside each peer's."""
+    yield from _peers(run, "peer_limits")
+
+
+def peer_correlation(run: Run) -> Iterator[Row]:
+    """How each peer ranks the tokens of real text, against label values."""
+    yield from _peers(run, "peer_correlation")
+
+
+def _peers(run: Run, name: str) -> Iterator[Row]:
+    """Not part of a quick look: each peer has sizes of its own."""
+    if not run.quick:
+        yield from next(case for case in peers.CASES if case.__name__ == name)()
+
+
 def _step_size(run: Run) -> step.Size:
     if not run.quick:
         return step.SIZE
@@ -90,6 +123,11 @@ CASES = (
     Case(layers.layer_3b, 2.0),
     Case(train_step, 20.0, cpu_only=True),
     Case(train_peak_memory, 4.0, cpu_only=True),
+    Case(memory_model, 3.0, cpu_only=True),
+    Case(peer_time, 2.0, cpu_only=True),
+    Case(peer_memory, 1.5, cpu_only=True),
+    Case(peer_limits, 4.0, cpu_only=True),
+    Case(peer_correlation, 1.0, cpu_only=True),
 )
 
 

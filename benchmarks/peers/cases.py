@@ -1,0 +1,197 @@
+"""The measurements against peers. Each yields rows as ``benchmarks.cases`` does.
+
+Two keys more: ``agreement`` (largest difference from our exact value, over the largest value) and
+``correlation`` (Spearman of the peer's values with the exact label values of the same layers).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.batch import label_mask
+from alphatoken.fidelity.metrics import spearman
+from benchmarks.fidelity import batch_of, rows_of
+from benchmarks.measure import alternate
+from benchmarks.peers import fresh, sizes
+from benchmarks.peers.agreement import (
+    OURS,
+    Agreement,
+    agreement,
+    in_double,
+    ours,
+    reference,
+    tokenwise,
+)
+from benchmarks.peers.peer import Peer, Work, started
+from benchmarks.peers.registry import ALL
+
+Row = dict[str, Any]
+
+BUDGET_MIB, SECONDS = 512.0, 8.0
+"""What a size must fit in: memory beyond the warm process, processor time of all threads."""
+
+SLOW = 2.0
+"""Seconds from which on a peer is timed 3 times instead of 7."""
+
+
+def present() -> Iterator[Peer]:
+    """The peers that can run here; one line on stderr for each of the others."""
+    for peer in ALL:
+        absent = peer.missing()
+        if absent is None:
+            yield peer
+        else:
+            print(absent, file=sys.stderr)
+
+
+def failed(name: str, size: str, error: Exception) -> Row:
+    """The row of a peer that is installed and does not run: no numbers, and the error itself."""
+    nothing = dict.fromkeys(("ours", "other", "ratio", "floor"), math.nan)
+    return {"name": name, "size": size, **nothing, "note": f"{type(error).__name__}: {error}"}
+
+
+def peer_time() -> Iterator[Row]:
+    """Seconds of the whole work, validation side included; agreement is checked first."""
+    work = sizes.standard()
+    exact = in_double(work)
+    for peer in present():
+        name = f"peer_time/{peer.name}"
+        try:
+            yield {"name": name, "size": sizes.DESCRIPTION, **_timed(peer, work, exact)}
+        except Exception as error:
+            yield failed(name, sizes.DESCRIPTION, error)
+
+
+def _timed(peer: Peer, work: Work, exact: Work) -> Row:
+    score = ours(work, OURS[peer.estimand])
+    with started(peer, work) as run:
+        found = run()
+        seen = agreement(peer, work, found, exact)
+        start = time.perf_counter()
+        run()
+        repeats = 3 if time.perf_counter() - start > SLOW else 7
+        times = alternate(score, run, repeats=repeats)
+    return {
+        **times,
+        "floor": 1.0,
+        "agreement": seen.error,
+        "correlation": seen.correlation,
+        "note": f"ours: {OURS[peer.estimand]}; {peer.computes}; {seen}",
+    }
+
+
+def peer_memory() -> Iterator[Row]:
+    """Peak MiB of the same work in a fresh process, above what the warm process held."""
+    for peer in present():
+        name = f"peer_memory/{peer.name}"
+        try:
+            own, other = fresh.memory(f"ours:{OURS[peer.estimand]}"), fresh.memory(peer.name)
+        except fresh.ChildError as error:
+            yield failed(name, sizes.DESCRIPTION, error)
+            continue
+        yield {
+            "name": name,
+            "size": sizes.DESCRIPTION,
+            "ours": own,
+            "other": other,
+            "ratio": own / other,
+            "floor": 1.0,
+            "note": f"MiB; ours: {OURS[peer.estimand]}; {peer.computes}",
+        }
+
+
+def peer_limits() -> Iterator[Row]:
+    """Largest T, and largest number of validation tokens N_v, within a memory and time budget."""
+    axes = {
+        "T": f"one row of T tokens, {sizes.HELD_OUT_LENGTH} validation tokens",
+        "N_v": f"{sizes.LENGTH} tokens, N_v validation tokens",
+    }
+    for peer in present():
+        if peer.twin:
+            continue
+        own = fresh.limits(f"ours:{OURS[peer.estimand]}", BUDGET_MIB, SECONDS)
+        other = fresh.limits(peer.name, BUDGET_MIB, SECONDS)
+        for axis, what in axes.items():
+            mine, theirs = own[axis], other[axis]
+            yield {
+                "name": f"peer_limits/{peer.name}",
+                "size": f"largest {axis}: {what}, {BUDGET_MIB:.0f} MiB, {SECONDS:.0f} CPU s",
+                "ours": mine.size,
+                "other": theirs.size,
+                "ratio": mine.size / theirs.size if theirs.size else math.nan,
+                "floor": 1.0,
+                "note": f"sizes double; stopped by: ours ({OURS[peer.estimand]}, with its proofs "
+                f"at first use) {mine.stopped}; {peer.name} {theirs.stopped}",
+            }
+
+
+def peer_correlation() -> Iterator[Row]:
+    """On a real small model (ALPHATOKEN_DATA): how each peer ranks tokens by their utility."""
+    folder = os.environ.get("ALPHATOKEN_DATA")
+    if not folder:
+        print("peer_correlation not run: ALPHATOKEN_DATA is not set", file=sys.stderr)
+        return
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for kind in ("near", "far"):
+        work = real(Path(folder), kind)
+        exact, mask = in_double(work), label_mask(work.batch["labels"])
+        utility = _utility(exact)
+        own = spearman(reference(exact, "label"), utility, mask)
+        for peer in present():
+            with started(peer, work) as run:
+                found = run()
+            seen = agreement(peer, work, found, exact)
+            other = spearman(tokenwise(found, work, peer.estimand), utility, mask)
+            yield _correlated(peer, kind, work, seen, (own, other))
+
+
+def _correlated(
+    peer: Peer, kind: str, work: Work, seen: Agreement, found: tuple[float, float]
+) -> Row:
+    rows, length = work.batch["labels"].shape
+    own, other = found
+    return {
+        "name": f"peer_correlation/{peer.name}",
+        "size": f"{kind} text, 260 K decoder, K={work.layers}, {rows} x {length} tokens, "
+        f"{len(work.validation)} validation batches",
+        "ours": own,
+        "other": other,
+        "ratio": own / other if other else math.nan,
+        "floor": 1.0,
+        "agreement": seen.error,
+        "correlation": seen.correlation,
+        "note": "Spearman with first-order utility (label over all parameters), ours: label; "
+        f"{peer.computes}; {seen}",
+    }
+
+
+def real(folder: Path, kind: str) -> Work:
+    """The 260 K decoder on rows of one kind of text; two validation batches."""
+    place = folder / "stories260K/transformers"
+    model = AutoModelForCausalLM.from_pretrained(place).eval()
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    texts = rows_of(folder, kind)
+    held_out = batch_of(tokenizer, texts[120:], 16)
+    halves = [{key: part[i : i + 8] for key, part in held_out.items()} for i in (0, 8)]
+    return Work(model, batch_of(tokenizer, texts, 4), halves, layers=3)
+
+
+def _utility(work: Work) -> torch.Tensor:
+    """Label values over all parameters: each token's first-order utility."""
+    config = ScorerConfig(estimator="label", layers="all", parameters="all")
+    return Scorer(work.model, list(work.validation), None, config).score(work.batch).total
+
+
+CASES = (peer_time, peer_memory, peer_limits, peer_correlation)

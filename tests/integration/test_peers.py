@@ -1,0 +1,329 @@
+"""The peers of the benchmark compute what their rows say: checked against the oracle.
+
+Float64, a small Llama whose norms run in float64 too, rows padded in front and behind, and two
+validation batches with unequally many response tokens, where a mean of means would be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from alphatoken.adapter import find_adapter
+from alphatoken.errors import ConfigError
+from alphatoken.oracle import gradients, influence
+from benchmarks.models import decoder, random_batch
+from benchmarks.peers import CASES, cases, child, fresh, sizes
+from benchmarks.peers.agreement import agreement, ours, reference, relative_error, tokenwise
+from benchmarks.peers.autograd import per_token_autograd
+from benchmarks.peers.peer import Peer, Work, started, validation_gradient
+from benchmarks.peers.registry import ALL, BY_NAME
+
+OWN = [peer for peer in ALL if not peer.requires]
+PACKAGES = [peer for peer in ALL if peer.requires]
+TORCH_OF_OLD = "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+
+
+def pure_double(width: int = 16, depth: int = 3) -> nn.Module:
+    """A Llama without the casts to float32 that transformers' own norms make."""
+    model = decoder(width, depth, vocabulary=32, heads=4, length=64).double().eval()
+    for block in [*model.model.layers, model.model]:
+        for name, module in list(block.named_children()):
+            if type(module).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(width, eps=module.variance_epsilon, dtype=torch.float64)
+                generator = torch.Generator().manual_seed(len(name))
+                norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+                setattr(block, name, norm)
+    return model
+
+
+def padded(rows: int, length: int, seed: int, *, front=(), behind=()) -> dict[str, torch.Tensor]:
+    """Random rows; ``front`` and ``behind`` are (row, number of padded positions)."""
+    batch = random_batch(rows, length, 32, seed=seed)
+    mask = torch.ones_like(batch["input_ids"])
+    for row, n in front:
+        mask[row, :n] = 0
+    for row, n in behind:
+        mask[row, -n:] = 0
+    batch["labels"][mask == 0] = -100
+    for row, n in front:  # the first real token has nothing before it
+        batch["labels"][row, n] = -100
+    return {**batch, "attention_mask": mask}
+
+
+@cache
+def small() -> Work:
+    """Three training rows; 4 x 12 and 1 x 20 validation tokens, the first batch with padding."""
+    held_out = [
+        padded(4, 12, 1, behind=[(0, 5), (1, 2)], front=[(2, 3)]),
+        padded(1, 20, 2),
+    ]
+    batch = padded(3, 14, 0, behind=[(1, 4)], front=[(2, 3)])
+    return Work(pure_double(), batch, held_out, layers=2)
+
+
+@cache
+def expected(estimand: str) -> torch.Tensor:
+    """By the oracle: one backward a token, label by label and position by position."""
+    work = small()
+    adapter = find_adapter(work.model)
+    direction = gradients.validation_gradient(
+        work.model, adapter.forward, list(work.validation), dict(work.weights)
+    )
+    if estimand == "path":
+        modules = {place: work.model.get_submodule(place) for place in work.places}
+        psi = influence.influence_matrix(
+            work.model, adapter.forward, work.batch, modules, direction
+        )
+        return influence.column_sums(psi)
+    values = gradients.label_values(work.model, adapter.forward, work.batch, direction)
+    return values if estimand == "label" else values.sum(1)
+
+
+def run(peer: Peer, work: Work) -> torch.Tensor:
+    with started(peer, work) as values:
+        return values().detach()
+
+
+@pytest.mark.parametrize("peer", OWN, ids=lambda peer: peer.name)
+def test_own_constructions_are_what_the_oracle_says(peer):
+    found = run(peer, small())
+    assert relative_error(found, expected(peer.estimand)) < 1e-9
+
+
+@pytest.mark.filterwarnings(TORCH_OF_OLD)
+@pytest.mark.parametrize("peer", PACKAGES, ids=lambda peer: peer.name)
+def test_installed_packages_are_what_the_oracle_says(peer):
+    absent = peer.missing()
+    if absent:
+        pytest.skip(absent)
+    work = small()
+    before = {name: p.clone() for name, p in work.model.named_parameters()}
+    wanted = [p.requires_grad for p in work.model.parameters()]
+    found = run(peer, work)
+    allowed = 1e-9 if "kronfluence" in peer.requires else 1e-5  # bergson sums in float32
+    assert relative_error(found, expected(peer.estimand)) < allowed
+    assert all(torch.equal(before[name], p) for name, p in work.model.named_parameters())
+    assert wanted == [p.requires_grad for p in work.model.parameters()]
+
+
+@pytest.mark.parametrize("estimand", ["label", "path", "sample"])
+def test_reference_is_what_the_oracle_says(estimand):
+    assert relative_error(reference(small(), estimand), expected(estimand)) < 1e-9
+
+
+def test_three_estimands_share_their_row_totals_and_are_not_each_other():
+    label, path, sample = (expected(name) for name in ("label", "path", "sample"))
+    assert relative_error(label.sum(1), sample) < 1e-12
+    assert relative_error(path.sum(1), sample) < 1e-12
+    seen = agreement(replace(BY_NAME["gram_ghost_position"], estimand="label"), small(), path)
+    assert not seen.agrees  # shifted or not, a column sum is no label value
+    assert relative_error(tokenwise(path, small(), "path"), label) > 0.1
+
+
+def test_ours_beside_a_peer_does_the_whole_work():
+    work = small()
+    for estimand, estimator in (("label", "label"), ("path", "path")):
+        values = ours(work, estimator)()
+        wanted = tokenwise(expected(estimand), work, estimand)
+        assert relative_error(values.total, wanted) < 1e-9
+        rows = values.total.sum(1) + values.unassigned
+        assert relative_error(rows, expected("sample")) < 1e-9
+
+
+def mean_of_means(work: Work):
+    """A wrong peer: each validation batch weighs the same, however many tokens it has."""
+    several = [replace(work, validation=[batch]) for batch in work.validation]
+    runs = [per_token_autograd(one) for one in several]
+    return lambda: torch.stack([each() for each in runs]).mean(0)
+
+
+def first_batch_only(work: Work):
+    """A wrong peer: it looks at one validation batch."""
+    return per_token_autograd(replace(work, validation=work.validation[:1]))
+
+
+@pytest.mark.parametrize("wrong", [mean_of_means, first_batch_only])
+def test_agreement_notices_a_peer_that_mixes_up_validation_batches(wrong):
+    peer = Peer("wrong", "something else", "label", wrong)
+    seen = agreement(peer, small(), run(peer, small()))
+    assert not seen.agrees
+    assert "DOES NOT AGREE" in str(seen)
+    alone = replace(small(), validation=small().validation[:1])
+    assert agreement(peer, alone, run(peer, alone)).agrees  # right for one batch: that is the trap
+
+
+def test_agreement_is_never_claimed_of_another_shape_or_of_nan():
+    one = torch.ones(2, 3)
+    assert relative_error(one, torch.ones(3, 2)) == math.inf
+    assert relative_error(one * math.nan, one) == math.inf
+    assert relative_error(one * 1.5, one) == 0.5
+
+
+def test_validation_gradient_of_peers_is_the_oracles():
+    work = small()
+    wanted = gradients.validation_gradient(
+        work.model, work.adapter.forward, list(work.validation), dict(work.weights)
+    )
+    for found, name in zip(validation_gradient(work), work.weights, strict=True):
+        assert relative_error(found, wanted[name]) < 1e-12
+
+
+def test_an_unknown_estimand_is_refused():
+    with pytest.raises(ConfigError, match="label, path, sample"):
+        Peer("x", "x", "diagonal", per_token_autograd)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def broken(work: Work):
+    """A peer that is installed and does not run."""
+
+    def values():
+        raise RuntimeError("no CPU kernel")
+
+    return values
+
+
+def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
+    absent = Peer("absent", "x", "label", per_token_autograd, requires=("no_such_package_here",))
+    unable = Peer("unable", "x", "label", broken)
+    peers = (absent, unable, BY_NAME["gram_ghost_position"])
+    monkeypatch.setattr(cases, "ALL", peers)
+    monkeypatch.setattr(sizes, "standard", small)
+    failed, timed = cases.peer_time()
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for part in ("absent", "no_such_package_here", 'pip install "alphatoken[bench]"'):
+        assert part in line
+    assert failed["name"] == "peer_time/unable"
+    assert math.isnan(failed["ratio"])
+    assert failed["note"] == "RuntimeError: no CPU kernel"
+    assert timed["name"] == "peer_time/gram_ghost_position"
+    assert timed["agreement"] < 1e-9
+    assert 0 < timed["low"] <= timed["ratio"] <= timed["high"]
+    assert -1 <= timed["correlation"] < 1
+    assert "agrees with ours" in timed["note"]
+
+
+def test_correlation_on_the_real_model(monkeypatch, data_dir):
+    monkeypatch.setenv("ALPHATOKEN_DATA", str(data_dir))
+    peers = (BY_NAME["gram_ghost"], BY_NAME["gram_ghost_position"])
+    monkeypatch.setattr(cases, "ALL", peers)
+    rows = list(cases.peer_correlation())
+    assert len(rows) == 4
+    assert all(row["agreement"] < 1e-4 for row in rows)
+    near = next(row for row in rows if "position" in row["name"] and "near" in row["size"])
+    assert near["ours"] > 0.8  # label over three layers ranks as over all parameters
+    assert near["other"] < 0.6  # path does not, on the model's own kind of text
+
+
+def test_correlation_without_data_says_so(monkeypatch, capsys):
+    monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
+    assert list(cases.peer_correlation()) == []
+    assert "ALPHATOKEN_DATA is not set" in capsys.readouterr().err
+
+
+def test_cases_are_named_as_their_rows():
+    assert [case.__name__ for case in CASES] == [
+        "peer_time",
+        "peer_memory",
+        "peer_limits",
+        "peer_correlation",
+    ]
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_outcome_tells_memory_from_time_from_errors(monkeypatch):
+    def greedy(_: Work):
+        return lambda: torch.empty(2**50)
+
+    monkeypatch.setitem(child.BY_NAME, "greedy", Peer("greedy", "x", "label", greedy))
+    monkeypatch.setitem(child.BY_NAME, "unable", Peer("unable", "x", "label", broken))
+    work = small()
+    assert child.outcome("greedy", work, 20) == "memory"
+    assert child.outcome("per_token_autograd", work, 1e-3) == "time"
+    assert child.outcome("unable", work, 20) == "RuntimeError: no CPU kernel"
+    assert child.outcome("gram_ghost", work, 20) == "fits"
+    assert child.outcome("ours:label", work, 20) == "fits"
+
+
+def test_sizes_double_to_the_first_that_does_not_fit(monkeypatch):
+    def up_to_512(_: str, size: int, __: float) -> str:
+        return "fits" if size <= 512 else "memory"
+
+    monkeypatch.setattr(child, "outcome", up_to_512)
+    monkeypatch.setitem(sizes.AXES, "T", (lambda _, size: size, 64, 2048))
+    lines = list(child.doubling("any", "T", small().model, 1.0))
+    assert [line["size"] for line in lines] == [64, 128, 256, 512, 1024]
+    assert fresh.limit_of(lines, "T", "") == fresh.Limit(512, "memory")
+    assert fresh.limit_of(lines[:2], "T", "exit code -9: no message") == fresh.Limit(
+        128, "exit code -9: no message"
+    )
+    assert fresh.limit_of([], "N_v", "exit code 1: x") == fresh.Limit(0, "exit code 1: x")
+
+
+def test_growing_works_have_the_tokens_they_say():
+    model = small().model
+    assert sizes.longer(model, 256).batch["input_ids"].numel() == 256
+    wide = sizes.wider(model, 2048)
+    assert sum(batch["input_ids"].numel() for batch in wide.validation) == 2048
+    assert len(wide.validation) == 4
+
+
+@pytest.mark.timeout(180)
+def test_a_fresh_process_runs_into_its_memory_budget():
+    lines, failed = fresh.call("limits", "gram_ghost_position", "1", "40", "60", timeout=150)
+    assert not failed
+    for axis in ("T", "N_v"):  # every pair of positions is formed
+        assert fresh.limit_of(lines, axis, failed).stopped == "memory"
+    assert fresh.limit_of(lines, "T", failed).size >= 64
+
+
+@pytest.mark.timeout(180)
+def test_peak_memory_of_a_fresh_process():
+    lines, failed = fresh.call("memory", "ours:path", "1", timeout=150)
+    assert not failed
+    assert 1 < lines[-1]["mib"] < 1000
+
+
+@pytest.mark.timeout(180)
+def test_a_child_that_fails_says_why():
+    lines, failed = fresh.call("memory", "no_such_peer", "1", timeout=150)
+    assert lines == []
+    assert "no_such_peer" in failed
+
+
+def test_rows_of_memory_and_limits(monkeypatch):
+    def memory(name: str) -> float:
+        if name == "kronfluence":
+            raise fresh.ChildError("kronfluence: exit code 1: boom")
+        return {"ours:path": 50.0, "gram_ghost": 200.0}[name]
+
+    peers = [replace(BY_NAME[name], requires=()) for name in ("gram_ghost", "kronfluence")]
+    monkeypatch.setattr(cases, "ALL", peers)
+    monkeypatch.setattr(fresh, "memory", memory)
+    row, failed = cases.peer_memory()
+    assert (row["ours"], row["other"], row["ratio"]) == (50.0, 200.0, 0.25)
+    assert math.isnan(failed["other"])
+    assert "boom" in failed["note"]
+
+    found = {
+        "ours:path": {"T": fresh.Limit(4096, "time"), "N_v": fresh.Limit(8192, "time")},
+        "gram_ghost_position": {"T": fresh.Limit(1024, "memory"), "N_v": fresh.Limit(0, "memory")},
+    }
+    monkeypatch.setattr(fresh, "limits", lambda name, *_: found[name])
+    monkeypatch.setattr(cases, "ALL", (BY_NAME["gram_ghost"], BY_NAME["gram_ghost_position"]))
+    length, width = cases.peer_limits()  # the twin by row is left out
+    assert (length["ours"], length["other"], length["ratio"]) == (4096, 1024, 4.0)
+    assert (width["ours"], width["other"]) == (8192, 0)
+    assert math.isnan(width["ratio"])
+    assert "gram_ghost_position memory" in width["note"]
