@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "parameters": ("linears", "all"),
     "contraction": ("auto", "projected", "gram"),
     "uncovered": ("error", "skip"),
+    "offload": ("none", "stream"),
 }
 
 
@@ -57,6 +58,14 @@ class ScorerConfig:
         max_relative_drift: a Fisher whose reference is farther away than this (median over
             parameters of ``||W - W_ref|| / ||W_ref||``) is taken for another model's; None
             switches the check off.
+        offload: "none" keeps V of a ``FisherDrift`` beside G; "stream" forms it one matrix at a
+            time whenever values are contracted, and never stores it. With a Fisher that is read
+            from its file (``FisherDrift.open``) neither F, W_ref nor V is then ever whole. The
+            values are the same to the bit; the price is one pass over the file for each batch,
+            and one for the balance. The weights must not change between a forward and its values,
+            nor under a pinned direction: refused. ``label`` moves all weights at once, so V is
+            built whole for it, from one matrix of F and W_ref at a time. Where weights are
+            sharded, each process holds its part of F, W_ref and V with either.
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.
@@ -77,6 +86,7 @@ class ScorerConfig:
     contraction: str = "auto"
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         """Check every option."""

@@ -7,8 +7,9 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +18,55 @@ from alphatoken.precision import full_precision, wide
 
 __all__ = [
     "Direction",
+    "Formed",
+    "Matrices",
     "balance",
     "diagonal_drift",
     "kronecker_drift",
     "norms",
     "precondition",
 ]
+
+_Entry = TypeVar("_Entry")
+
+
+class Formed(Mapping[str, _Entry], Generic[_Entry]):
+    """A mapping that holds no entry: each is formed anew whenever it is asked for.
+
+    What is as large as the scored weights then exists one matrix at a time, for as long as its
+    user holds it. Names, their number and membership form nothing.
+
+    Args:
+        names: the keys, in their order.
+        form: makes the entry of a name; the same bits at each call.
+    """
+
+    def __init__(self, names: Iterable[str], form: Callable[[str], _Entry]) -> None:
+        self._names, self._form = dict.fromkeys(names), form
+
+    def __getitem__(self, name: str) -> _Entry:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._form(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would form the entry
+
+    def __repr__(self) -> str:
+        return f"Formed({len(self)} entries)"
+
+
+if TYPE_CHECKING:
+    Matrices: TypeAlias = Mapping[str, Tensor]
+else:
+    Matrices = Mapping  # a check at run time would form an entry to look at it
+"""Parameter name -> matrix, in memory or ``Formed``."""
 
 
 def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
@@ -49,16 +93,17 @@ def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: T
     return errors.to(dtype) @ drift @ inputs.to(dtype)
 
 
-def precondition(
-    direction: Mapping[str, Tensor], preconditioner: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    """``P o M`` per parameter; P = 1 where it is not given."""
+def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | None) -> Matrices:
+    """``P o M`` per parameter; P = 1 where it is not given. Of a ``Formed`` M, formed likewise."""
     if preconditioner is None:
-        return dict(direction)
-    return {
-        name: m * preconditioner[name].to(m) if name in preconditioner else m
-        for name, m in direction.items()
-    }
+        return direction if isinstance(direction, Formed) else dict(direction)
+
+    def scaled(name: str) -> Tensor:
+        m = direction[name]
+        return m * preconditioner[name].to(m) if name in preconditioner else m
+
+    formed = Formed(direction, scaled)
+    return formed if isinstance(direction, Formed) else dict(formed)
 
 
 def balance(
@@ -81,7 +126,7 @@ def balance(
     return ratios
 
 
-def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
+def norms(direction: Matrices) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
     return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
 
@@ -92,12 +137,13 @@ class Direction:
 
     Attributes:
         adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.
-        stability: ``P o V`` (before lambda), or None without a retention term.
+        stability: ``P o V`` (before lambda), or None without a retention term; ``Formed`` under
+            ``offload="stream"``.
         stability_weight: lambda.
     """
 
     adaptation: dict[str, Tensor]
-    stability: dict[str, Tensor] | None
+    stability: Matrices | None
     stability_weight: float
 
     def total(self) -> dict[str, Tensor]:

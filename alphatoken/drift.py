@@ -3,30 +3,40 @@
 The Fisher and the reference weights are constants; V is rebuilt from the current weights. V is
 exactly zero at W = W_ref, so retention says nothing at step 0. Under LoRA with B_ref = 0 the
 gradient of A is zero at the reference, hence so is its Fisher: A's part of V stays zero for ever.
+
+Fisher and reference are each as large as the scored weights. ``FisherDrift.open`` leaves both on
+disk and reads them one matrix at a time; ``FisherDrift.forming`` does the same with V.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.adapter import DecoderAdapter, find_adapter
-from alphatoken.direction import diagonal_drift, kronecker_drift
-from alphatoken.errors import FisherError
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.direction import Formed, Matrices, diagonal_drift, kronecker_drift
+from alphatoken.errors import FisherError, ModelError
+from alphatoken.storage import TensorFile, write_tensors
 
 __all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
+_SAMPLED = 256
+
+if TYPE_CHECKING:
+    Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+else:
+    Pairs = Mapping  # as ``Matrices``
 
 
 def library_version() -> str:
@@ -59,6 +69,10 @@ class FisherDrift:
             the scored model's identity where present.
         factors: (left, right) per parameter; empty for the diagonal. Use :meth:`from_kronecker`.
         exact_names: see above.
+        shapes: of each parameter, known without reading it.
+
+    The three mappings may be ``Formed`` (see :meth:`open`): they are then read through once, entry
+    by entry, to be checked, and kept as they are, names included.
 
     Raises:
         FisherError: nothing given, both kinds given, other shapes, a NaN, an infinity or a
@@ -67,11 +81,12 @@ class FisherDrift:
     Source: the paper's retention proxy (Fisher drift); oracle: alphatoken.oracle.retention.
     """
 
-    fisher: Mapping[str, Tensor]
-    reference: Mapping[str, Tensor]
+    fisher: Matrices
+    reference: Matrices
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    factors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    factors: Pairs = field(default_factory=dict)
     exact_names: bool = False
+    shapes: dict[str, torch.Size] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         rename = (lambda name: name) if self.exact_names else _parameter_name
@@ -91,6 +106,7 @@ class FisherDrift:
                 _check_diagonal(self.fisher[name], weight, name)
             else:
                 _check_factors(*self.factors[name], weight, name)
+            self.shapes[name] = weight.shape
 
     @classmethod
     def from_kronecker(
@@ -137,8 +153,18 @@ class FisherDrift:
         extra = "".join(f", {key}={value}" for key, value in fitted.items())
         return f"FisherDrift({self.structure}, {len(self.names)} parameters{extra})"
 
+    @property
+    def streamed(self) -> bool:
+        """Whether its numbers are read from a file whenever they are needed."""
+        return isinstance(self.reference, Formed)
+
     def to(self, device: torch.device | str) -> FisherDrift:
-        """The same on another device (V is computed on the weights' device in any case)."""
+        """The same on another device (V is computed on the weights' device in any case).
+
+        One that is read from its file stays there for "cpu"; on another device it is whole.
+        """
+        if self.streamed and torch.device(device).type == "cpu":
+            return self
         return FisherDrift(
             {name: F.to(device) for name, F in self.fisher.items()},
             {name: W.to(device) for name, W in self.reference.items()},
@@ -163,6 +189,42 @@ class FisherDrift:
         self._require(parameters)
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
+    def forming(self, parameters: Mapping[str, Tensor]) -> Formed[Tensor]:
+        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix when asked for.
+
+        Neither V, nor for an opened file F and W_ref, is whole at any time: the device holds those
+        of one matrix. V is that of the weights as they are now: of one that has been written to
+        since (its version counter and a few of its numbers are compared), V is refused.
+
+        Args:
+            parameters: as for :meth:`direction`.
+
+        Returns:
+            parameter name -> V, each access computing it anew.
+
+        Raises:
+            FisherError: as :meth:`direction`; or, on access, the file is not what it was.
+            ModelError: on access: the weight has changed since.
+        """
+        self._require(parameters)
+        before = {name: (w._version, _some_numbers(w)) for name, w in parameters.items()}
+
+        @torch.no_grad()
+        def form(name: str) -> Tensor:
+            weight = parameters[name]
+            version, numbers = before[name]
+            if weight._version != version or not torch.equal(_some_numbers(weight), numbers):
+                raise ModelError(
+                    "a weight has changed since the direction was built, and V is not stored",
+                    got=f"'{name}'",
+                    why="V = F o (W - W_ref) of the earlier weight cannot be had any more",
+                    remedy="offload='none', which stores V; or take the values before the weights "
+                    "are written to, and keep a direction (pin) for one step only",
+                )
+            return self._V(name, weight.detach())
+
+        return Formed(parameters, form)
+
     def _V(self, name: str, weight: Tensor) -> Tensor:
         reference = self.reference[name].to(weight.device)
         if self.fisher:
@@ -179,7 +241,7 @@ class FisherDrift:
         Raises:
             FisherError: one is missing, or has another shape; the message names it.
         """
-        missing = [name for name in shapes if name not in self.reference]
+        missing = [name for name in shapes if name not in self.shapes]
         if missing:
             raise FisherError(
                 "the Fisher does not cover every scored parameter",
@@ -189,10 +251,10 @@ class FisherDrift:
                 remedy="fit it for (at least) the scored layers, or score fewer layers",
             )
         for name, shape in shapes.items():
-            if tuple(shape) != tuple(self.reference[name].shape):
+            if tuple(shape) != tuple(self.shapes[name]):
                 raise FisherError(
                     f"the Fisher of '{name}' has another shape than the model's parameter",
-                    got=f"{tuple(self.reference[name].shape)} beside {tuple(shape)}",
+                    got=f"{tuple(self.shapes[name])} beside {tuple(shape)}",
                     why="it was fitted for another model",
                     remedy="fit the Fisher for this model",
                 )
@@ -291,37 +353,73 @@ class FisherDrift:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FisherDrift:
-        """Read what :meth:`save` wrote (onto the CPU).
+        """Read what :meth:`save` wrote, onto the CPU, into memory of its own.
 
         Raises:
             FisherError: no such file, truncated, altered, another kind or version of file, or
                 entries missing; the message names the file.
         """
-        tensors, description = read_tensors(path, error=FisherError)
-        kind, form = description.get("kind"), description.get("format_version")
-        if (kind, form) != (_KIND, _FORMAT):
-            raise FisherError(
-                f"the file '{os.fspath(path)}' is no Fisher that this version can read",
-                got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
-                remedy="save it with FisherDrift.save of this version of the library",
-            )
-        try:
-            names = json.loads(description["names"])
-            metadata = json.loads(description["metadata"])
-            reference = {name: tensors[f"reference/{name}"] for name in names}
-            fisher, factors = {}, {}
-            if description["structure"] == "diagonal":
-                fisher = {name: tensors[f"fisher/{name}"] for name in names}
-            else:
-                factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
-            return cls(fisher, reference, metadata, factors, exact_names=True)
-        except (KeyError, ValueError, TypeError) as problem:
-            raise FisherError(
-                f"the Fisher in '{os.fspath(path)}' is incomplete or inconsistent",
-                got=str(problem),
-                why="retention would be computed from something else than what was fitted",
-                remedy="fit and save it again",
-            ) from problem
+        file = TensorFile(path, error=FisherError)
+        with _consistent(path, file.metadata):
+            return cls._described(file.metadata, file.read, whole=True)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
+        """The same as :meth:`load`, but left on disk: entries are read when they are asked for.
+
+        The file is gone through twice, for its digest and for the checks of the class, one entry
+        in memory at a time. It must stay as it is: one that is replaced, cut or written to is
+        refused when it is next read. V and all that follows are those of :meth:`load` to the bit.
+
+        Raises:
+            FisherError: as :meth:`load`.
+        """
+        file = TensorFile(path, error=FisherError)
+        with _consistent(path, file.metadata):
+            return cls._described(file.metadata, file.read, whole=False)
+
+    @classmethod
+    def _described(
+        cls,
+        description: Mapping[str, str],
+        read: Callable[[str], Tensor],
+        *,
+        whole: bool,
+    ) -> FisherDrift:
+        """The Fisher that a file's description speaks of; its entries by ``read``."""
+        names, metadata = json.loads(description["names"]), json.loads(description["metadata"])
+
+        def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
+            formed = Formed(names, form)
+            return dict(formed) if whole else formed
+
+        reference = entries(lambda name: read(f"reference/{name}"))
+        if description["structure"] == "diagonal":
+            fisher = entries(lambda name: read(f"fisher/{name}"))
+            return cls(fisher, reference, metadata, exact_names=True)
+        factors = entries(lambda name: (read(f"left/{name}"), read(f"right/{name}")))
+        return cls({}, reference, metadata, factors, exact_names=True)
+
+
+@contextmanager
+def _consistent(path: str | os.PathLike[str], description: Mapping[str, str]) -> Iterator[None]:
+    """Refuse another kind of file, and turn what a file lacks into an error that names it."""
+    kind, form = description.get("kind"), description.get("format_version")
+    if (kind, form) != (_KIND, _FORMAT):
+        raise FisherError(
+            f"the file '{os.fspath(path)}' is no Fisher that this version can read",
+            got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
+            remedy="save it with FisherDrift.save of this version of the library",
+        )
+    try:
+        yield
+    except (KeyError, ValueError, TypeError) as problem:
+        raise FisherError(
+            f"the Fisher in '{os.fspath(path)}' is incomplete or inconsistent",
+            got=str(problem),
+            why="retention would be computed from something else than what was fitted",
+            remedy="fit and save it again",
+        ) from problem
 
 
 def check_distance(relative: Mapping[str, float], most: float | None) -> None:
@@ -350,7 +448,15 @@ def _parameter_name(name: str) -> str:
     return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
 
 
-def _renamed(entries: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+def _some_numbers(weight: Tensor) -> Tensor:
+    """A copy of evenly spread entries: a step moves them all, through ``.data`` too."""
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
+
+
+def _renamed(entries: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:
+    if isinstance(entries, Formed):
+        return entries
     renamed = {rename(name): entry for name, entry in entries.items()}
     if len(renamed) < len(entries):
         raise FisherError(

@@ -70,6 +70,7 @@ def fit_fisher(
     progress: bool | ProgressSink | None = None,
     adapter: DecoderAdapter | None = None,
     score_bias: bool = False,
+    path: str | os.PathLike[str] | None = None,
 ) -> FisherDrift:
     """Fit the Fisher of ``model`` as it is now, and keep its weights as the reference.
 
@@ -110,6 +111,9 @@ def fit_fisher(
             function gets a :class:`alphatoken.progress.Progress` after every sample.
         adapter: how the model is read; found by itself for transformers and PEFT models.
         score_bias: the linears' trainable biases too.
+        path: write the result to this file, whole or not at all, and return it left there
+            (``FisherDrift.open``). No second copy of the weights is made then, and none of the
+            Fisher is held afterwards. The file is that of ``fit_fisher(...).save(path)``.
 
     Raises:
         ConfigError: an option without meaning, K larger than the model, nothing trainable in it.
@@ -139,7 +143,16 @@ def fit_fisher(
         fit = _Fit(adapter, scope, settings, given, budgets, trained)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
-        return fit.result()
+        copied = path is None
+        fitted = fit.result(
+            {n: w.detach().clone() if copied else w.detach() for n, w in trained.items()}
+        )
+        if path is not None:
+            fitted.save(path)
+            fitted = FisherDrift.open(path)
+        if store is not None:
+            store.remove()  # only now: what could not be written is not fitted again from nothing
+        return fitted
 
 
 @dataclass(frozen=True)
@@ -234,8 +247,6 @@ class _Fit:
                     if store is not None:
                         store.keep()
                     tracker.report(self.done)
-        if store is not None:
-            store.remove()
 
     @property
     def responses_cut(self) -> int:
@@ -288,8 +299,8 @@ class _Fit:
             self.moments.add(chosen.sum())
         self.response_tokens += len(response)
 
-    def result(self) -> FisherDrift:
-        """The fitted Fisher with a copy of the weights as they are."""
+    def result(self, reference: dict[str, Tensor]) -> FisherDrift:
+        """The fitted Fisher with these weights as its reference; the running sums are used up."""
         metadata = {
             **asdict(self.settings),
             "library_version": library_version(),
@@ -299,7 +310,6 @@ class _Fit:
             "response_tokens": self.response_tokens,
             "responses_cut": self.responses_cut,
         }
-        reference = {name: weight.detach().clone() for name, weight in self.trained.items()}
         if isinstance(self.moments, DiagonalMoments):
             diagonal = self.moments.means(self.done)
             return FisherDrift(diagonal, reference, metadata, exact_names=True)

@@ -71,8 +71,8 @@ class DiagonalMoments:
             self.sums[name] += square
 
     def means(self, count: int) -> dict[str, Tensor]:
-        """The diagonal Fisher, by every name that was given."""
-        unique = {name: total / count for name, total in self.sums.items()}
+        """The diagonal Fisher, by every name that was given; in place, so only once."""
+        unique = {name: total.div_(count) for name, total in self.sums.items()}
         return {name: unique[key] for name, key in self._key.items()}
 
 

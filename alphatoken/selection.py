@@ -1,4 +1,4 @@
-"""Values to masks: exactly ceil(ratio * n) tokens, ties by (batch index, position)."""
+"""Values to masks: exactly ceil (or floor) of ratio * n tokens, ties by (row, position)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from alphatoken.errors import InputError, NumericalError
 __all__ = ["check_values", "keep_count", "select_bottom", "select_random", "select_top"]
 
 
-def keep_count(ratio: float, count: int) -> int:
+_ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
+
+
+def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
     """``ceil(ratio * count)`` in exact arithmetic: 0.55 of 100 is 55, not 56.
 
-    The ratio is read as the decimal number that it prints as.
+    The ratio is read as the decimal number that it prints as. With ``rounding="floor"`` the
+    largest whole number below, which may be 0.
 
     Raises:
-        InputError: ratio outside (0, 1].
+        InputError: ratio outside (0, 1], unknown rounding.
     """
+    if rounding not in _ROUNDINGS:
+        raise InputError("rounding must be 'ceil' or 'floor'", got=repr(rounding))
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise InputError(
             "ratio must lie in (0, 1]",
@@ -29,7 +35,7 @@ def keep_count(ratio: float, count: int) -> int:
             why="0 would keep nothing, more than 1 has no meaning",
             remedy="pass the share of response tokens to keep, such as 0.5",
         )
-    return math.ceil(Fraction(str(ratio)) * count)
+    return _ROUNDINGS[rounding](Fraction(str(ratio)) * count)
 
 
 def check_values(values: Tensor, mask: Tensor) -> None:
@@ -50,13 +56,14 @@ def check_values(values: Tensor, mask: Tensor) -> None:
         )
 
 
-def _top_of(values: Tensor, mask: Tensor, ratio: float) -> Tensor:
+def _top_of(values: Tensor, mask: Tensor, ratio: float, rounding: str) -> Tensor:
     """Keep the first ``keep_count`` of the tokens in ``mask``, by value, then by index."""
     candidates = mask.flatten().nonzero().squeeze(-1)
     # Candidates are in (batch index, position) order, and a stable sort keeps it within ties.
     order = torch.sort(values.flatten()[candidates], descending=True, stable=True).indices
     keep = torch.zeros_like(mask.flatten())
-    keep[candidates[order[: keep_count(ratio, len(candidates))]]] = True
+    count = keep_count(ratio, len(candidates), rounding=rounding)
+    keep[candidates[order[:count]]] = True
     return keep.view_as(mask)
 
 
@@ -66,6 +73,7 @@ def select_top(
     ratio: float,
     *,
     scope: str = "batch",
+    rounding: str = "ceil",
 ) -> Bool[Tensor, "b t"]:
     """Keep the top ``ratio`` of the response tokens by value.
 
@@ -75,21 +83,23 @@ def select_top(
         ratio: share to keep, in (0, 1].
         scope: "batch" ranks all tokens of the batch together (the paper), "sequence" each row by
             itself. For preference pairs call it once per branch.
+        rounding: "ceil", or "floor" of ratio * n (which may keep nothing).
 
     Returns:
-        Boolean mask with exactly ``ceil(ratio * n)`` True entries per scope; among equal values
-        the lower (batch index, position) wins. The paper's ``>= tau`` would keep all ties.
+        Boolean mask with exactly ``keep_count(ratio, n)`` True entries per scope; among equal
+        values the lower (batch index, position) wins. The paper's ``>= tau`` would keep all ties.
 
     Raises:
-        InputError: ratio outside (0, 1], shapes that differ, unknown scope.
+        InputError: ratio outside (0, 1], shapes that differ, unknown scope or rounding.
         NumericalError: a NaN or Inf value, naming row and token.
     """
     check_values(values, mask)
     if scope == "batch":
-        return _top_of(values, mask, ratio)
+        return _top_of(values, mask, ratio, rounding)
     if scope == "sequence":
-        keep_count(ratio, 0)
-        rows = [_top_of(v[None], m[None], ratio) for v, m in zip(values, mask, strict=True)]
+        keep_count(ratio, 0, rounding=rounding)
+        pairs = zip(values, mask, strict=True)
+        rows = [_top_of(v[None], m[None], ratio, rounding) for v, m in pairs]
         return torch.cat(rows) if rows else mask.clone()
     raise InputError("scope must be 'batch' or 'sequence'", got=repr(scope))
 

@@ -3,7 +3,8 @@
 A crash, a full disk or an interrupt while writing leaves the old file as it was. Tensor files are
 plain safetensors files with one addition: their metadata holds the SHA-256 of the file itself
 (taken with the digest's own 64 characters as zeros), so that a truncated or altered file is
-refused instead of read as numbers.
+refused instead of read as numbers. A :class:`TensorFile` is checked once and then read one tensor
+at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, DataError
 
-__all__ = ["read_tensors", "replacing", "weights_digest", "write_tensors"]
+__all__ = ["TensorFile", "read_tensors", "replacing", "weights_digest", "write_tensors"]
 
 _BLOCK = 1 << 20
 _HEADER_LIMIT = 100_000_000  # safetensors' own limit on its header, in bytes
@@ -105,11 +106,75 @@ def read_tensors(
         error: no such file, truncated, altered, or not written by :func:`write_tensors`; the
             message names the file.
     """
-    try:
+    with _reading(path, error):
         _check_seal(Path(path))
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata.pop("sha256", None)
+    return tensors, metadata
+
+
+class TensorFile:
+    """The tensors of a file that :func:`write_tensors` wrote, read one at a time.
+
+    Opening streams through the whole file once, for its digest, and keeps nothing of it. Each read
+    maps the file, copies one tensor and lets go of it: what is read is the caller's alone, and what
+    is not needed is nowhere in memory. A file that was replaced, cut or written to since it was
+    opened is refused (device, inode, size and times of change are compared, which costs nothing;
+    who sets back a file's clock is not found out).
+
+    Args:
+        path: of the file; must stay there.
+        error: class of what is raised.
+
+    Attributes:
+        metadata: as :func:`read_tensors` returns it.
+
+    Raises:
+        error: as :func:`read_tensors`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, error: type[AlphaTokenError] = DataError
+    ) -> None:
+        self._path, self._error = os.path.realpath(path), error
+        with _reading(path, error):
+            self._stamp = _file_stamp(self._path)
+            _check_seal(Path(self._path))
+            with safe_open(self._path, framework="pt", device="cpu") as file:
+                self.metadata: dict[str, str] = dict(file.metadata() or {})
+            self._require_unchanged()
+        self.metadata.pop("sha256", None)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in memory of its own.
+
+        Raises:
+            error: no such tensor, or the file is not what it was when it was opened.
+        """
+        with _reading(self._path, self._error):
+            self._require_unchanged()
+            with safe_open(self._path, framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name).clone()  # the mapping ends with the file
+            self._require_unchanged()  # nor while it was read
+        return tensor
+
+    def _require_unchanged(self) -> None:
+        if _file_stamp(self._path) != self._stamp:
+            raise ValueError("it was changed or replaced after it was opened")
+
+
+def _file_stamp(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str], error: type[AlphaTokenError]) -> Iterator[None]:
+    """What goes wrong with a file, as ``error`` with its name."""
+    try:
+        yield
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as problem:
         raise error(
             f"the file '{os.fspath(path)}' cannot be read",
@@ -117,8 +182,6 @@ def read_tensors(
             why="it is missing, truncated or altered, or was not written by this library",
             remedy="give the right path, or write the file again",
         ) from problem
-    metadata.pop("sha256", None)
-    return tensors, metadata
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -28,7 +28,7 @@ from alphatoken.capture import (
 )
 from alphatoken.config import ScorerConfig
 from alphatoken.contraction import plan_contraction
-from alphatoken.direction import Direction, balance, norms, precondition
+from alphatoken.direction import Direction, Matrices, balance, norms, precondition
 from alphatoken.drift import FisherDrift
 from alphatoken.drift_parts import ShardedDrift
 from alphatoken.errors import (
@@ -75,7 +75,8 @@ class Target:
             places have one name.
         adaptation: G by parameter name, preconditioned unless P is "full"; of the biases only
             under the gram route; empty under ``objective="stability"``. Current after ``prepare``.
-        stability: V likewise, or None.
+        stability: V likewise, or None; under ``offload="stream"`` its matrices are formed when
+            they are asked for.
         factors: the gram route's validation side, or None under the projected one.
     """
 
@@ -97,7 +98,7 @@ class Target:
         self.names: dict[str, str] = {}
         self.parameters = self._choose_parameters()
         self.adaptation: dict[str, Tensor] = {}
-        self.stability: dict[str, Tensor] | None = None
+        self.stability: Matrices | None = None
         self.factors: Factors | None = None
         self._sizes: tuple[dict[str, float], dict[str, float]] | None = {}, {}
         self._stamp: object = None
@@ -138,6 +139,13 @@ class Target:
                 got="retention=None",
                 why="every value would be zero",
                 remedy="pass a FisherDrift or retention batches",
+            )
+        if self.config.offload == "stream" and not isinstance(retention, (FisherDrift, type(None))):
+            raise ConfigError(
+                "offload='stream' needs a FisherDrift",
+                got=f"retention of type {type(retention).__name__}",
+                why="a gradient on retention batches cannot be formed one matrix at a time",
+                remedy="offload='none'",
             )
         self.retention = retention
         self.invalidate()
@@ -354,7 +362,7 @@ class Target:
             return direction
         keep = direction.stability
         return Direction(
-            precondition(direction.adaptation, p),
+            dict(precondition(direction.adaptation, p)),
             None if keep is None else precondition(keep, p),
             self.config.stability_weight,
         )
@@ -384,10 +392,11 @@ class Target:
     # --- building it -----------------------------------------------------------------------------
 
     def _norms(
-        self, gain: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None
+        self, gain: Matrices, keep: Matrices | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        measure = norms if self.sharding is None else self.sharding.norms
-        return measure(dict(gain)), measure(dict(keep or {}))
+        if self.sharding is None:
+            return norms(gain), norms(keep or {})
+        return self.sharding.norms(dict(gain)), self.sharding.norms(dict(keep or {}))
 
     def _gram_is_cheaper(self, tokens: int | None) -> bool:
         if self.config.contraction != "auto" or not self.captured:
@@ -416,7 +425,7 @@ class Target:
         stability = self._stability(watcher)
         p = self._preconditioner()
         return Direction(
-            precondition(gradient, p),
+            dict(precondition(gradient, p)),
             None if stability is None else precondition(stability, p),
             self.config.stability_weight,
         )
@@ -450,12 +459,14 @@ class Target:
     def _recording(self) -> AbstractContextManager[Recorder]:
         return record(self.adapter, self.scope, attention=False, sharding=self.sharding)
 
-    def _stability(self, watcher: Watcher | None) -> dict[str, Tensor] | None:
+    def _stability(self, watcher: Watcher | None) -> Matrices | None:
         if not self.retains:
             return None
         if self._sharded_drift is not None:
             return self._sharded_drift.direction()
         if isinstance(self.retention, FisherDrift):
+            if self.config.offload == "stream" and self.captured:
+                return self.retention.forming(self.parameters)
             return self.retention.direction(self.parameters)
         return self._gradient("retention", as_batches(self.retention), watcher)
 

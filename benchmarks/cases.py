@@ -268,12 +268,17 @@ def score_peak_memory(run: Run) -> Iterator[Row]:
     for name, what in (
         ("score_peak_memory", "step_alphatoken"),
         ("score_peak_memory_fisher", "step_fisher"),
+        ("score_peak_memory_offload", "step_offload"),
     ):
         ours = fresh_peak(what, size, run.device)
         # G may go before the step's own peak; Fisher and reference weights stay over the run.
         held = 2 * 4 * min(LAYERS, size.depth) * shape.block / 2**20
         above = (ours - bare) / (plain - bare)
-        sides = "G and V, total alone" if what == "step_fisher" else "G, with components"
+        sides = {
+            "step_alphatoken": "G, with components",
+            "step_fisher": "G and V, total alone",
+            "step_offload": "G and V, total alone, Fisher on disk",
+        }[what]
         yield {
             "name": name,
             "size": f"alphatoken, K={LAYERS}, {sides}; {size.text}",

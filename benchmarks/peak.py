@@ -14,13 +14,14 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken import FisherDrift, Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.estimators import ESTIMATORS
 from benchmarks.models import Size, fisher
 
@@ -31,8 +32,9 @@ STEPS = {
     "step": None,
     "step_alphatoken": {"components": True, "retention": False},
     "step_fisher": {"components": False, "retention": True},
+    "step_offload": {"components": False, "retention": True, "offload": True},
 }
-"""A plain training step, and the two ways in which it is valued."""
+"""A plain training step, and the ways in which it is valued."""
 
 
 def length_size(length: int) -> Size:
@@ -58,15 +60,21 @@ def observed_step(scorer: Scorer, model: Any, batch: Any, *, components: bool) -
     masked_sft_loss(logits, batch["labels"], mask).backward()
 
 
-def scorer_for(model: Any, size: Size, device: torch.device, *, retention: bool) -> Scorer:
-    """The paper's estimator at K = 3, with both sides of M or adaptation alone."""
+def scorer_for(
+    model: Any, size: Size, device: torch.device, *, retention: bool, folder: Path | None = None
+) -> Scorer:
+    """The paper's estimator at K = 3, with both sides of M or adaptation alone.
+
+    With a ``folder`` the Fisher stays there, on disk, and V is formed one matrix at a time.
+    """
     layers = min(LAYERS, size.depth)
-    return Scorer(
-        model,
-        size.batch(device, seed=1),
-        fisher(model, layers) if retention else None,
-        ScorerConfig(layers=layers, contraction="projected"),
-    )
+    drift = fisher(model, layers) if retention else None
+    if drift is not None and folder is not None:
+        drift.save(folder / "fisher.safetensors")
+        drift = FisherDrift.open(folder / "fisher.safetensors")
+    offload = "none" if folder is None else "stream"
+    config = ScorerConfig(layers=layers, contraction="projected", offload=offload)
+    return Scorer(model, size.batch(device, seed=1), drift, config)
 
 
 def work(what: str, size: Size, device: torch.device) -> None:
@@ -81,11 +89,13 @@ def work(what: str, size: Size, device: torch.device) -> None:
     elif what in STEPS:
         chosen = STEPS[what]
         assert chosen is not None
-        scorer = scorer_for(model, size, device, retention=chosen["retention"])
-        for _ in range(2):
-            model.zero_grad()
-            scorer.refresh()  # the validation side belongs to the peak of a step
-            observed_step(scorer, model, batch, components=chosen["components"])
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) if chosen.get("offload") else None
+            scorer = scorer_for(model, size, device, retention=chosen["retention"], folder=place)
+            for _ in range(2):
+                model.zero_grad()
+                scorer.refresh()  # the validation side belongs to the peak of a step
+                observed_step(scorer, model, batch, components=chosen["components"])
     else:
         validation = replace(size, length=min(256, size.length)).batch(device, seed=1)
         Scorer(model, validation, None, ScorerConfig(estimator=what)).score(batch)

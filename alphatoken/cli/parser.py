@@ -7,7 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["ELSEWHERE", "build_parser"]
 
-ELSEWHERE = {"sft": "--traceback", "dpo": "--traceback", "diagnose": "--debug"}
+ELSEWHERE = {
+    "sft": "--traceback",
+    "dpo": "--traceback",
+    "diagnose": "--debug",
+    "compare": "--debug",
+    "merge": "--debug",
+}
 """Commands that read their options themselves, and the one that shows where an error came from."""
 
 ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
@@ -60,9 +66,23 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("sft", help="train on responses, weighted by token value (TRL's options)")
     commands.add_parser("dpo", help="the same on preference pairs")
     commands.add_parser("diagnose", help="show how far to trust the values on your own model")
+    commands.add_parser("compare", help="train and measure a grid of policies and seeds")
+    commands.add_parser("merge", help="a model between two: before and after training (WiSE-FT)")
+    _add_policies(commands)
     recipes = commands.add_parser("recipes", help="list the packaged recipes of sft and dpo")
     recipes.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _add_policies(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "policies",
+        help="list the methods that can choose or weigh tokens",
+        description="List the methods that --policy takes, or describe one of them.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
 def _version() -> str:
@@ -108,7 +128,13 @@ def _add_score(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     again = output.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue an interrupted run")
     again.add_argument("--overwrite", action="store_true", help="replace an earlier run in --out")
-    _running(parser.add_argument_group("how to run"))
+    how = parser.add_argument_group("how to run")
+    _running(how)
+    how.add_argument(
+        "--offload",
+        action="store_true",
+        help="leave the Fisher on disk and read it one matrix at a time; the same values",
+    )
 
 
 def _add_fisher(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

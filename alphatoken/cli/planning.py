@@ -298,11 +298,12 @@ def _memory(plan: Plan) -> Iterator[str]:
     gib = 2.0**30
     yield _line(
         "memory",
-        f"about {memory.total / gib:.3g} GiB a process, of which valuation "
-        f"{memory.valuation / gib:.3g}",
+        f"about {memory.total / gib:.3g} GiB a process at most, when {memory.peak}; valuation "
+        f"keeps {memory.valuation / gib:.3g}",
     )
     for name in (
         "weights", "gradients", "optimizer", "reference", "fisher", "directions", "activations",
+        "validation", "valuing", "backward",
     ):  # fmt: skip
         value = getattr(memory, name)
         if value:
@@ -315,6 +316,9 @@ _HOLDS = {
     "optimizer": "optimizer state",
     "reference": "reference model",
     "fisher": "Fisher and reference weights of the scored layers",
-    "directions": "G, V and M of the scored layers",
-    "activations": "activations (a rough guess)",
+    "directions": "G and V of the scored layers",
+    "activations": "activations of the training rows",
+    "validation": "while G and V are built",
+    "valuing": "while the training rows are valued",
+    "backward": "while their backward begins",
 }

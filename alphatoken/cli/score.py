@@ -146,6 +146,7 @@ def _config(options: argparse.Namespace) -> ScorerConfig:
         causal_position=options.causal_position,
         parameters=options.parameters,
         contraction="projected",  # one direction serves the whole file
+        offload="stream" if options.offload else "none",
     )
 
 
@@ -155,7 +156,8 @@ def _read(options: argparse.Namespace) -> Job:
     held = None
     if options.validation is not None:
         held = read_file(options.validation, options, limit=None)
-    fisher = None if options.fisher is None else FisherDrift.load(options.fisher)
+    read_fisher = FisherDrift.open if options.offload else FisherDrift.load
+    fisher = None if options.fisher is None else read_fisher(options.fisher)
     known = [] if fisher is None else list(fisher.metadata.get("row_keys", []))
     pools = split_pools(
         rows,
@@ -192,7 +194,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What the values depend on, by name; a resumed run must have the same."""
     valued = asdict(config)
-    del valued["preconditioner"]
+    del valued["preconditioner"], valued["offload"]  # of no consequence for the values
     return {
         "model": options.model,
         "train": options.train,

@@ -192,6 +192,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         **(args.model_init_kwargs or {}),
     }
     file = arguments.data.fisher_file
+    read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
     trainer = kind(
         model=model.model_name_or_path,
         args=args,
@@ -202,7 +203,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         peft_config=get_peft_config(model),
         validation_dataset=data.validation,
         retention_dataset=data.retention,
-        fisher=None if file is None else FisherDrift.load(file),
+        fisher=None if file is None else read_fisher(file),
         fisher_dataset=data.fisher,
     )
     text_only(trainer.model)

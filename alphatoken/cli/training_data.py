@@ -171,7 +171,7 @@ def _fitted_keys(data: DataArguments) -> set[str]:
         return set()
     from alphatoken import FisherDrift
 
-    return set(FisherDrift.load(data.fisher_file).metadata.get("row_keys", []))
+    return set(FisherDrift.open(data.fisher_file).metadata.get("row_keys", []))
 
 
 def _row(item: Item, index: int | None = None) -> Row:

@@ -7,13 +7,16 @@ optimizer, communication, padding) is left out on both sides of every ratio.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from alphatoken.adapter import DecoderAdapter
 from alphatoken.capture import Scope
-from alphatoken.estimators import SWITCHED
+from alphatoken.estimators import CAPTURED, SWITCHED
+from alphatoken.train.activations import Kept, Shape, kept_activations
 
 __all__ = [
     "Layout",
@@ -31,12 +34,16 @@ _OPTIMIZER_BYTES = {
     "paged_adamw_32bit": 8, "lion_32bit": 4, "lion_8bit": 1, "rmsprop": 4, "adagrad": 4,
     "sgd": 0, "adafactor": 0,
 }  # fmt: skip
-"""State per trained number, in bytes; an optimizer that is not here counts as AdamW."""
+"""State per trained float32 number, in bytes; an optimizer that is not here counts as AdamW."""
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "8bit": 1, "4bit": 0.5}
 
 _LOGIT_BLOCK = 32768
-"""Numbers of one block of logits in TRL's fused head."""
+_TOKEN_BLOCK = 4096
+"""Vocabulary and tokens of one block of logits in TRL's head."""
+
+_LOSS_BLOCK = 2**22
+"""Numbers of one block of logits in ``alphatoken.vocabulary``."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,23 @@ def _band(work: Work, args: Any, layers: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one process, by what they hold; ``activations`` is a rough guess."""
+    """Bytes on one process, by what they hold, and the largest sum that exists at one time.
+
+    The libraries themselves (on a CPU: Python and everything imported, some 0.5 GiB) are left out.
+
+    Attributes:
+        weights: of the model.
+        gradients: of what is trained.
+        optimizer: its state.
+        reference: DPO's second model.
+        fisher: Fisher and reference weights of the scored layers, or the latter alone.
+        directions: G, V and the running mean of G, kept from step to step.
+        activations: what autograd keeps of the training rows.
+        validation: what building G and V needs for a while.
+        valuing: what valuing the training rows needs for a while.
+        backward: what the start of the training rows' backward needs for a while.
+        accumulated: gradients of earlier micro-batches are there while a step goes on.
+    """
 
     weights: float
     gradients: float
@@ -291,25 +314,55 @@ class Memory:
     fisher: float
     directions: float
     activations: float
+    validation: float = 0.0
+    valuing: float = 0.0
+    backward: float = 0.0
+    accumulated: bool = False
+
+    @property
+    def moments(self) -> dict[str, float]:
+        """The sums at the moments of a step that can be its largest."""
+        held = self.weights + self.optimizer + self.reference + self.fisher + self.directions
+        graph = held + self.activations + (self.gradients if self.accumulated else 0.0)
+        found = {
+            "the direction is built": held + self.validation,
+            "the training rows are valued": graph + self.valuing,
+            "their backward begins": graph + self.backward,
+            "the optimizer steps": held + self.gradients,
+        }
+        if not self.valuing:
+            del found["the training rows are valued"]
+        if not self.validation:
+            del found["the direction is built"]
+        return found
+
+    @property
+    def peak(self) -> str:
+        """When it is largest."""
+        return max(self.moments, key=lambda moment: self.moments[moment])
 
     @property
     def total(self) -> float:
-        """The sum."""
-        return float(sum(asdict(self).values()))
+        """The largest sum at one time."""
+        return max(self.moments.values())
 
     @property
     def valuation(self) -> float:
-        """What only valuation needs."""
+        """What only valuation keeps."""
         return self.fisher + self.directions
 
 
 def memory_of(
     adapter: DecoderAdapter, scope: Scope, args: Any, layout: Layout, *, command: str, dtype: str
 ) -> Memory:
-    """Estimate the memory of one process.
+    """Predict the peak memory of one process, from shapes alone.
 
     Weights and gradients in ``dtype`` (a torch dtype's name, "8bit" or "4bit"); under DeepSpeed's
-    mixed precision in bf16, with float32 masters beside the optimizer's state.
+    mixed precision in bf16, with float32 masters beside the optimizer's state. Rows are taken to
+    be ``max_length`` long.
+
+    Exactness: within 15 % of measured processes on one CPU, for the settings of
+    ``tests/integration/test_memory_model.py``; elsewhere an estimate.
     """
     parameters = list(adapter.model.parameters())
     every = float(sum(p.numel() for p in parameters))
@@ -317,60 +370,168 @@ def memory_of(
     lora = hasattr(adapter.model, "peft_config")
     narrow = layout.own_forward and layout.mixed
     width = 2 if narrow else _WIDTHS.get(dtype, 4)
-    state = _OPTIMIZER_BYTES.get(str(getattr(args.optim, "value", args.optim)), 8)
+    state = float(_OPTIMIZER_BYTES.get(str(getattr(args.optim, "value", args.optim)), 8))
+    if state >= 4 and not narrow:  # torch's optimizers keep it in the weights' dtype
+        state = state * max(width, 2) / 4
     second = command == "dpo" and not lora and not args.precompute_ref_log_probs
+    batch = _Batch.read(adapter, args, command, "bfloat16" if narrow else dtype)
+    kept = _kept(adapter, scope, args, batch, layout)
     return Memory(
         weights=width * every * layout.share("weights"),
         gradients=max(width, 2) * trained * layout.share("gradients"),
         optimizer=(state + (4 if narrow else 0)) * trained * layout.share("optimizer"),
         reference=width * every * layout.share("weights") if second else 0.0,
-        fisher=_fisher_bytes(scope, args) * layout.share("scored"),
+        fisher=_fisher_bytes(scope, args, width) * layout.share("scored"),
         directions=_direction_bytes(scope, args, layout),
-        activations=_activation_bytes(adapter, scope, args, command),
+        activations=kept.training,
+        validation=_building_bytes(scope, args, layout, batch, kept.validation),
+        valuing=_valuing_bytes(scope, args, batch),
+        backward=kept.layer + batch.head(gradient=True),
+        accumulated=args.gradient_accumulation_steps > 1,
     )
 
 
-def _fisher_bytes(scope: Scope, args: Any) -> float:
-    """Fisher and reference weights of the scored linears, in float32."""
-    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
-        return 0.0
+def _fisher_bytes(scope: Scope, args: Any, width: float) -> float:
+    """Fisher (float32) and reference weights of the scored linears, by which drift is logged."""
     if not args.needs_values:
         return 0.0
     sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
-    reference = sum(a * b for a, b in sizes)
+    reference = max(width, 2) * sum(a * b for a, b in sizes)
+    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
+        return reference
+    if args.fisher_offload:
+        return 0.0
     if args.retention == "diagonal":
-        return 4.0 * 2 * reference
-    return 4.0 * (reference + sum(a * a + b * b for a, b in sizes))
+        return 4.0 * sum(a * b for a, b in sizes) + reference
+    return 4.0 * sum(a * a + b * b for a, b in sizes) + reference
 
 
 def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
-    """G, V and M of the scored linears in float32, and the running mean of G."""
+    """G and V of the scored linears in float32, and the running mean of G."""
     if not args.needs_values:
         return 0.0
-    sizes = [int(linear.weight.numel()) for linear in scope.linears]
     held = 0  # as large as the scored weights together
     if args.objective != "stability":
         held += 1 + (args.running_mean > 0)
     if args.retention != "none" and args.objective != "adaptation":
-        held += 1
-    if layout.share("scored") < 1:  # one whole matrix at a time is gathered
-        return 4.0 * (held * sum(sizes) * layout.share("scored") + 2 * max(sizes))
-    return 4.0 * (held + 1) * sum(sizes)
+        held += not args.fisher_offload or args.estimator not in CAPTURED
+    return 4.0 * held * _scored(scope) * layout.share("scored")
 
 
-def _activation_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, command: str) -> float:
-    """Inputs and outputs of all linears of the layers that are kept whole, in bf16 or float32."""
-    text: Any = adapter.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    blocks = adapter.layers()
-    rows = args.per_device_train_batch_size * (2 if command == "dpo" else 1)
-    tokens = rows * (args.max_length or 1024)
-    width = 2 if args.bf16 or args.fp16 else 4
-    kept = [
-        sum(sum(p.shape) for p in block.parameters() if p.dim() == 2 and min(p.shape) > 64)
-        for block in blocks
+def _scored(scope: Scope) -> int:
+    return sum(int(linear.weight.numel()) for linear in scope.linears)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Tokens of one forward, and the head that turns them into losses."""
+
+    rows: int
+    validation_rows: int
+    length: int
+    vocabulary: int
+    hidden: int
+    heads: int
+    intermediate: int
+    dtype: torch.dtype
+    fused: bool
+    head_trained: bool
+
+    @classmethod
+    def read(cls, adapter: DecoderAdapter, args: Any, command: str, dtype: str) -> _Batch:
+        base: Any = adapter.model
+        text = base.config.get_text_config()
+        head = base.get_output_embeddings().weight
+        rows = 0
+        if args.needs_values and args.objective != "stability":
+            rows = args.validation_micro_batch_size or args.validation_batch_size
+        return cls(
+            args.per_device_train_batch_size * (2 if command == "dpo" else 1),
+            rows,
+            args.max_length or adapter.max_positions() or 1024,
+            int(head.shape[0]),
+            int(head.shape[1]),
+            int(text.num_attention_heads),
+            int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+            getattr(torch, dtype, torch.bfloat16),
+            not args.use_cpu,
+            bool(head.requires_grad),
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of an activation."""
+        return self.dtype.itemsize
+
+    def head(self, *, gradient: bool) -> float:
+        """TRL's head in its backward: one block of logits and what is made of it.
+
+        Fused (Triton), the block is turned into its gradient in place. In plain torch eight more
+        of its size, in float32, live at once. The weight's gradient is summed in float32.
+        """
+        tokens = min(self.rows * self.length, _TOKEN_BLOCK)
+        if self.fused:
+            block = float(tokens * _LOGIT_BLOCK * self.width)
+        else:
+            numbers = tokens * min(self.vocabulary, _LOGIT_BLOCK)
+            block = numbers * (self.width + 4 * (7.25 + (self.width < 4)))
+        weight = 4.0 * self.vocabulary * self.hidden if gradient and self.head_trained else 0.0
+        return block + weight + 4.0 * self.rows * self.length * self.hidden
+
+
+def _kept(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch, layout: Layout) -> Kept:
+    shape = Shape(
+        batch.rows,
+        batch.validation_rows,
+        batch.length,
+        batch.dtype,
+        bool((args.bf16 or args.fp16) and batch.width > 2),
+        bool(args.gradient_checkpointing),
+        bool(args.needs_values and not layout.own_forward),
+    )
+    return kept_activations(adapter, scope, shape) or _guessed(adapter, scope, shape)
+
+
+def _guessed(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
+    """Inputs and outputs of all linears, where a forward cannot be followed on shapes alone."""
+    width = 2 if shape.autocast else shape.dtype.itemsize
+    layers = [
+        float(sum(sum(p.shape) for p in block.parameters() if p.dim() == 2 and min(p.shape) > 64))
+        for block in adapter.layers()
     ]
-    if not args.gradient_checkpointing:
-        return float(tokens * width * sum(kept)) + 4.0 * _LOGIT_BLOCK
-    scored = sum(kept[scope.first :]) if args.needs_values else 0
-    boundaries = len(blocks) * int(text.hidden_size)
-    return float(tokens * width * (boundaries + max(kept) + scored)) + 4.0 * _LOGIT_BLOCK
+    tokens = shape.rows * shape.length
+    above = sum(layers[scope.first :])
+    validation = shape.validation_rows * shape.length * width * above
+    if not shape.checkpointing:
+        return Kept(tokens * width * sum(layers), 0.0, validation)
+    text: Any = adapter.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    boundaries = len(layers) * int(text.hidden_size) + (above if shape.observed else 0.0)
+    return Kept(tokens * width * boundaries, tokens * width * max(layers), validation)
+
+
+def _building_bytes(scope: Scope, args: Any, layout: Layout, batch: _Batch, saved: float) -> float:
+    """G and V anew, beside the old ones: the validation graph, its logits, sums and gradients."""
+    if not args.needs_values:
+        return 0.0
+    size = 4.0 * _scored(scope) * layout.share("scored")
+    positions = batch.validation_rows * batch.length
+    logits = 2.0 * positions * batch.vocabulary * batch.width  # and their gradient
+    block = 4.0 * 2.5 * min(positions * batch.vocabulary, _LOSS_BLOCK)
+    return max(saved + logits + block + size, 2 * size)
+
+
+def _valuing_bytes(scope: Scope, args: Any, batch: _Batch) -> float:
+    """What the values of the training rows need beside their graph and the directions."""
+    if not args.needs_values:
+        return 0.0
+    tokens = batch.rows * batch.length
+    if args.estimator != "label":
+        return max(batch.head(gradient=False), _layer_bytes(batch, tokens))
+    logits = tokens * batch.vocabulary
+    duals = 2.0 * logits * batch.width + 6 * 4.0 * min(logits, _LOSS_BLOCK)  # losses: in blocks
+    return 4.0 * _scored(scope) + max(duals, _layer_bytes(batch, tokens))
+
+
+def _layer_bytes(batch: _Batch, tokens: int) -> float:
+    """One layer's errors, and the attention weights of a block of queries."""
+    return batch.width * tokens * (4.0 * batch.intermediate + 4.0 * batch.hidden)

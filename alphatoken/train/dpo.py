@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,16 +21,29 @@ from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.sft import padded_batch
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 
+_OWN_LOSS: Mapping[str, Any] = {
+    "loss_type": ["sigmoid"],
+    "loss_weights": None,
+    "f_divergence_type": "reverse_kl",
+    "label_smoothing": 0.0,
+    "ld_alpha": None,
+    "use_weighting": False,
+}
+"""Options of TRL's losses, and what they are where a policy with a loss of its own ignores them."""
+
 
 @dataclass
 class AlphaDPOConfig(AlphaOptions, DPOConfig):
     """TRL's ``DPOConfig`` and the fields of ``AlphaOptions``."""
+
+    FAMILY: ClassVar[str] = "preference"
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
@@ -49,6 +63,31 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
             )
 
 
+class _LogProbs:
+    """A model that keeps the token log-probabilities of its last forward."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.log_probs: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._model(*args, **kwargs)
+        self.log_probs = outputs.log_probs
+        return outputs
+
+
+class _Logits:
+    """A model whose forward gives logits, in the place of TRL's fused head, and keeps them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.logits: Tensor | None = None
+
+    def __call__(self, *, labels: Tensor, fused_lm_head: bool, **kwargs: Any) -> Any:
+        self.logits = self._model(**kwargs).logits
+        return SimpleNamespace(log_probs=torch.zeros_like(labels[:, 1:], dtype=torch.float32))
+
+
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` that updates on the valuable tokens of both branches.
 
@@ -66,6 +105,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         fisher: of the warm-started model; None fits one and caches it.
         fisher_dataset: pairs on whose prompts it is fitted; they should be trained on nowhere.
             None takes the prompts of the training pairs.
+        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
+        policy_reference: second model for policies that score with one, in place of
+            ``policy_reference`` of the options.
         **kwargs: as for TRL's ``DPOTrainer``.
 
     Raises:
@@ -81,6 +123,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
         fisher_dataset: Any = None,
+        policy: TokenPolicy | type[TokenPolicy] | None = None,
+        policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("train_dataset") is not None:
@@ -90,7 +134,50 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
             )
-        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
+        self.alpha_setup(
+            validation_dataset,
+            retention_dataset,
+            fisher,
+            fisher_dataset,
+            policy,
+            policy_reference,
+        )
+
+    def policy_setup(self, validation: Any, reference: torch.nn.Module | None) -> None:
+        """As for all; reference log-probabilities of tokens cannot come from sums.
+
+        Raises:
+            ConfigError: they were computed ahead; options of a loss that the policy replaces.
+        """
+        assert self._policy is not None
+        self._refuse_ignored_losses(self._policy)
+        if self.precompute_ref_logps and self._policy.needs.reference:
+            raise ConfigError(
+                f"policy '{self._policy.name}' asks for the reference's log-probability of a token",
+                got="precompute_ref_log_probs=True",
+                why="what is computed ahead is their sum over a response",
+                remedy="precompute_ref_log_probs=False",
+            )
+        super().policy_setup(validation, reference)
+
+    def _refuse_ignored_losses(self, policy: TokenPolicy) -> None:
+        if type(policy).loss is TokenPolicy.loss:
+            return
+        for name, neutral in _OWN_LOSS.items():
+            if getattr(self.args, name) != neutral:
+                raise ConfigError(
+                    f"policy '{policy.name}' has a loss of its own, which {name} does not change",
+                    got=f"{name}={getattr(self.args, name)!r}",
+                    remedy="leave it out; the policy's base loss is in policy_options",
+                )
+        own = getattr(policy, "beta", self.args.beta)
+        if self.args.beta not in (own, type(self.args).beta):
+            raise ConfigError(
+                f"policy '{policy.name}' has a beta of its own",
+                got=f"beta={self.args.beta}, the policy's is {own}",
+                why="the trainer's beta would scale the logged rewards only",
+                remedy=f"policy_options={{'beta': {self.args.beta}}}",
+            )
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
@@ -119,6 +206,43 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             reference = self.compute_ref_log_probs(self._reference_model(), found)  # type: ignore[no-untyped-call]
             found.update(zip(_REFERENCE, reference, strict=True))
         return found
+
+    def reference_log_probs(
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """With the reference's log-probabilities: their sums for TRL, each token's for the policy.
+
+        A policy with a loss of its own that asks for no reference costs no reference forward; the
+        logged rewards are then ``beta log p`` themselves.
+        """
+        policy, found = self._policy, dict(inputs)
+        assert policy is not None
+        if policy.needs.reference:
+            seen = _LogProbs(self._reference_model())
+            sums = self.compute_ref_log_probs(seen, found)  # type: ignore[no-untyped-call]
+            found.update(zip(_REFERENCE, sums, strict=True))
+            assert seen.log_probs is not None
+            return found, by_token(seen.log_probs)
+        if type(policy).loss is not TokenPolicy.loss:
+            zeros = torch.zeros(len(found["input_ids"]) // 2, device=found["input_ids"].device)
+            found.update(dict.fromkeys(_REFERENCE, zeros))
+        return found, None
+
+    def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
+        """A plain forward of the reference model, for policies that need all its logits."""
+        policy = self._policy
+        if policy is None or not (policy.needs.reference and policy.needs.model):
+            return None
+
+        def logits(inputs: Mapping[str, Any]) -> Tensor:
+            seen = _Logits(self._reference_model())
+            given = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
+            given.pop("labels", None)
+            self.compute_ref_log_probs(seen, given)  # type: ignore[no-untyped-call]
+            assert seen.logits is not None
+            return seen.logits
+
+        return logits
 
     def _reference_model(self) -> Any:
         return self.model if self.ref_model is None else self.ref_model

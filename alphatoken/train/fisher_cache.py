@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from alphatoken.direction import Formed
 from alphatoken.drift import FisherDrift, library_version
 from alphatoken.errors import ConfigError, FisherError
 from alphatoken.fisher import fit_fisher
@@ -105,13 +106,20 @@ def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: A
         )
 
 
-def fisher_tensors(fisher: FisherDrift) -> dict[str, Tensor]:
-    """All numbers of a Fisher by name, for telling two of them apart."""
-    found = {f"fisher/{name}": entry for name, entry in fisher.fisher.items()}
-    found |= {f"reference/{name}": entry for name, entry in fisher.reference.items()}
-    for name, (inputs, errors) in fisher.factors.items():
-        found |= {f"inputs/{name}": inputs, f"errors/{name}": errors}
-    return found
+def fisher_tensors(fisher: FisherDrift) -> Mapping[str, Tensor]:
+    """All numbers of a Fisher by name, for telling two of them apart; taken one at a time."""
+    kinds: dict[str, Callable[[str], Tensor]] = {"reference": fisher.reference.__getitem__}
+    if fisher.structure == "diagonal":
+        kinds["fisher"] = fisher.fisher.__getitem__
+    else:
+        kinds["inputs"] = lambda name: fisher.factors[name][0]
+        kinds["errors"] = lambda name: fisher.factors[name][1]
+
+    def entry(key: str) -> Tensor:
+        kind, _, name = key.partition("/")
+        return kinds[kind](name)
+
+    return Formed([f"{kind}/{name}" for kind in kinds for name in fisher.names], entry)
 
 
 def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
@@ -168,7 +176,7 @@ def fitted_fisher(
         entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
     else:
         entry = _as_other(folder)
-    return _on(model, entry)
+    return entry if options.fisher_offload else _on(model, entry)
 
 
 # --- the main process ---------------------------------------------------------------------------
@@ -245,7 +253,7 @@ def _entry(
         partial = folder / (f"{key}.partial" if alone else f"{key}.{secrets.token_hex(4)}.partial")
         fitted = _fit(model, prompts, settings, partial, progress)
         replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
-    return FisherDrift.load(path)
+    return FisherDrift.open(path)
 
 
 def _fit(
@@ -271,7 +279,7 @@ def _load(path: Path, key: str) -> FisherDrift | None:
     if not path.exists():
         return None
     try:
-        found = FisherDrift.load(path)
+        found = FisherDrift.open(path)
         if found.metadata.get("cache_key") == key:
             return found
         reason = "it is the entry of another model, data set or setting under this name"
@@ -307,7 +315,7 @@ def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
                 "(`alphatoken fisher`) and pass fisher=...",
             )
         if found is not None and found["state"] == "done":
-            entry = FisherDrift.load(folder / f"{key}.safetensors")
+            entry = FisherDrift.open(folder / f"{key}.safetensors")
             PartialState().wait_for_everyone()
             return entry
         if found is not None and (found["state"] == "failed" or _died(status)):
@@ -399,14 +407,11 @@ def _require_whole(model: nn.Module) -> None:
 
 
 def _on(model: nn.Module, fisher: FisherDrift) -> FisherDrift:
-    """The same, on the model's device, in memory of its own.
-
-    What was read is still mapped to its file: if that changed, so would the numbers.
-    """
+    """The same, on the model's device, whole."""
     device = next(model.parameters()).device
 
     def there(entry: Tensor) -> Tensor:
-        return entry.to(device, copy=True)
+        return entry.to(device)
 
     return replace(
         fisher,

@@ -69,6 +69,11 @@ class TokenGate:
         self._leaf = log_probs.detach().requires_grad_()
         return self._leaf
 
+    @property
+    def auxiliary(self) -> bool:
+        """Whether the model adds a loss of its own, as the routers of mixtures of experts do."""
+        return self._auxiliary
+
     @contextmanager
     def errors_only(self) -> Iterator[bool]:
         """Inside, a backward from ``log_probs`` forms no gradient of the fused head's weight.

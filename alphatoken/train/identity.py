@@ -16,15 +16,17 @@ __all__ = ["data_fingerprint", "differences", "frozen_fingerprint", "option_valu
 _WATCHING = (
     "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache", "greater_is_better",
     "hub_", "include_", "load_best_model", "log_", "logging_", "metric_for_best", "output_dir",
-    "project", "push_to_hub", "report_to", "restore_callback", "resume_from", "run_name", "save_",
+    "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
+    "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
     "jit_mode", "enable_jit_checkpoint", "ignore_data_skip",
 )  # fmt: skip
 _MACHINE = (
     "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
     "dataloader_persistent", "dataloader_pin_memory", "dataloader_prefetch", "dataset_num_proc",
-    "ddp_", "deepspeed", "fsdp", "local_rank", "torch_compile", "torch_empty_cache", "use_cpu",
-    "activation_offloading", "parallelism_config", "trust_remote_code",
+    "ddp_", "deepspeed", "fisher_offload", "fsdp", "local_rank", "torch_compile",
+    "torch_empty_cache", "use_cpu", "activation_offloading", "parallelism_config",
+    "trust_remote_code",
 )  # fmt: skip
 """Beginnings of options that say what is watched and written, or where it runs, not what."""
 
@@ -114,7 +116,7 @@ def data_fingerprint(dataset: Any) -> str | None:
     if dataset is None:
         return None
     if isinstance(dataset, Mapping):
-        parts = {name: data_fingerprint(part) for name, part in sorted(dataset.items())}
+        parts = {name: data_fingerprint(dataset[name]) for name in sorted(dataset)}
         return hashlib.sha256(repr(parts).encode()).hexdigest()
     digest = hashlib.sha256()
     if isinstance(dataset, Tensor):

@@ -8,6 +8,8 @@
     values, weights      one value a response token; the policy makes weights of them
     surrogate            the trainer's loss in value, the sum of w c lp in gradient
 
+A ``TokenPolicy`` in place of values is carried out by ``alphatoken.train.policy_mixin``.
+
 The own forward (DeepSpeed, or ``keep_scope="global"``) runs the first four without a backward,
 then the trainer's step with the weights at hand.
 """
@@ -54,6 +56,9 @@ from alphatoken.train.fisher_cache import (
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.monitor import TrainMonitor, weight_drift
+from alphatoken.train.policy import TokenPolicy
+from alphatoken.train.policy_mixin import PolicyMixin
+from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
@@ -89,7 +94,7 @@ class Scored:
     seconds: float = 0.0
 
 
-class AlphaTrainerMixin(CheckpointMixin, _Base):
+class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     """Token valuation and selection for a trainer; see the module's text."""
 
     # Of the trainers' own classes, which type each of these differently.
@@ -205,18 +210,23 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         retention_dataset: Any,
         fisher: FisherDrift | None,
         fisher_dataset: Any = None,
+        policy: TokenPolicy | type[TokenPolicy] | None = None,
+        policy_reference: torch.nn.Module | None = None,
     ) -> None:
         """Check options, prepare rows; called at the end of the trainer's ``__init__``."""
         options = self.args
+        self._policy = chosen_policy(options, policy, options.FAMILY)
         check_fisher_rows(options, fisher, fisher_dataset)
-        self._alpha_active = options.policy != "all" or options.needs_values
+        self._alpha_active = (
+            self._policy is not None or options.policy != "all" or options.needs_values
+        )
         self._valuation: Valuation | None = None
         self._planned: list[tuple[Scored | None, Tensor, dict[str, Any]]] = []
         self._micro = (-1, 0)
         self._clip = 1.0  # by which the last step's gradient was cut
         self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
         self._fisher = fisher
-        self._reference: dict[str, Tensor] = {}
+        self._reference: Mapping[str, Tensor] = {}
         self.monitor = TrainMonitor(self)
         self.monitor.drift = self._drift
         self.add_callback(self.monitor)
@@ -227,7 +237,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             return
         check_layout(self.accelerator, self.args, options, self.model)
         self._refuse_virtual_tokens()
-        if not options.needs_values:
+        if self._policy is not None:
+            self.policy_setup(validation_dataset, policy_reference)
+        if not self.needs_values:
             return
         self._reference = self._scored_weights()
         if options.objective != "stability":
@@ -254,7 +266,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                     list(self._reference),
                     max_relative_drift=options.max_relative_drift,
                 )
-            self._reference = dict(self._fisher.reference)
+            self._reference = self._fisher.reference
 
     def _refuse_virtual_tokens(self) -> None:
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
@@ -361,6 +373,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return self._valuation
 
     @property
+    def needs_values(self) -> bool:
+        """Whether tokens are valued; a ``TokenPolicy`` has weights of its own."""
+        return self._policy is None and bool(self.args.needs_values)
+
+    @property
     def own_forward(self) -> bool:
         """Whether scoring runs a forward of its own in this layout."""
         return needs_own_forward(self.accelerator, self.args)
@@ -372,6 +389,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     ) -> tuple[list[Any], Any]:
         """Micro-batches of one step; under a global threshold they are scored here."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.plan_policy_step(samples, num_items)
         if self._alpha_active and self.args.keep_scope == "global" and samples:
             self.current_gradient_accumulation_steps = len(samples)
             self._planned = self._plan(samples, num_items)
@@ -393,7 +411,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        if self.args.needs_values:
+        if self._policy is not None:
+            return self.policy_loss(model, inputs, num_items_in_batch)
+        if self.needs_values:
             self._begin()
         mask = label_mask(self.response_labels(inputs))
         if self._planned:
@@ -418,7 +438,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     def _known(self, inputs: Mapping[str, Any], mask: Tensor) -> Scored | None:
         """Values of an earlier visit, if they may be reused."""
-        if not self.args.reuse_values or not self.args.needs_values:
+        if not self.args.reuse_values or not self.needs_values:
             return None
         totals = self.ledger.lookup(
             inputs, mask, self.state.global_step, max_age=self.args.reuse_values
@@ -427,7 +447,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     def _must_score(self, known: Scored | None, mask: Tensor) -> bool:
         """Whether this micro-batch is scored. Where one process must, all do: it is collective."""
-        if not self.args.needs_values:
+        if not self.needs_values:
             return False
         return Ranks(self.accelerator).any(known is None and bool(mask.any()))
 
@@ -500,6 +520,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 if self.args.preconditioner == "full"
                 else None,
                 components=self._keeps_values,
+                keep_errors=self.monitor.wants_components and not self._keeps_values,
             )
             if self.monitor.wants_components:  # the totals keep their bits: no log moves a mask
                 values = observed.components()
@@ -553,9 +574,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         )
         return hash(parts) & (2**63 - 1)
 
-    def _normalised(self, weights: Tensor, mask: Tensor, num_items: Any) -> Tensor:
-        """Weights under the run's normalisation of the loss."""
-        kind = self.args.kept_normalization
+    def _normalised(
+        self, weights: Tensor, mask: Tensor, num_items: Any, kind: str | None = None
+    ) -> Tensor:
+        """Weights under the run's normalisation of the loss, or under ``kind``."""
+        kind = kind or self.args.kept_normalization
         if kind == "kept":
             return weights * (mask.sum() / weights.sum().clamp(min=1e-12))
         if kind == "sum":
@@ -607,7 +630,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         scores: list[Scored | None] = []
         masks: list[Tensor] = []
         extras: list[dict[str, Any]] = []
-        if self.args.needs_values:
+        if self.needs_values:
             self._begin()
         for sample in samples:
             inputs = self._prepare_inputs(sample)
@@ -727,6 +750,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             "validation_dataset": self._validation_rows,
             "retention_dataset": self._retention_rows,
             "fisher": None if self._fisher is None else fisher_tensors(self._fisher),
+            "policy_arguments": self.policy_identity(),
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

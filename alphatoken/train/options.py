@@ -8,16 +8,22 @@ command lines.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
 from alphatoken.layer_choice import read_layers
+from alphatoken.train.policy import PolicySettings
+from alphatoken.train.policy_names import (
+    TRAINER_POLICIES,
+    chosen_policy,
+    read_policy_options,
+    trainer_fields,
+)
 
 __all__ = ["AlphaOptions"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "policy": ("top", "random", "bottom", "all"),
     "weighting": ("mask", "proportional", "unbiased"),
     "keep_scope": ("batch", "sequence", "global"),
     "kept_normalization": ("response", "kept", "sum"),
@@ -44,11 +50,44 @@ class AlphaOptions:
             other; raised when the configuration is made.
     """
 
+    FAMILY: ClassVar[str] = "sft"  # of the trainer: "sft" or "preference"
+
     policy: str = _option(
         "top",
         "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
-        "equal budget), or 'all' (TRL's own loss; values are still exported where asked for).",
+        "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
+        "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
     )
+    policy_mode: str = _option(
+        "native",
+        "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
+        "same score.",
+    )
+    policy_scope: str | None = _option(
+        None,
+        "Tokens that a method ranks together: 'dataset' (static scores), 'batch' (micro-batch and "
+        "rank) or 'sequence'; null for what was published.",
+    )
+    policy_rounding: str | None = _option(
+        None, "Of keep_ratio times the tokens: 'ceil' or 'floor'; null for what was published."
+    )
+    policy_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "The method's own arguments, as a mapping or JSON text."},
+    )
+    policy_reference: str | None = _option(
+        None, "Folder or hub name of the second model that some methods score with."
+    )
+    policy_reference_device: str | None = _option(
+        None, "Device of that model; null for the trained model's."
+    )
+    policy_reference_dtype: str | None = _option(
+        None, "Its dtype: 'float32', 'bfloat16' or 'float16'; null for the trained model's."
+    )
+    policy_cache: str | None = _option(
+        None, "Folder for what methods compute before training; null for 'policies' beside "
+        "output_dir."
+    )  # fmt: skip
     keep_ratio: float = _option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
     keep_scope: str = _option(
         "batch",
@@ -138,6 +177,10 @@ class AlphaOptions:
     fisher_cache: str | None = _option(
         None, "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder."
     )
+    fisher_offload: bool = _option(
+        False, "Leave Fisher and reference weights on disk, read and turned into V one matrix at a "
+        "time; the same values. For models whose Fisher does not fit."
+    )  # fmt: skip
     max_relative_drift: float | None = _option(1.0, "See ScorerConfig; null checks nothing.")
 
     scoring_forward: str = _option(
@@ -150,6 +193,7 @@ class AlphaOptions:
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""
+        self._settle_policy()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
@@ -166,6 +210,39 @@ class AlphaOptions:
         self._check_numbers()
         self._check_combinations()
         self.scorer_config()
+
+    def _settle_policy(self) -> None:
+        """Put what a name stands for in place of it, and check what it does not stand for."""
+        own = read_policy_options(self.policy_options)
+        if self.policy == "dpo" and self.FAMILY != "preference":
+            raise ConfigError("policy='dpo' is DPO's own loss", remedy="AlphaDPOTrainer")
+        if self.policy not in TRAINER_POLICIES:
+            fields = trainer_fields(self.policy, own)
+            if fields is not None:
+                for name, value in fields.items():
+                    setattr(self, name, value)
+                self.policy_options, own = None, {}
+        if self.policy_reference_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                "policy_reference_dtype must be float32, bfloat16 or float16",
+                got=repr(self.policy_reference_dtype),
+            )
+        if self.policy in TRAINER_POLICIES and own:
+            raise ConfigError(
+                f"policy='{self.policy}' takes no options of its own", got=f"policy_options={own}"
+            )
+        self.policy_settings()
+        chosen_policy(self, None, self.FAMILY)
+
+    def policy_settings(self) -> PolicySettings:
+        """Settings of a method by name."""
+        return PolicySettings(
+            mode=self.policy_mode,
+            keep_ratio=self.keep_ratio,
+            scope=self.policy_scope,
+            rounding=self.policy_rounding,
+            seed=self.value_seed,
+        )
 
     def _check_numbers(self) -> None:
         at_least = {
@@ -220,6 +297,20 @@ class AlphaOptions:
                 "reuse_values works with keep_scope='batch' or 'sequence' and without interaction",
                 got=f"keep_scope={self.keep_scope!r}, interaction_weight={self.interaction_weight}",
             )
+        if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
+            raise ConfigError(
+                "fisher_offload is about a Fisher",
+                got="retention='data'",
+                why="a gradient on retention rows cannot be formed one matrix at a time",
+                remedy="retention='diagonal' or 'kronecker', or fisher_offload=False",
+            )
+        if self.fisher_offload and self.direction_steps > 1:
+            raise ConfigError(
+                "fisher_offload needs direction_steps=1",
+                got=f"direction_steps={self.direction_steps}",
+                why="V is formed from the weights as they are, and those of an earlier step are "
+                "gone",
+            )
         if self.preconditioner not in (None, "frozen", "full"):
             raise ConfigError(
                 "preconditioner must be null, 'frozen' or 'full'", got=repr(self.preconditioner)
@@ -244,6 +335,7 @@ class AlphaOptions:
             parameters=self.value_parameters,
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,
+            offload="stream" if self.fisher_offload else "none",
         )
 
     @property

@@ -53,7 +53,13 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         found = asdict(self)
-        found["memory"] |= {"total": self.memory.total, "valuation": self.memory.valuation}
+        memory = self.memory
+        found["memory"] |= {
+            "total": memory.total,
+            "valuation": memory.valuation,
+            "peak": memory.peak,
+            "moments": memory.moments,
+        }
         found["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
         return found
 

@@ -18,6 +18,7 @@ from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policy import TokenPolicy
 
 __all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
 
@@ -117,6 +118,9 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
         fisher: of the reference model; None fits one and caches it.
         fisher_dataset: rows on whose prompts it is fitted, in any form that TRL takes; they should
             be trained on nowhere. None takes those of the training rows.
+        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
+        policy_reference: second model for policies that score with one, in place of
+            ``policy_reference`` of the options.
         **kwargs: as for TRL's ``SFTTrainer``.
 
     Raises:
@@ -132,6 +136,8 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
         fisher_dataset: Any = None,
+        policy: TokenPolicy | type[TokenPolicy] | None = None,
+        policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("train_dataset") is not None:
@@ -139,7 +145,14 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
             check_sft_rows(kwargs["train_dataset"], text_field=field)
         super().__init__(*args, **kwargs)
         self._refuse()
-        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
+        self.alpha_setup(
+            validation_dataset,
+            retention_dataset,
+            fisher,
+            fisher_dataset,
+            policy,
+            policy_reference,
+        )
 
     def _refuse(self) -> None:
         refused = {

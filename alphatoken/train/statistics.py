@@ -12,7 +12,7 @@ from alphatoken.values import TokenValues
 
 __all__ = ["ValueSums", "summary"]
 
-_COUNTS = ("tokens", "response", "kept", "weight", "reused")
+_COUNTS = ("tokens", "response", "kept", "weight", "reused", "square")
 _PER_RECORD, _RECORDS = 512, 128
 """Tokens of a micro-batch that quantiles are taken from, and most micro-batches of a log."""
 
@@ -61,6 +61,7 @@ class ValueSums:
             (kept > 0).sum(),
             kept.sum(dtype=wide),
             response * int(reused),
+            kept.to(wide).square().sum(),
         ]
         counts = torch.stack([count.to(mask.device, wide) for count in found])
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
@@ -117,7 +118,8 @@ class ValueSums:
         """Take back what :meth:`state` gave."""
         self.records = int(state["records"])
         self._valued, self._stride = int(state["valued"]), int(state["stride"])
-        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
+        missing = [0.0] * (len(_COUNTS) - len(state["counts"]))  # of an earlier release
+        self._counts = torch.tensor([*state["counts"], *missing], dtype=torch.float64)
         self._moments = {
             name: torch.tensor(found, dtype=torch.float64)
             for name, found in state["moments"].items()
@@ -134,9 +136,11 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Named statistics of the processes' sums together.
 
     ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
-    response tokens (the same for masks). ``{component}_share``: its part of the summed magnitudes
-    of all components, as they enter the total. Means and deviations are over valued tokens, those
-    of a component over the tokens that came with it.
+    response tokens (the same for masks). ``effective_share``: effective sample size of the
+    weights, ``(sum w)^2 / sum w^2``, over response tokens (the same for masks).
+    ``{component}_share``: its part of the summed magnitudes of all components, as they enter the
+    total. Means and deviations are over valued tokens, those of a component over the tokens that
+    came with it.
     """
     sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
     counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
@@ -145,6 +149,9 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         found["kept_share"] = counts["kept"] / counts["response"]
         found["weight_share"] = counts["weight"] / counts["response"]
         found["reused_share"] = counts["reused"] / counts["response"]
+        if counts["square"]:
+            effective = counts["weight"] ** 2 / counts["square"]
+            found["effective_share"] = effective / counts["response"]
     moments: dict[str, Tensor] = {}
     for name, part in (item for state in states for item in state["moments"].items()):
         moments[name] = moments.get(name, 0) + torch.tensor(part, dtype=torch.float64)

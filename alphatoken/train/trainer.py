@@ -15,6 +15,7 @@ from alphatoken.errors import UnsupportedError
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.sft import LabelledRows, with_responses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
@@ -43,6 +44,9 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         fisher: of the reference model; None fits one and caches it.
         fisher_dataset: tokenised rows on whose prompts it is fitted; they should be trained on
             nowhere. None takes those of the training rows.
+        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
+        policy_reference: second model for policies that score with one, in place of
+            ``policy_reference`` of the options.
         **kwargs: as for ``Trainer``.
 
     Raises:
@@ -56,6 +60,8 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         retention_dataset: Any = None,
         fisher: FisherDrift | None = None,
         fisher_dataset: Any = None,
+        policy: TokenPolicy | type[TokenPolicy] | None = None,
+        policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +77,14 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
                     why="its loss is the cross-entropy of the logits, token by token",
                     remedy="leave it off",
                 )
-        self.alpha_setup(validation_dataset, retention_dataset, fisher, fisher_dataset)
+        self.alpha_setup(
+            validation_dataset,
+            retention_dataset,
+            fisher,
+            fisher_dataset,
+            policy,
+            policy_reference,
+        )
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""

@@ -652,9 +652,9 @@ LISTED = (
         (
             Edit(
                 "selection._top_of",
-                "keep[candidates[order[: keep_count(ratio, len(candidates))]]] = True",
-                "v = values.flatten()[candidates]; n = keep_count(ratio, len(candidates)); "
-                "keep[candidates[v >= v[order[n - 1]]] if n else candidates] = True",
+                "keep[candidates[order[:count]]] = True",
+                "v = values.flatten()[candidates]; "
+                "keep[candidates[v >= v[order[count - 1]]] if count else candidates] = True",
             ),
         ),
         (selection("batch"),),

@@ -1,0 +1,279 @@
+"""The grid that ``alphatoken compare`` is asked for: its file, then the command line over it.
+
+The file is YAML. ``$NAME`` and ``${NAME}`` in any text are environment variables.
+
+    about: one line
+    model_name_or_path: PATH
+    policies: [standard, alphatoken]    # all of them, if left out
+    modes: [native, budget]
+    seeds: [0, 1, 2]
+    keep_ratio: 0.5
+    options: {...}                      # of the trainer, for every cell
+    measures: {...}                     # see alphatoken.compare.grid.Measures
+    tasks:
+      NAME: {command: sft, options: {...}, measures: {...}}
+
+References:
+      NAME: {command: sft, options: {...}}
+    methods:
+      NAME: {policy: top, objective: adaptation}
+    ablation:
+      AXIS: [NAME, ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alphatoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from alphatoken.compare.grid import Grid, Measures, TaskSpec
+    from alphatoken.compare.methods import Method
+
+__all__ = ["GridRequest", "read_grid"]
+
+_KEYS = {
+    "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
+    "measures", "tasks", "references", "methods", "ablation",
+}  # fmt: skip
+_TASK_KEYS = {"command", "options", "measures"}
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class GridRequest:
+    """A grid, and which of its methods are variants of one another.
+
+    Attributes:
+        grid: what is compared.
+        variants: axis -> names of methods, for the ablation table.
+    """
+
+    grid: Grid
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def read_grid(options: argparse.Namespace, more: Sequence[str]) -> GridRequest:
+    """The grid of a command line.
+
+    Args:
+        options: as ``alphatoken compare`` reads them.
+        more: words that are options of the trainer, for every cell.
+
+    Raises:
+        ConfigError: neither a file nor a recipe, unknown keys, methods or tasks.
+    """
+    from alphatoken.compare.grid import Grid
+
+    content = _content(options)
+    _require_known(content, _KEYS, "the grid")
+    extra = _trainer_options(more)
+    named = _mapping(content, "tasks")
+    for name in options.tasks or ():
+        _require_known({name: None}, set(named), "--tasks")
+    tasks = tuple(
+        _task(name, given, content, options, extra)
+        for name, given in named.items()
+        if name in (options.tasks or named)
+    )
+    grid = Grid(
+        tasks=tasks,
+        methods=_methods(content, options.policies),
+        seeds=tuple(options.seeds or content.get("seeds", (0, 1, 2))),
+        modes=tuple(options.modes or content.get("modes", ("native", "budget"))),
+        keep_ratio=_ratio(options.keep_ratio or content.get("keep_ratio", 0.5)),
+        references=_references(content, options, extra),
+        about=str(content.get("about", "")),
+    )
+    return GridRequest(grid, dict(content.get("ablation") or {}))
+
+
+def _ratio(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ConfigError("keep_ratio must lie in (0, 1]", got=repr(value))
+    return float(value)
+
+
+def _content(options: argparse.Namespace) -> dict[str, Any]:
+    """Of the file, or of a recipe as the only task."""
+    from alphatoken.cli.recipes import find_recipe
+
+    if (options.config is None) == (options.recipe is None):
+        raise ConfigError(
+            "a grid comes from one place",
+            got="both --config and --recipe" if options.config else "neither",
+            remedy="--config GRID.yaml, or --recipe NAME of sft or dpo",
+        )
+    if options.recipe is not None:
+        recipe = find_recipe(options.recipe)
+        command = recipe.command or "sft"
+        return {
+            "about": recipe.about,
+            "tasks": {recipe.name: {"command": command, "options": dict(recipe.options)}},
+        }
+    path = Path(options.config).expanduser()
+    if not path.is_file():
+        raise ConfigError("the grid's file is not there", got=str(path))
+    recipe = find_recipe(str(path))
+    if recipe.command not in (None, "compare"):
+        raise ConfigError(
+            "this is a recipe of one run, no grid",
+            got=f"{path.name} is for `alphatoken {recipe.command}`",
+            remedy=f"--recipe {path}",
+        )
+    found: dict[str, Any] = _expanded(dict(recipe.options), str(path))
+    return {"about": recipe.about, **found}
+
+
+def _expanded(value: Any, place: str) -> Any:
+    """Environment variables in every text."""
+    if isinstance(value, str):
+        return _VARIABLE.sub(lambda match: _variable(match[1] or match[2], place), value)
+    if isinstance(value, Mapping):
+        return {key: _expanded(one, place) for key, one in value.items()}
+    return [_expanded(one, place) for one in value] if isinstance(value, list) else value
+
+
+def _variable(name: str, place: str) -> str:
+    found = os.environ.get(name)
+    if found is None:
+        raise ConfigError("an environment variable is not set", got=f"${name} in {place}")
+    return found
+
+
+def _require_known(given: Mapping[str, Any], known: set[str], place: str) -> None:
+    from alphatoken.cli.recipes import close_to
+
+    for name in given:
+        if name not in known:
+            remedy = close_to(str(name), sorted(known)) or f"one of {', '.join(sorted(known))}"
+            raise ConfigError(f"{place} has an unknown key", got=str(name), remedy=remedy)
+
+
+def _mapping(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = content.get(name) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{name} of the grid is a mapping by name", got=repr(found)[:100])
+    return dict(found)
+
+
+def _trainer_options(words: Sequence[str]) -> dict[str, Any]:
+    """``--max_steps 40`` as {max_steps: 40}; values are read as YAML."""
+    import yaml  # type: ignore[import-untyped]
+
+    found: dict[str, Any] = {}
+    waiting: str | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            waiting = name.replace("-", "_")
+            found[waiting] = yaml.safe_load(value) if given else True
+            waiting = None if given else waiting
+        elif waiting is None:
+            raise ConfigError("an argument belongs to no option", got=word)
+        else:
+            found[waiting], waiting = yaml.safe_load(word), None
+    return found
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def _task(
+    name: str,
+    given: Any,
+    content: Mapping[str, Any],
+    options: argparse.Namespace,
+    extra: Mapping[str, Any],
+) -> TaskSpec:
+    from alphatoken.compare.grid import TaskSpec
+
+    if name == "references" or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError("a task's name is a folder's, and not 'references'", got=name)
+    if not isinstance(given, Mapping):
+        raise ConfigError("a task is a mapping", got=f"{name}: {given!r}")
+    _require_known(given, _TASK_KEYS, f"the task {name}")
+    own = {**_base(content, options), **_mapping(given, "options"), **_files(options), **extra}
+    if not own.get("model_name_or_path"):
+        raise ConfigError("no model is named", got=name, remedy="model_name_or_path")
+    measures = {**_mapping(content, "measures"), **_mapping(given, "measures")}
+    return TaskSpec(name, str(given.get("command", "sft")), own, _measures(measures, options))
+
+
+def _base(content: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Options of every cell, the model among them."""
+    model = content.get("model_name_or_path")
+    named = {} if model is None else {"model_name_or_path": model}
+    return {**_mapping(content, "options"), **named}
+
+
+def _files(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line names instead."""
+    given = {
+        "model_name_or_path": options.model_name_or_path,
+        "train_file": options.train_file,
+        "validation_data": options.validation_file,
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if "train_file" in found:
+        found["dataset_name"] = None
+    return found
+
+
+def _measures(given: Mapping[str, Any], options: argparse.Namespace) -> Measures:
+    from alphatoken.compare.grid import Measures
+
+    _require_known(given, {one.name for one in fields(Measures)}, "measures")
+    said = {
+        "target_file": options.target_file,
+        "retention_file": options.retention_file,
+        "target_tasks": options.evaluate,
+        "retention_tasks": options.evaluate_retention,
+        "task_path": options.task_path,
+    }
+    return Measures(**{**given, **{name: one for name, one in said.items() if one is not None}})
+
+
+def _methods(content: Mapping[str, Any], asked: Sequence[str] | None) -> tuple[Method, ...]:
+    """Those that are asked for, in the order of the tables; variants after them."""
+    from alphatoken.cli.recipes import close_to
+    from alphatoken.compare.methods import custom_method, known_methods
+
+    known = known_methods()
+    own = {n: custom_method(n, given) for n, given in _mapping(content, "methods").items()}
+    every = {**known, **own}
+    wanted = list(asked or content.get("policies") or ["all"])
+    names = list(every) if wanted == ["all"] else wanted
+    for name in names:
+        if name not in every and ":" in name:  # one's own, module:Class
+            every[name] = custom_method(name, {"policy": name, "modes": ["native", "budget"]})
+        elif name not in every:
+            raise ConfigError(
+                "there is no such method", got=name,
+                remedy=close_to(name, list(every)) or f"one of {', '.join(every)}",
+            )  # fmt: skip
+    return tuple(every[name] for name in dict.fromkeys(names))
+
+
+def _references(
+    content: Mapping[str, Any], options: argparse.Namespace, extra: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    from alphatoken.compare.grid import ON_ALL, Reference
+
+    found = []
+    for name, given in _mapping(content, "references").items():
+        if not isinstance(given, Mapping):
+            raise ConfigError("a reference is a mapping", got=f"{name}: {given!r}")
+        _require_known(given, {"command", "options"}, f"the reference {name}")
+        own = {**_base(content, options), **ON_ALL, **_mapping(given, "options"), **extra}
+        if options.model_name_or_path is not None and "@" not in str(own["model_name_or_path"]):
+            own["model_name_or_path"] = options.model_name_or_path
+        found.append(Reference(name, str(given.get("command", "sft")), own))
+    return tuple(found)

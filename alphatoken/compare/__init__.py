@@ -1,0 +1,1 @@
+"""A grid of methods, modes and seeds on one model and data: run, measured, tabulated."""

@@ -1,0 +1,231 @@
+"""One cell: train (or merge, or take as it is), then measure; the result is written last, whole."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from alphatoken.batch import label_mask
+from alphatoken.compare.evaluate import load_causal_model, measure
+from alphatoken.compare.folder import CellFolder, alone, read_json, write_json
+from alphatoken.compare.grid import Measures
+from alphatoken.policies.merge import merge_models
+from alphatoken.train.policy_names import TRAINER_POLICIES
+
+__all__ = ["TokenCounter", "run_cell"]
+
+_COST = (
+    "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
+    "scoring_time", "setup_time", "peak_memory", "peak_memory_of",
+)  # fmt: skip
+
+Build = Callable[[str, Mapping[str, Any]], Any]
+"""(command, options) -> a trainer with its model and data."""
+
+
+def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str, Any]:
+    """Run the cell of a folder and write its ``result.json``.
+
+    Args:
+        path: folder of the cell, with ``cell.json``.
+        build: makes the trainer; the command line's, so that a cell is what ``alphatoken sft`` or
+            ``dpo`` would train with the same options.
+        allow_code: execute generated code, in a sandbox.
+
+    Raises:
+        AlphaTokenError: whatever is wrong with options, rows or models.
+    """
+    begun = time.perf_counter()
+    folder = CellFolder(path)
+    spec = folder.spec()
+    start_name = spec["resolved"]["model_name_or_path"]
+    found: dict[str, Any] = {}
+    if spec["kind"] == "train":
+        model, tokenizer, found = _train(spec, folder, build)
+    elif spec["kind"] == "merge":
+        base, _ = load_causal_model(start_name)
+        model, tokenizer = load_causal_model(spec["resolved"]["merged"])
+        merge_models(base, model, float(spec["resolved"]["alpha"]))
+        found = _cost_of(Path(spec["resolved"]["merged"]).parent)
+    else:
+        model, tokenizer = load_causal_model(start_name)
+        found = {"kept_tokens": 0, "response_tokens": 0}
+    if spec["measures"] is not None:
+        found |= measure(
+            model,
+            tokenizer,
+            Measures(**spec["measures"]),
+            command=spec["command"],
+            start=lambda: load_causal_model(start_name)[0],
+            beta=float(spec["resolved"].get("beta", 0.1)),
+            folder=path,
+            allow_code=allow_code,
+        )
+    own = {name: spec[name] for name in ("task", "policy", "mode", "seed", "kind", "command")}
+    seconds = time.perf_counter() - begun
+    asked = {key: value for key, value in spec.items() if key != "resolved"}
+    result = {**own, "status": "done", **found, "seconds": seconds, "spec": asked}
+    write_json(path / "result.json", result)
+    shutil.rmtree(path / "run", ignore_errors=True)  # checkpoints of a cell that is done
+    return result
+
+
+def _train(
+    spec: Mapping[str, Any], folder: CellFolder, build: Build
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """The trained model, its tokenizer, and what training cost."""
+    by_name = spec["resolved"].get("policy") not in TRAINER_POLICIES
+    # Static passes of one policy in two cells would write the same files.
+    with alone(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
+        begun = time.perf_counter()
+        trainer = build(spec["command"], spec["resolved"])
+        setup = time.perf_counter() - begun
+    counter = TokenCounter(trainer, folder.path / "counts")
+    peak = PeakMemory()
+    checkpoints = list((folder.path / "run").glob("checkpoint-*"))
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint="auto" if checkpoints else None)
+    counter.seconds += time.perf_counter() - began
+    found = {
+        "steps": trainer.state.global_step,
+        "kept_tokens": counter.kept,
+        "response_tokens": counter.response,
+        "effective_tokens": counter.effective,
+        "kept_share": counter.kept / max(counter.response, 1),
+        "time": counter.seconds,
+        "scoring_time": counter.scoring,
+        "setup_time": setup,
+        "peak_memory": peak.read(),
+        "peak_memory_of": peak.kind,
+        "notes": counter.notes,
+    }
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if spec["keep_model"]:
+        partial_folder = folder.path / "model.partial"
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        _whole(model).save_pretrained(partial_folder)
+        trainer.processing_class.save_pretrained(partial_folder)
+        partial_folder.rename(folder.model)
+    shutil.rmtree(folder.path / "counts", ignore_errors=True)
+    return model, trainer.processing_class, found
+
+
+def _cost_of(path: Path) -> dict[str, Any]:
+    """What it cost to train the model that is merged; merging costs nothing beside it."""
+    result = CellFolder(path).result() or {}
+    return {name: result[name] for name in _COST if name in result}
+
+
+def _whole(model: Any) -> Any:
+    """Adapters merged: who needs the model loads it as one."""
+    merge = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    import copy
+
+    return copy.deepcopy(model).merge_and_unload()
+
+
+# --- what training cost -------------------------------------------------------------------------
+
+
+class TokenCounter(TrainerCallback):
+    """Counts what is trained on, over all micro-batches; saved with each checkpoint.
+
+    Attributes:
+        response: response tokens that the model saw.
+        kept: of these, tokens with a weight other than 0.
+        effective: ``(sum w)^2 / sum w^2`` of each micro-batch, summed: what soft weights amount to.
+        scoring: seconds spent on values.
+        seconds: of training, in earlier runs of the cell.
+        notes: what a reader of the numbers should know.
+    """
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self.response = self.kept = 0
+        self.effective = self.scoring = self.seconds = 0.0
+        self.notes: list[str] = []
+        self._folder, self._begun, self._gated = folder, time.perf_counter(), False
+        self._trainer = trainer
+        trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
+        trainer.monitor.record = partial(self._record, trainer.monitor.record)
+        trainer.add_callback(self)
+
+    def _compute_loss(self, inner: Callable[..., Any], model: Any, inputs: Any, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
+        self._gated = False
+        labels = self._trainer.response_labels(inputs) if model.training else None
+        found = inner(model, inputs, *a, **k)
+        if labels is not None and not self._gated:  # no weights: every token counts
+            count = int(label_mask(labels).sum())
+            self.response, self.kept = self.response + count, self.kept + count
+            self.effective += count
+        return found
+
+    def _record(self, inner: Callable[..., None], *args: Any, **named: Any) -> None:
+        weights = named["weights"].detach() * named["mask"]
+        self._gated = True
+        self.response += int(named["mask"].sum())
+        self.kept += int((weights != 0).sum())
+        squares = float(weights.double().square().sum())
+        self.effective += float(weights.double().sum()) ** 2 / squares if squares else 0.0
+        self.scoring += float(named.get("seconds", 0.0))
+        inner(*args, **named)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Beside the checkpoint: what was counted up to it."""
+        self._folder.mkdir(exist_ok=True)
+        names = ("response", "kept", "effective", "scoring")
+        seconds = self.seconds + time.perf_counter() - self._begun
+        counts = {**{name: getattr(self, name) for name in names}, "seconds": seconds}
+        write_json(self._folder / f"{state.global_step}.json", counts)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A run that goes on takes up the counts of its checkpoint."""
+        self._begun = time.perf_counter()
+        if not state.global_step:
+            return
+        found = read_json(self._folder / f"{state.global_step}.json")
+        for name, value in (found or {}).items():
+            setattr(self, name, value)
+        self.notes.append(
+            f"went on after step {state.global_step}"
+            + ("" if found else "; tokens and time before it were not counted")
+        )
+
+
+class PeakMemory:
+    """Most bytes in use since it was made: of the GPU if there is one, else resident memory.
+
+    Resident memory is the process's, libraries included (some 0.5 GB). On Linux the kernel's
+    record is reset first, so that loading does not count; elsewhere it does.
+    """
+
+    def __init__(self) -> None:
+        self.kind = "cuda" if torch.cuda.is_available() else "resident"
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.kind = "resident, loading included"
+
+    def read(self) -> int:
+        """Bytes."""
+        if self.kind == "cuda":
+            return int(torch.cuda.max_memory_allocated())
+        status = Path("/proc/self/status")
+        if status.exists():
+            line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+            return int(line.split()[1]) * 1024
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,0 +1,316 @@
+"""What a trained model is measured by: losses on held-out rows, lm-eval tasks, code, a judge.
+
+Losses are means over all labelled tokens of a file together, in nats; scores are percentages. A
+task has either a loss or a score as its target, and one of them for retention; the overall figure
+is the mean of the two, as the paper's (there of scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alphatoken.compare.grid import Measures
+from alphatoken.data import (
+    EncodeOptions,
+    Example,
+    Pair,
+    Row,
+    Turn,
+    batches,
+    encode_rows,
+    pair_of,
+    read_records,
+    row_of,
+)
+from alphatoken.errors import DataError, ModelError, NumericalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "load_causal_model",
+    "mean_response_loss",
+    "measure",
+    "preference_losses",
+    "read_examples",
+    "read_pair_examples",
+    "response_log_probs",
+]
+
+_KNOWN = ("prompt", "instruction", "question", "query", "messages", "conversations")
+PairExamples = tuple[list[Example], list[Example]]
+"""Chosen and rejected, pair by pair."""
+
+
+def load_causal_model(name: str | Path, **options: Any) -> tuple[nn.Module, Any]:
+    """Model in evaluation mode, on a GPU if there is one, and tokenizer.
+
+    Raises:
+        ModelError: they cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever the file formats raise
+        text = " ".join(str(error).split())
+        raise ModelError("the model cannot be loaded", got=f"{name}: {text[:300]}") from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval(), tokenizer
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def read_examples(
+    path: str | Path, tokenizer: Any, max_length: int | None = None, *, chat: bool = True
+) -> list[Example]:
+    """Rows of a file with their labels; of plain text (``text``) every token is labelled.
+
+    Raises:
+        DataError: the file cannot be read, or no row has a response.
+    """
+    rows = [_row(record, i, place) for i, (place, record) in enumerate(read_records(path))]
+    return _encoded(rows, tokenizer, max_length, chat, str(path))
+
+
+def _row(record: Mapping[str, Any], index: int, place: str) -> Row:
+    if "text" in record and not any(name in record for name in _KNOWN):
+        return Row(index, place, (Turn("assistant", str(record["text"])),))
+    return row_of(record, index, place)
+
+
+def _encoded(
+    rows: Sequence[Row], tokenizer: Any, max_length: int | None, chat: bool, place: str
+) -> list[Example]:
+    options = EncodeOptions(max_length=max_length, on_empty="skip", chat_template=chat)
+    examples, _ = encode_rows(rows, tokenizer, options)
+    if not examples:
+        raise DataError("no row has a response to measure", got=place)
+    return examples
+
+
+def read_pair_examples(
+    path: str | Path, tokenizer: Any, max_length: int | None = None, *, chat: bool = True
+) -> PairExamples:
+    """Chosen and rejected rows of a file of preference pairs; both sides of a pair, or neither.
+
+    Raises:
+        DataError: the file cannot be read, or no pair fits.
+    """
+    pairs = [pair_of(record, i, place) for i, (place, record) in enumerate(read_records(path))]
+    sides = [_side(pairs, name, tokenizer, max_length, chat) for name in ("chosen", "rejected")]
+    both = sorted(sides[0].keys() & sides[1].keys())
+    if not both:
+        raise DataError("no pair has two responses to measure", got=str(path))
+    return [sides[0][i] for i in both], [sides[1][i] for i in both]
+
+
+def _side(
+    pairs: Sequence[Pair], name: str, tokenizer: Any, max_length: int | None, chat: bool
+) -> dict[int, Example]:
+    rows = [Row(i, p.place, (*p.prompt, *getattr(p, name))) for i, p in enumerate(pairs)]
+    options = EncodeOptions(
+        max_length=max_length, on_empty="skip", chat_template=chat, turns="last"
+    )
+    found, _ = encode_rows(rows, tokenizer, options)
+    return {example.row.index: example for example in found}
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was)
+
+
+def response_log_probs(
+    model: nn.Module, examples: Sequence[Example], batch_size: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Of each example: log-probability of its labelled tokens, summed, and their number.
+
+    Both (n,), float64, on the CPU.
+
+    Raises:
+        NumericalError: a sum is not finite; names the row.
+    """
+    device = next(model.parameters()).device
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
+    sums, counts = torch.zeros(len(examples)).double(), torch.zeros(len(examples)).double()
+    with _evaluating(model):
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            (batch,) = batches([examples[i] for i in chosen], batch_size)
+            labels = batch.pop("labels")[:, 1:].to(device)
+            inputs = {name: part.to(device) for name, part in batch.items()}
+            logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            sums[chosen] = -losses.double().sum(1).cpu()
+            counts[chosen] = (labels != -100).sum(1).double().cpu()
+    if not bool(torch.isfinite(sums).all()):
+        row = examples[int((~torch.isfinite(sums)).nonzero()[0])].row
+        raise NumericalError("a measured loss is not finite", got=row.place)
+    return sums, counts
+
+
+def mean_response_loss(
+    model: nn.Module, examples: Sequence[Example], batch_size: int = 16
+) -> float:
+    """Mean of -log p over all labelled tokens of all rows together."""
+    sums, counts = response_log_probs(model, examples, batch_size)
+    return float(-sums.sum() / counts.sum())
+
+
+def preference_losses(
+    model: nn.Module,
+    reference: nn.Module,
+    pairs: PairExamples,
+    *,
+    beta: float = 0.1,
+    batch_size: int = 16,
+) -> dict[str, float]:
+    """DPO's own figures on held-out pairs, no token masked.
+
+    ``loss``: mean of -log sigma(s), s = beta (log-ratio of chosen - log-ratio of rejected);
+    ``accuracy``: percentage of pairs with s > 0, ties counted half; ``margin``: mean of s.
+    """
+    ratios = [
+        response_log_probs(model, side, batch_size)[0]
+        - response_log_probs(reference, side, batch_size)[0]
+        for side in pairs
+    ]
+    logit = beta * (ratios[0] - ratios[1])
+    right = (logit > 0).double() + 0.5 * (logit == 0).double()
+    return {
+        "loss": float(-F.logsigmoid(logit).mean()),
+        "accuracy": float(100 * right.mean()),
+        "margin": float(logit.mean()),
+    }
+
+
+# --- everything that a cell is measured by ------------------------------------------------------
+
+
+def measure(
+    model: nn.Module,
+    tokenizer: Any,
+    measures: Measures,
+    *,
+    command: str,
+    start: Callable[[], nn.Module],
+    beta: float = 0.1,
+    folder: Path | None = None,
+    allow_code: bool = False,
+) -> dict[str, Any]:
+    """All figures of one model.
+
+    Args:
+        model: to be measured.
+        tokenizer: of the model.
+        measures: what is asked for.
+        command: "sft" or "dpo": what target rows are.
+        start: loads the model before training, where something compares with it.
+        beta: of DPO.
+        folder: where answers that were generated are written.
+        allow_code: execute generated code, in a sandbox.
+
+    Returns:
+        ``target``, ``retention``, ``overall``, ``unit`` ("loss": lower is better, or "score":
+        percent), and each figure under ``details``.
+    """
+    read = partial(read_examples, tokenizer=tokenizer, max_length=measures.max_length)
+    details: dict[str, float] = {}
+    if measures.retention_file is not None:
+        rows = read(measures.retention_file, chat=measures.chat)
+        details["retention_loss"] = mean_response_loss(model, rows, measures.batch_size)
+    if measures.target_file is not None and command == "sft":
+        rows = read(measures.target_file, chat=measures.chat)
+        details["target_loss"] = mean_response_loss(model, rows, measures.batch_size)
+    elif measures.target_file is not None:
+        pairs = read_pair_examples(
+            measures.target_file, tokenizer, measures.max_length, chat=measures.chat
+        )
+        found = preference_losses(model, start(), pairs, beta=beta, batch_size=measures.batch_size)
+        details |= {f"target_{name}": value for name, value in found.items()}
+    scores = _scores(model, tokenizer, measures, start, folder, allow_code)
+    details |= {
+        f"{group}/{name}": v for group, found in scores.items() for name, v in found.items()
+    }
+    return {**_headline(details, scores), "details": details}
+
+
+def _scores(
+    model: nn.Module,
+    tokenizer: Any,
+    measures: Measures,
+    start: Callable[[], nn.Module],
+    folder: Path | None,
+    allow_code: bool,
+) -> dict[str, dict[str, float]]:
+    """Percentages by group and name."""
+    found: dict[str, dict[str, float]] = {"target": {}, "retention": {}}
+    tasks = {"target": measures.target_tasks, "retention": measures.retention_tasks}
+    if any(tasks.values()):
+        from alphatoken.compare.harness import task_scores
+
+        for group, names in tasks.items():
+            if names:
+                found[group] |= task_scores(
+                    model, tokenizer, names,
+                    include_path=measures.task_path,
+                    limit=measures.task_limit,
+                    batch_size=measures.batch_size,
+                )  # fmt: skip
+    if measures.code_file is not None:
+        from alphatoken.compare.code_tasks import pass_at_1
+
+        found["target"]["code"] = pass_at_1(
+            model, tokenizer, measures.code_file,
+            allow=allow_code,
+            max_new_tokens=measures.max_new_tokens,
+            limit=measures.task_limit,
+            folder=folder,
+        )  # fmt: skip
+    if measures.questions_file is not None and measures.judge is not None:
+        from alphatoken.compare.judge import make_judge, win_rate_against
+
+        found["target"]["win_rate"] = win_rate_against(
+            model, start(), tokenizer, measures.questions_file, make_judge(measures.judge),
+            max_new_tokens=measures.max_new_tokens,
+            limit=measures.task_limit,
+            folder=folder,
+        )  # fmt: skip
+    return found
+
+
+def _headline(
+    details: Mapping[str, float], scores: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Target, retention and their mean; the mean only where both are in one unit."""
+    found: dict[str, Any] = {}
+    units = {}
+    for group in ("target", "retention"):
+        by_score = list(scores[group].values())
+        loss = details.get(f"{group}_loss")
+        found[group] = fmean(by_score) if by_score else loss
+        units[group] = "score" if by_score else "loss"
+    same = found["retention"] is not None and units["target"] == units["retention"]
+    found["overall"] = fmean([found["target"], found["retention"]]) if same else None
+    return {**found, "unit": units["target"], "retention_unit": units["retention"]}

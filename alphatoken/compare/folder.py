@@ -1,0 +1,201 @@
+"""The output folder of a grid: what of each cell is there, and who is at work on it.
+
+    FOLDER/lock                            held by the one process that runs the grid
+    FOLDER/setup.lock                      held by a cell while it fills the cache that cells share
+    FOLDER/TASK/CELL/cell.json             what the cell is
+    FOLDER/TASK/CELL/recipe.yaml           its training options, fit for ``alphatoken sft --config``
+    FOLDER/TASK/CELL/result.json           what was measured; written whole, last, and never again
+    FOLDER/TASK/CELL/failed.json           why there is no result
+    FOLDER/TASK/CELL/log.txt               what the process said
+    FOLDER/TASK/CELL/model                 the model, where another cell needs it
+
+A lock goes with its process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alphatoken.compare.grid import Cell, resolved
+from alphatoken.errors import ConfigError
+from alphatoken.storage import replacing
+
+__all__ = ["CellFolder", "GridFolder", "Status", "alone", "locked", "read_json", "write_json"]
+
+_RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json")
+STATUSES = ("done", "failed", "blocked", "missing")
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one cell: "done", "failed", "blocked" (what it needs failed) or "missing"."""
+
+    state: str
+    error: str = ""
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
+    """Whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def locked(path: Path) -> int | None:
+    """The file, locked by this process until it ends; None where another one holds it.
+
+    Not inherited by processes that are started from here.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process is in here with the same file."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """Where one cell stands."""
+
+    path: Path
+
+    @property
+    def model(self) -> Path:
+        """Its model, if it was kept."""
+        return self.path / "model"
+
+    def spec(self) -> dict[str, Any]:
+        """What the cell is.
+
+        Raises:
+            ConfigError: there is no cell here.
+        """
+        found = read_json(self.path / "cell.json")
+        if found is None:
+            raise ConfigError("there is no cell in this folder", got=str(self.path))
+        return found
+
+    def result(self) -> dict[str, Any] | None:
+        """What was measured."""
+        return read_json(self.path / "result.json")
+
+    def error(self) -> str | None:
+        """Why there is no result, if a process said."""
+        found = read_json(self.path / "failed.json")
+        return None if found is None else str(found["error"])
+
+    def prepare(self, cell: Cell, options: Mapping[str, Any]) -> None:
+        """Ready for a process: traces of an earlier try go, its checkpoints stay.
+
+        Args:
+            cell: what is to be run here.
+            options: its options, with the folders of the models that they name.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in _RERUN:
+            (self.path / name).unlink(missing_ok=True)
+        for left in self.path.glob(".*.tmp"):  # of a process that was killed while it wrote
+            left.unlink(missing_ok=True)
+        shutil.rmtree(self.model, ignore_errors=True)
+        write_json(self.path / "cell.json", {**cell.spec(), "resolved": dict(options)})
+
+
+class GridFolder:
+    """All cells of a grid in one folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of(self, cell: Cell | str) -> CellFolder:
+        """The folder of a cell, by itself or its name."""
+        name = cell if isinstance(cell, str) else cell.name
+        return CellFolder(self.path / name)
+
+    def resolved(self, cell: Cell) -> dict[str, Any]:
+        """The cell's options with the folders of the models that it needs."""
+        models = {name: str(self.of(name).model.resolve()) for name in cell.needs}
+        named = {name.removeprefix("references/"): folder for name, folder in models.items()}
+        options: dict[str, Any] = resolved(dict(cell.options), named)
+        if cell.kind == "merge":
+            options["merged"] = models[cell.needs[0]]
+        return options
+
+    def done(self, cell: Cell) -> bool:
+        """Whether its result is there, and its model where others need that.
+
+        Raises:
+            ConfigError: the result is of a cell with other options.
+        """
+        result = self.of(cell).result()
+        if result is None:
+            return False
+        self._require_same(cell, result["spec"])
+        return not cell.keep_model or cell.kind != "train" or self.of(cell).model.is_dir()
+
+    def _require_same(self, cell: Cell, earlier: Mapping[str, Any]) -> None:
+        now = cell.spec()
+        for part in ("options", "measures", None):
+            left = (
+                earlier.get(part) if part else {k: v for k, v in earlier.items() if k not in _FREE}
+            )
+            right = now[part] if part else {k: v for k, v in now.items() if k not in _FREE}
+            left, right = left or {}, right or {}
+            names = [k for k in sorted({*left, *right}) if left.get(k) != right.get(k)]
+            if names:
+                raise ConfigError(
+                    "a finished cell of this folder had other settings",
+                    got=f"{cell.name}: {names[0]} was {left.get(names[0])!r}, is "
+                    f"{right.get(names[0])!r}",
+                    why="cells of two different grids would stand in one table",
+                    remedy="another --output_dir, or remove the cell's folder to run it again",
+                )
+
+    def status(self, cells: Iterable[Cell]) -> dict[str, Status]:
+        """Of every cell by name; cells come after those that they need."""
+        found: dict[str, Status] = {}
+        for cell in cells:
+            error = self.of(cell).error()
+            lost = [n for n in cell.needs if n in found and found[n].state in ("failed", "blocked")]
+            if self.done(cell):
+                found[cell.name] = Status("done")
+            elif lost:
+                found[cell.name] = Status("blocked", f"needs {lost[0]}")
+            elif error is not None:
+                found[cell.name] = Status("failed", error)
+            else:
+                found[cell.name] = Status("missing")
+        return found
+
+
+_FREE = ("keep_model", "options", "measures")
+"""Compared apart, or of no consequence for the result."""

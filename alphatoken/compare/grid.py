@@ -1,0 +1,315 @@
+"""Which cells there are: methods, modes and seeds of every task, and the models they need first.
+
+A value ``@NAME`` in the options of a cell stands for the model that the reference NAME leaves; the
+cell waits for it. So do merges for the cell whose model they merge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from alphatoken.compare.methods import PLAIN, Method, reference_option
+from alphatoken.errors import ConfigError
+
+__all__ = ["ON_ALL", "Cell", "Grid", "Measures", "Reference", "TaskSpec", "all_cells", "resolved"]
+
+_FAMILY = {"sft": "sft", "dpo": "preference"}
+SECOND = {"sft": "curated", "dpo": "oracle"}
+"""The reference that methods score with which need a second model and name none."""
+
+_SHARED: dict[str, Any] = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "export_values": False,
+    "disable_tqdm": True,
+}
+"""What cells set unless the grid says otherwise."""
+
+
+ON_ALL: dict[str, Any] = {
+    "policy": "all", "seed": 0, "validation_rows": 0, "validation_data": None, "retention": "none",
+}  # fmt: skip
+"""What references set, over the options of all cells: all tokens of all their rows."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a trained model is measured by.
+
+    Attributes:
+        target_file: held-out rows (pairs) of what is learnt.
+        retention_file: rows of what must not be forgotten.
+        target_tasks: lm-eval tasks, ``name`` or ``name:metric``; where there are some, the target
+            is their mean score, not a loss.
+        retention_tasks: likewise.
+        task_path: folder with YAML files of local tasks.
+        task_limit: documents of each task; None for all.
+        code_file: problems of HumanEval's form, executed in a sandbox; part of the target.
+        questions_file: prompts for a win rate against the start model; part of the target.
+        judge: who decides; see ``alphatoken.compare.judge.make_judge``.
+        max_new_tokens: of generated answers.
+        max_length: rows are cut there; None for what the model allows.
+        batch_size: of a forward.
+        chat: whether rows go through the chat template where there is one.
+    """
+
+    target_file: str | None = None
+    retention_file: str | None = None
+    target_tasks: tuple[str, ...] = ()
+    retention_tasks: tuple[str, ...] = ()
+    task_path: str | None = None
+    task_limit: int | None = None
+    code_file: str | None = None
+    questions_file: str | None = None
+    judge: Mapping[str, Any] | None = None
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    batch_size: int = 16
+    chat: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.target_file or self.target_tasks or self.code_file or self.questions_file):
+            raise ConfigError(
+                "nothing says how well a model learnt",
+                got="no target_file, target_tasks, code_file or questions_file",
+                remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
+            )
+        if bool(self.questions_file) != bool(self.judge):
+            raise ConfigError("a win rate needs questions_file and judge", got="only one of them")
+        object.__setattr__(self, "target_tasks", tuple(self.target_tasks))
+        object.__setattr__(self, "retention_tasks", tuple(self.retention_tasks))
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One data set: how it is trained on, and what is measured.
+
+    Attributes:
+        name: of the task.
+        command: "sft" or "dpo".
+        options: of the trainer.
+        measures: of a trained model.
+    """
+
+    name: str
+    command: str
+    options: Mapping[str, Any]
+    measures: Measures
+
+    def __post_init__(self) -> None:
+        if self.command not in _FAMILY:
+            raise ConfigError(
+                "a task is trained by sft or dpo", got=f"{self.name}: {self.command!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that cells need first: trained like a cell, with seed 0 unless it says another."""
+
+    name: str
+    command: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All that is compared.
+
+    Attributes:
+        tasks: each with all methods that its kind of data allows.
+        methods: by name, in the order of the tables.
+        seeds: of training; rows, their order and the start are shared by all methods of a seed.
+        modes: "native" and "budget", or one of them.
+        keep_ratio: of budget cells.
+        references: models that are trained first.
+        about: one line for the page.
+    """
+
+    tasks: tuple[TaskSpec, ...]
+    methods: tuple[Method, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    modes: tuple[str, ...] = ("native", "budget")
+    keep_ratio: float = 0.5
+    references: tuple[Reference, ...] = ()
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for what, given in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):
+            if not given:
+                raise ConfigError(f"the grid has no {what}")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError("a seed is named twice", got=str(list(self.seeds)))
+        if wrong := set(self.modes) - {"native", "budget"}:
+            raise ConfigError("modes are native and budget", got=", ".join(sorted(wrong)))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One process: one model made and measured.
+
+    Attributes:
+        task: name of the task; "references" for a model that others need.
+        policy: name of the method, or of the reference.
+        mode: "native" or "budget".
+        seed: of training.
+        kind: "train", "start" or "merge".
+        command: "sft" or "dpo".
+        options: of the trainer, or of the merge.
+        needs: names of cells that must be there before.
+        keep_model: whether the model is saved; others need it.
+        measures: None for references, which are measured by nobody.
+    """
+
+    task: str
+    policy: str
+    mode: str
+    seed: int
+    kind: str
+    command: str
+    options: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+    keep_model: bool = False
+    measures: Mapping[str, Any] | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        """Unique, and a path below the output folder."""
+        if self.task == "references":
+            return f"references/{self.policy}"
+        return f"{self.task}/{self.policy}-{self.mode}-seed{self.seed}"
+
+    def spec(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON holds it."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
+
+def all_cells(grid: Grid) -> list[Cell]:
+    """Every cell once, those that others need before them; first all methods of the first seed.
+
+    Raises:
+        ConfigError: a reference that is not there or needs itself, a merge of a method that is no
+            part of the grid, or a task without any method.
+    """
+    cells = [
+        cell for seed in grid.seeds for task in grid.tasks for cell in _cells(grid, task, seed)
+    ]
+    for task in grid.tasks:
+        if not any(cell.task == task.name for cell in cells):
+            raise ConfigError("no method of the grid is made for a task", got=task.name)
+    references = {one.name: _reference_cell(one) for one in grid.references}
+    wanted = [name for cell in cells for name in cell.needs if name.startswith("references/")]
+    first: list[Cell] = []
+    for name in dict.fromkeys(wanted):
+        _with_needs(name, references, first, ())
+    kept = {name for cell in cells for name in cell.needs}
+    cells = [_kept(cell) if cell.name in kept else cell for cell in cells]
+    return [*first, *cells]
+
+
+def _cells(grid: Grid, task: TaskSpec, seed: int) -> Iterator[Cell]:
+    for method in grid.methods:
+        if method.family not in (_FAMILY[task.command], "both"):
+            continue
+        modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
+        for mode in modes:
+            yield _cell(grid, task, method, mode, seed)
+
+
+def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> Cell:
+    model = task.options.get("model_name_or_path")
+    options: dict[str, Any] = {**_SHARED, **task.options, **method.options}
+    needs: list[str] = []
+    if method.kind == "train":
+        options |= {"seed": seed, "value_seed": seed, "keep_ratio": grid.keep_ratio}
+        options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
+        if len(method.modes) > 1:
+            options["policy_mode"] = mode
+        if "policy_reference" not in options and reference_option(method):
+            options["policy_reference"] = _second_model(grid, method, task.command)
+    else:
+        options = {**method.options, "model_name_or_path": model}
+    if method.kind == "merge":
+        wanted = method.merges or PLAIN[task.command]
+        merged = next((one for one in grid.methods if one.name == wanted), None)
+        if merged is None:
+            raise ConfigError(
+                "a merge needs the method whose model it merges",
+                got=f"{method.name} merges {wanted}",
+                remedy=f"add {wanted} to --policies",
+            )
+        needs.append(_cell(grid, task, merged, merged.modes[0], seed).name)
+    needs += [f"references/{name}" for name in _mentioned(options)]
+    return Cell(
+        task.name, method.name, mode, seed, method.kind, task.command, options,
+        tuple(dict.fromkeys(needs)), measures=asdict(task.measures),
+    )  # fmt: skip
+
+
+def _second_model(grid: Grid, method: Method, command: str) -> str:
+    name = SECOND[command]
+    if not any(one.name == name for one in grid.references):
+        raise ConfigError(
+            "a method needs a second model, and the grid trains none",
+            got=method.name,
+            remedy=f"a reference named {name} in the grid's file, or policy_reference in the "
+            "method's options, or --policies without it",
+        )
+    return f"@{name}"
+
+
+def _reference_cell(reference: Reference) -> Cell:
+    options = {**_SHARED, **ON_ALL, **reference.options}
+    needs = tuple(f"references/{name}" for name in _mentioned(options))
+    return Cell(
+        "references", reference.name, "native", int(options["seed"]), "train", reference.command,
+        options, needs, keep_model=True,
+    )  # fmt: skip
+
+
+def _with_needs(
+    name: str, references: Mapping[str, Cell], found: list[Cell], above: Sequence[str]
+) -> None:
+    cell = references.get(name.removeprefix("references/"))
+    if cell is None or name in above:
+        raise ConfigError(
+            "there is no such reference" if cell is None else "a reference needs itself",
+            got=" -> ".join([*above, name]),
+            remedy="define it under references in the grid's file",
+        )
+    if cell in found:
+        return
+    for need in cell.needs:
+        _with_needs(need, references, found, (*above, name))
+    found.append(cell)
+
+
+def _kept(cell: Cell) -> Cell:
+    return replace(cell, keep_model=True)
+
+
+def _mentioned(value: Any) -> Iterator[str]:
+    """Names behind an @, wherever they stand."""
+    if isinstance(value, str) and value.startswith("@"):
+        yield value[1:]
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _mentioned(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _mentioned(one)
+
+
+def resolved(value: Any, models: Mapping[str, str]) -> Any:
+    """The same with ``@NAME`` replaced by the folder of its model."""
+    if isinstance(value, str) and value.startswith("@"):
+        return models[value[1:]]
+    if isinstance(value, Mapping):
+        return {key: resolved(one, models) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [resolved(one, models) for one in value]
+    return value

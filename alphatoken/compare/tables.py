@@ -1,0 +1,261 @@
+"""Results of cells to tables, laid out as the paper's: quality, cost, ablation; Markdown and CSV.
+
+``mean ± s``: s is the sample standard deviation over seeds (n - 1), as in the paper's tables. The
+best of each column is bold, the second best underlined; the model before training takes no part.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alphatoken.compare.folder import Status
+from alphatoken.compare.grid import Cell
+from alphatoken.compare.methods import START
+
+__all__ = [
+    "Line",
+    "ablation_table",
+    "cost_table",
+    "lines_of",
+    "markdown",
+    "problem_table",
+    "quality_table",
+    "records",
+    "to_csv",
+]
+
+Record = dict[str, Any]
+
+_FIRST = (
+    "task", "policy", "mode", "seed", "status", "kept_tokens", "response_tokens",
+    "effective_tokens", "target", "retention", "overall", "unit", "time", "scoring_time",
+    "setup_time", "peak_memory", "peak_memory_of", "steps",
+)  # fmt: skip
+
+
+def records(
+    cells: Iterable[Cell],
+    results: Mapping[str, Mapping[str, Any] | None],
+    status: Mapping[str, Status],
+) -> list[Record]:
+    """One flat record a cell, failed and missing ones included; None where nothing was measured.
+
+    Args:
+        cells: of the grid; references are left out.
+        results: by the cell's name.
+        status: likewise.
+    """
+    found = []
+    for cell in cells:
+        if cell.task == "references":
+            continue
+        result = results.get(cell.name) or {}
+        state = status[cell.name]
+        own = {"task": cell.task, "policy": cell.policy, "mode": cell.mode, "seed": cell.seed}
+        figures = {name: result.get(name) for name in _FIRST[5:]}
+        record = {**own, "status": state.state, **figures}
+        if state.error:
+            record["error"] = state.error
+        found.append({**record, **{f"{k}": v for k, v in result.get("details", {}).items()}})
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method in one mode: its records, seed by seed."""
+
+    policy: str
+    mode: str
+    records: tuple[Record, ...]
+
+    def values(self, key: str) -> list[float]:
+        """Of the cells that are done."""
+        found = [r.get(key) for r in self.records if r["status"] == "done"]
+        return [float(value) for value in found if value is not None]
+
+    def mean(self, key: str) -> float | None:
+        """Over the seeds that are done."""
+        found = self.values(key)
+        return statistics.fmean(found) if found else None
+
+    @property
+    def title(self) -> str:
+        """As the tables name it."""
+        return self.policy
+
+
+def lines_of(found: Sequence[Record], task: str) -> list[Line]:
+    """A task's lines in the grid's order."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in found:
+        if record["task"] == task:
+            groups.setdefault((record["policy"], record["mode"]), []).append(record)
+    return [Line(*key, tuple(sorted(part, key=_seed))) for key, part in groups.items()]
+
+
+def _seed(record: Record) -> int:
+    return int(record["seed"])
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def quality_table(lines: Sequence[Line]) -> str:
+    """Tables 1 and 2: what each method learnt, what it kept, and on how many tokens."""
+    details = _score_columns(lines)
+    units = {r["unit"] for line in lines for r in line.records if r.get("unit")}
+    higher = units == {"score"}
+    columns: list[tuple[str, str, bool]] = [
+        *((name, name.split("/")[1], True) for name in details),
+        ("retention", "retention", higher),
+        ("target", "target", higher),
+        ("overall", "overall", higher),
+    ]
+    if any(line.values("target_accuracy") for line in lines):
+        columns.insert(-1, ("target_accuracy", "pair accuracy (%)", True))
+    heads = ["method", "mode", "seeds", "tokens trained on", "share"]
+    heads += [f"{title} {'↑' if up else '↓'}" for _, title, up in columns]
+    ranks = {key: _ranked(lines, key, up) for key, _, up in columns}
+    rows = [
+        [
+            f"`{line.policy}`",
+            line.mode if line.policy != START else "–",
+            _seeds(line),
+            *_tokens(line),
+            *(_marked(_figure(line, key), ranks[key].get(i)) for key, _, _ in columns),
+        ]
+        for i, line in enumerate(lines)
+    ]
+    return markdown(heads, rows)
+
+
+def cost_table(lines: Sequence[Line]) -> str:
+    """The runtime tables: training, the part of it that valued tokens, what came before, memory."""
+    lines = [line for line in lines if line.values("time")]
+    kinds = sorted({str(r["peak_memory_of"]) for line in lines for r in line.records
+                    if r.get("peak_memory_of")})  # fmt: skip
+    heads = ["method", "mode", "train time (s)", "of it scoring (s)", "before training (s)"]
+    heads.append(f"peak memory (MB, {', '.join(kinds) or 'none'})")
+    rows = [
+        [
+            f"`{line.policy}`",
+            line.mode,
+            _figure(line, "time", 1),
+            _figure(line, "scoring_time", 1),
+            _figure(line, "setup_time", 1),
+            _scaled(line, "peak_memory", 1e6),
+        ]
+        for line in lines
+    ]
+    return markdown(heads, rows)
+
+
+def ablation_table(lines: Sequence[Line], variants: Mapping[str, Sequence[str]]) -> str:
+    """Table 3: variants by axis.
+
+    Args:
+        lines: of the task.
+        variants: axis -> names of methods.
+    """
+    by_name = {line.policy: line for line in lines}
+    rows = []
+    for axis, names in variants.items():
+        for name in names:
+            if name in by_name:
+                line = by_name[name]
+                figures = [_figure(line, key) for key in ("retention", "target", "overall")]
+                rows.append([axis, f"`{name}`", *figures])
+    return markdown(["axis", "variant", "retention", "target", "overall"], rows)
+
+
+def problem_table(found: Sequence[Record]) -> str:
+    """Cells without a result, and why; empty if there are none."""
+    rows = [
+        [
+            f"`{r['task']}/{r['policy']}-{r['mode']}-seed{r['seed']}`",
+            r["status"],
+            str(r.get("error", "")).replace("|", "\\|") or "–",
+        ]
+        for r in found
+        if r["status"] != "done"
+    ]
+    return markdown(["cell", "status", "why"], rows) if rows else ""
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def to_csv(found: Sequence[Record]) -> str:
+    """Every record, one a line; first the columns that all have."""
+    names = list(dict.fromkeys([*_FIRST, *(name for record in found for name in record)]))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return text.getvalue()
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def _score_columns(lines: Sequence[Line]) -> list[str]:
+    """Single tasks of lm-eval and the like, where there are some."""
+    names = [key for line in lines for record in line.records for key in record if "/" in key]
+    return list(dict.fromkeys(sorted(names, key=lambda n: not n.startswith("retention/"))))
+
+
+def _figure(line: Line, key: str, digits: int = 3) -> str:
+    found = line.values(key)
+    if not found:
+        return "–"
+    digits = 2 if "/" in key or key.endswith("accuracy") else digits
+    mean = f"{statistics.fmean(found):.{digits}f}"
+    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):.{digits}f}"
+
+
+def _scaled(line: Line, key: str, unit: float) -> str:
+    found = [value / unit for value in line.values(key)]
+    if not found:
+        return "–"
+    mean = f"{statistics.fmean(found):,.0f}"
+    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):,.0f}"
+
+
+def _seeds(line: Line) -> str:
+    done, asked = len([r for r in line.records if r["status"] == "done"]), len(line.records)
+    return str(done) if done == asked else f"**{done} of {asked}**"
+
+
+def _tokens(line: Line) -> list[str]:
+    """Tokens with a weight, and their share; of soft weights what they amount to."""
+    kept, seen = line.mean("kept_tokens"), line.mean("response_tokens")
+    if kept is None or not seen:
+        return ["–", "–"]
+    effective = line.mean("effective_tokens")
+    soft = effective is not None and effective < 0.99 * kept
+    return [
+        f"{kept:,.0f}" + (f" ({effective:,.0f} effective)" if soft else ""),
+        f"{kept / seen:.3f}",
+    ]
+
+
+def _ranked(lines: Sequence[Line], key: str, higher: bool) -> dict[int, int]:
+    """Place of the line -> 0 for the best of a column, 1 for the second best."""
+    sign: Callable[[float], float] = (lambda x: -x) if higher else (lambda x: x)
+    means = {i: line.mean(key) for i, line in enumerate(lines) if line.policy != START}
+    known = {i: m for i, m in means.items() if m is not None and math.isfinite(m)}
+    order = sorted(known, key=lambda i: sign(known[i]))
+    return {place: rank for rank, place in enumerate(order[:2])} if len(order) > 2 else {}
+
+
+def _marked(text: str, rank: int | None) -> str:
+    return {0: f"**{text}**", 1: f"<u>{text}</u>"}.get(-1 if rank is None else rank, text)

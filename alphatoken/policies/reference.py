@@ -1,0 +1,142 @@
+"""A second model whose view of the training tokens a policy compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from alphatoken.errors import ConfigError, ModelError
+
+__all__ = ["check_tokenizers", "load_reference"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_PROBE = "A token, 12.5 % of 3 × “words”;\n\tdef f(x): return x**2  # été 你好"
+
+
+def load_reference(
+    name: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    tokenizer: Any = None,
+    check_tokenizer: bool = True,
+) -> nn.Module:
+    """A causal language model without gradients, in evaluation mode.
+
+    A folder with a PEFT adapter gives its base model with the adapter merged.
+
+    Args:
+        name: folder, or name on the hub.
+        device: where it runs; need not be the trained model's.
+        dtype: of its weights: "bfloat16" halves the memory of "float32".
+        tokenizer: of the model that is trained; None compares nothing.
+        check_tokenizer: read the reference's own tokenizer and compare; off for one without.
+
+    Raises:
+        ConfigError: it cannot be loaded, an unknown dtype, or its tokenizer or vocabulary differ.
+    """
+    kind = _dtype(dtype)
+    try:
+        model = _loaded(str(name), kind)
+    except (OSError, ValueError, KeyError) as problem:
+        raise ConfigError(
+            "the reference model cannot be loaded",
+            got=f"{name}: {str(problem).splitlines()[0] if str(problem) else type(problem)}",
+            remedy="give a folder written by save_pretrained, or a name on the hub",
+        ) from problem
+    if tokenizer is not None:
+        rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if rows < len(tokenizer):
+            raise _differ(f"{rows} rows of embeddings, {len(tokenizer)} tokens in the tokenizer")
+        if check_tokenizer:
+            check_tokenizers(tokenizer, _tokenizer_of(str(name)))
+    model.to(torch.device(device)).eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
+    if found not in _DTYPES.values():
+        raise ConfigError(
+            "unknown dtype of the reference model", got=repr(dtype), remedy=", ".join(_DTYPES)
+        )
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _loaded(name: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if (Path(name) / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM
+
+        adapted: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
+        merged: nn.Module = adapted.merge_and_unload()
+        return merged
+    plain: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return plain
+
+
+def _tokenizer_of(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            "the reference model has no tokenizer to compare with the trained model's",
+            got=f"{name}: {str(problem).splitlines()[0]}",
+            why="with another tokenizer the same ids are other words",
+            remedy="save its tokenizer beside it, or switch the check off if you know they agree",
+        ) from problem
+
+
+def check_tokenizers(own: Any, other: Any) -> None:
+    """Refuse two tokenizers that do not give every id the same text.
+
+    Compared are the vocabularies (text to id), and the ids of one text with digits, code, accents
+    and other scripts, because merges and normalisation may differ where vocabularies agree.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    ours, theirs = _vocabulary(own), _vocabulary(other)
+    wrong = [text for text, number in ours.items() if theirs.get(text) != number]
+    if wrong:
+        text = wrong[0]
+        raise _differ(
+            f"{len(wrong)} of {len(ours)} tokens, such as {text!r}: id {ours[text]} here, "
+            f"{theirs.get(text, 'none')} in the reference"
+        )
+    if _ids(own) != _ids(other):
+        raise _differ("the vocabularies agree, and one text is split into other tokens")
+
+
+def _vocabulary(tokenizer: Any) -> Mapping[str, int]:
+    found = tokenizer.get_vocab()
+    if not isinstance(found, Mapping) or not found:
+        raise ModelError("the tokenizer names no vocabulary", got=type(tokenizer).__qualname__)
+    return found
+
+
+def _ids(tokenizer: Any) -> list[int]:
+    return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
+
+
+def _differ(what: str) -> ConfigError:
+    return ConfigError(
+        "the reference model's tokenizer is not the trained model's",
+        got=what,
+        why="token by token the two would be asked about other words",
+        remedy="take a reference model of the same family",
+    )

@@ -1,0 +1,386 @@
+"""Static passes: one forward over the training rows, what it says of every token kept in a file.
+
+The rows go through the model a shard at a time. Each finished shard is a file, so a pass that was
+killed goes on where it was; the finished table is one file whose name holds a digest of all that
+it depends on (weights, rows, settings), and whose header is checked again when it is read. Several
+processes of one launch share the shards among them. The model is left as it was: evaluation mode
+and the absence of gradients end with the pass.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alphatoken.adapter import find_adapter
+from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, token_losses
+from alphatoken.capture import evaluation_mode
+from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.progress import Tracker
+from alphatoken.selection import keep_count
+from alphatoken.storage import weights_digest
+from alphatoken.train.documents import Document, split_batch
+from alphatoken.train.policy import ROUNDINGS, PolicyStage
+from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint
+
+__all__ = [
+    "ROWS_PER_SHARD",
+    "Measure",
+    "keep_best",
+    "measure_losses",
+    "model_losses",
+    "require_selection",
+    "static_pass",
+]
+
+ROWS_PER_SHARD = 256
+_POLL = 0.2  # seconds
+
+Array = NDArray[Any]
+Measure = Callable[[Any, Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
+"""(model, inputs of a forward, labels (b, t)) -> (b, t) numbers by name, at token indices."""
+
+
+def measure_losses(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+    """``loss``: -log p of every response token, (b, t), in float32 or wider."""
+    return {"loss": token_losses(find_adapter(model).forward(inputs), labels)}
+
+
+def model_losses(
+    stage: PolicyStage, model: nn.Module, column: str, *, cache_key: str = "losses"
+) -> TokenTable:
+    """-log p of every response token of the training rows under ``model``.
+
+        l_t = -log p(y_t | x, y_<t)
+
+    Args:
+        stage: rows, batches, the folder of the cache, progress.
+        model: any decoder with the tokenizer of the rows; on its own device, in its own precision.
+        column: name of the column.
+        cache_key: beginning of the file's name; policies that use the same share their passes.
+
+    Returns:
+        A table with one column, float32 or wider. Exact up to rounding.
+
+    Raises:
+        as :func:`static_pass`. Oracle: ``alphatoken.oracle.token_losses``.
+    """
+    table = static_pass(stage, model, ("loss",), measure_losses, cache_key)
+    return table.renamed(**{column: "loss"})
+
+
+def static_pass(
+    stage: PolicyStage,
+    model: nn.Module,
+    columns: Sequence[str],
+    measure: Measure,
+    cache_key: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    rows_per_shard: int = ROWS_PER_SHARD,
+) -> TokenTable:
+    """What ``measure`` says of every response token of the training rows; cached and resumable.
+
+    Rows of a shard are sorted by length into batches of ``stage.batch_size``; the documents of
+    packed rows are read each by itself. Without gradients, in evaluation mode, on the device and
+    in the precision of ``model``. Processes of one launch (torch.distributed) each take every
+    world-th shard and wait for the others' files.
+
+    Args:
+        stage: rows, batches, the folder of the cache, progress.
+        model: what is measured; its weights are part of the cache's name.
+        columns: names that ``measure`` gives.
+        measure: see ``Measure``.
+        cache_key: beginning of the file's name: one a kind of pass.
+        settings: what else the numbers depend on, plain JSON values.
+        rows_per_shard: rows between two files.
+
+    Raises:
+        ConfigError: no rows.
+        DataError: no response token in any row, or a file that cannot be read or written, or was
+            made for other rows or another model.
+        NumericalError: a NaN or Inf, naming row and token.
+    """
+    rows = _unpacked(stage.rows)
+    if not rows:
+        raise ConfigError("a static pass needs training rows", got="0 rows")
+    header = TableHeader(
+        kind=cache_key,
+        model=weights_digest(model),
+        data=rows_fingerprint(rows),
+        settings={"columns": list(columns), "rows_per_shard": rows_per_shard, **(settings or {})},
+    )
+    return _Pass(stage, model, tuple(columns), measure, header, rows, rows_per_shard).run()
+
+
+def _unpacked(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """A row for each document; the rows themselves where none is packed."""
+    if not any(len(row.get("seq_lengths") or ()) > 1 for row in rows):
+        return rows
+    found: list[Mapping[str, Any]] = []
+    for row in rows:
+        start, labels = 0, row.get("labels") or row["input_ids"]
+        for length in row.get("seq_lengths") or (len(row["input_ids"]),):
+            part = slice(start, start + length)
+            found.append({"input_ids": row["input_ids"][part], "labels": labels[part]})
+            start += length
+    return found
+
+
+class _Pass:
+    """One pass: which shards there are, which this process makes, and their union."""
+
+    def __init__(
+        self,
+        stage: PolicyStage,
+        model: nn.Module,
+        columns: tuple[str, ...],
+        measure: Measure,
+        header: TableHeader,
+        rows: Sequence[Mapping[str, Any]],
+        size: int,
+    ) -> None:
+        self.stage, self.model, self.columns, self.measure = stage, model, columns, measure
+        self.header, self.rows, self.size = header, rows, size
+        name = f"{header.kind}-{header.digest()}"
+        self.file = Path(stage.folder) / f"{name}.safetensors"
+        self.parts = Path(stage.folder) / f"{name}.parts"
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if grouped else 0
+        self.world = dist.get_world_size() if grouped else 1
+
+    def run(self) -> TokenTable:
+        """The table: found, or made."""
+        if not self.file.exists():
+            self.make()
+        table = TokenTable.load(self.file, self.header)
+        if not table.tokens:
+            raise DataError(
+                "no training row has a response token",
+                got=f"{len(self.rows)} rows",
+                remedy="check the prompt/completion split and max_length",
+            )
+        return table
+
+    def make(self) -> None:
+        """All shards of this process; then the main one waits for the rest and joins them."""
+        count = -(-len(self.rows) // self.size)
+        mine = range(self.rank, count, self.world)
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise DataError(
+                f"the folder '{self.parts}' cannot be made",
+                got=str(problem),
+                remedy="give a folder that can be written to",
+            ) from problem
+        missing = [shard for shard in mine if not self.part(shard).exists()]
+        total, left = (sum(len(self.indices(s)) for s in part) for part in (mine, missing))
+        label = f"Pass over the training rows ({self.header.kind})"
+        tracker = Tracker(label, total, self.stage.progress if self.rank == 0 else False)
+        tracker.resume(total - left)
+        for shard in missing:
+            if self.file.exists():
+                break
+            with evaluation_mode(self.model), torch.no_grad():
+                self.shard(shard, tracker, total - left).save(self.part(shard))
+            left -= len(self.indices(shard))
+        if self.rank:
+            wait_for([self.file])
+            return
+        files = [self.part(shard) for shard in range(count)]
+        wait_for(files)
+        tables = [TokenTable.load(file, self.header) for file in files]
+        TokenTable.merge(tables).save(self.file)
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def indices(self, shard: int) -> range:
+        """Rows of one shard."""
+        return range(shard * self.size, min((shard + 1) * self.size, len(self.rows)))
+
+    def part(self, shard: int) -> Path:
+        """File of one shard."""
+        return self.parts / f"{shard:06d}.safetensors"
+
+    def shard(self, shard: int, tracker: Tracker, done: int) -> TokenTable:
+        """Measure the rows of one shard; its table is in the order of the rows."""
+        rows = {i: self.rows[i] for i in self.indices(shard)}
+        order = sorted(rows, key=lambda i: (-_length(rows[i]), i))
+        found: list[tuple[tuple[int, int], Document, dict[str, Array]]] = []
+        for first in range(0, len(order), self.stage.batch_size):
+            chosen = order[first : first + self.stage.batch_size]
+            found += self._batch(chosen, [rows[i] for i in chosen])
+            tracker.report(done + first + len(chosen))
+        found.sort(key=lambda entry: entry[0])
+        documents = [document for _, document, _ in found]
+        columns = {name: [numbers[name] for _, _, numbers in found] for name in self.columns}
+        return TokenTable.of_documents(documents, columns, self.header)
+
+    def _batch(
+        self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[tuple[int, int], Document, dict[str, Array]]]:
+        """((row, branch), document, columns) of each document in one forward."""
+        inputs, labels = row_inputs(self.stage, rows, device_of(self.model))
+        mask = label_mask(labels)
+        if not bool(mask.any()):
+            return
+        measured = self.measure(self.model, inputs, labels)
+        forward = {name: _array(measured[name]) for name in self.columns}
+        for document in split_batch(inputs, mask):
+            row = int(document.places[0]) // mask.shape[1] % len(rows)
+            columns = {name: array[document.places] for name, array in forward.items()}
+            _require_finite(columns, numbers[row], document)
+            yield (numbers[row], document.branch), document, columns
+
+
+def _array(numbers: Tensor) -> Array:
+    found: Array = numbers.detach().cpu().flatten().numpy()
+    return found
+
+
+def _require_finite(columns: Mapping[str, Array], row: int, document: Document) -> None:
+    for name, column in columns.items():
+        bad = ~np.isfinite(column)
+        if bad.any():
+            at = int(document.positions[int(bad.argmax())])
+            raise NumericalError(
+                f"the static pass found a number that is not finite in column {name}",
+                got=f"{column[bad][0]} at training row {row}, token {at}",
+                why="a NaN has no rank; the selection would be arbitrary",
+                remedy="check the model's weights, and its precision (float16 overflows)",
+            )
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def row_inputs(
+    stage: PolicyStage, rows: Sequence[Mapping[str, Any]], device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(inputs of a forward, labels) of rows, on ``device``.
+
+    Preference pairs become [chosen; rejected], with the ``completion_mask`` that marks them so.
+    The reference's sequence log-probabilities take no part in a forward.
+    """
+    if "input_ids" in rows[0]:
+        batch = stage.row_batch(rows)
+    else:
+        blank = {"ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0}
+        batch = stage.row_batch([blank | dict(row) for row in rows])
+    if isinstance(batch, PreferenceBatch):
+        batch = _stacked(batch)
+    tensors = {
+        name: tensor.to(device) for name, tensor in batch.items() if isinstance(tensor, Tensor)
+    }
+    labels = tensors.pop("labels", tensors["input_ids"])
+    return tensors, labels
+
+
+def _stacked(pairs: PreferenceBatch) -> dict[str, Tensor]:
+    """[chosen; rejected], padded on the right to one width."""
+    width = max(part["input_ids"].shape[1] for part in (pairs.chosen, pairs.rejected))
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
+    batch = {
+        name: torch.cat(
+            [
+                F.pad(part[name], (0, width - part[name].shape[1]), value=fill)
+                for part in (pairs.chosen, pairs.rejected)
+            ]
+        )
+        for name, fill in fills.items()
+    }
+    batch["completion_mask"] = (batch["labels"] != IGNORE).long()
+    return batch
+
+
+def wait_for(files: Sequence[Path]) -> None:
+    """Until all are there. Files, because a pass outlasts the patience of collective calls."""
+    while not all(file.exists() for file in files):
+        time.sleep(_POLL)
+
+
+# --- selection over the whole data set ------------------------------------------------------------
+
+
+def keep_best(
+    table: TokenTable,
+    score: Array,
+    ratio: float,
+    scope: str = "dataset",
+    rounding: str = "ceil",
+) -> Array:
+    """(N,) True for the best ``ratio`` of the tokens, by score, higher first.
+
+    Exactly ``ceil(ratio n)`` or ``floor(ratio n)`` in exact arithmetic, of the n tokens ranked
+    together; among equal scores the earlier (document, position) wins. A document that several
+    rows share counts once.
+
+    Args:
+        table: of the tokens.
+        score: (N,) one number a token.
+        ratio: rho in (0, 1].
+        scope: "dataset": all tokens ranked together; "sequence": those of each document.
+        rounding: "ceil" or "floor".
+
+    Raises:
+        InputError: other options, or a score of another length.
+        NumericalError: a score that is not finite.
+        DataError: nothing is kept.
+    """
+    if scope not in ("dataset", "sequence") or rounding not in ROUNDINGS:
+        raise InputError(
+            "a static selection has scope 'dataset' or 'sequence', rounding 'floor' or 'ceil'",
+            got=f"{scope!r}, {rounding!r}",
+        )
+    keep_count(ratio, 0)  # refuses a ratio outside (0, 1]
+    if len(score) != table.tokens:
+        raise InputError("one score a token", got=f"{len(score)} scores, {table.tokens} tokens")
+    if not np.isfinite(score).all():
+        token = int((~np.isfinite(score)).argmax())
+        raise NumericalError("the score of a token is not finite", got=f"{score[token]} at {token}")
+    sizes = table.sizes if scope == "sequence" else np.asarray([table.tokens])
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    # lexsort is stable: within ties the order of the table stays.
+    order = np.lexsort((-score, groups))
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    counts = np.asarray(
+        [keep_count(ratio, int(size), rounding=rounding) for size in sizes], np.int64
+    )
+    keep = np.zeros(table.tokens, bool)
+    keep[order] = np.arange(table.tokens) - first < np.repeat(counts, sizes)
+    return require_selection(keep, f"ratio {ratio}, rounding {rounding!r}")
+
+
+def require_selection(keep: Array, rule: str) -> Array:
+    """``keep``, unless it keeps nothing.
+
+    Raises:
+        DataError: naming the rule.
+    """
+    if not keep.any():
+        raise DataError(
+            "the selection keeps no token of the training rows",
+            got=f"{rule}, {len(keep)} response tokens",
+            why="there would be nothing to train on",
+            remedy="loosen the rule, or use the mode 'budget'",
+        )
+    return keep

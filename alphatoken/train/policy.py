@@ -1,0 +1,315 @@
+"""What a policy is to a trainer: token weights, from what the trainer knows of a batch.
+
+A policy says what it needs, and gets it; its scores say which tokens go first (higher = keep);
+its weights act on the update of supervised fine-tuning, or enter the loss of a preference pair.
+The methods that people compare with are in ``alphatoken.policies``, and one's own takes ten lines:
+
+    class Surprising(TokenPolicy):
+        name = "surprising"
+
+        def scores(self, batch):
+            return -batch.log_probs
+
+Everything is (b, t) with index i for token i, as all over the library, and 0 off the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from alphatoken.attention import AttentionStatistics
+from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.selection import keep_count, select_top
+
+if TYPE_CHECKING:
+    from alphatoken.train.token_table import TokenTable
+
+__all__ = ["MODES", "Needs", "PolicyBatch", "PolicySettings", "PolicyStage", "TokenPolicy"]
+
+MODES = ("native", "budget")
+ROUNDINGS = ("floor", "ceil")
+SCOPES = ("dataset", "batch", "sequence")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy asks the trainer for, beside the batch and its log-probabilities.
+
+    Attributes:
+        columns: names of what ``prepare`` leaves of every training token, looked up for each batch.
+        reference: token log-probabilities of the trainer's reference model (preference trainers).
+        attention: the last layer's attention in the training forward.
+        model: the model itself, for a pass of the policy's own.
+        validation: the validation rows, in ``prepare``.
+        scorer_model: a second model, in ``prepare`` (``PolicyStage.reference_model``).
+    """
+
+    columns: tuple[str, ...] = ()
+    reference: bool = False
+    attention: bool = False
+    model: bool = False
+    validation: bool = False
+    scorer_model: bool = False
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """How scores become weights, the same for all policies.
+
+    Attributes:
+        mode: "native": the published rule, whose share of tokens is an outcome; "budget": the
+            same score, the best ``keep_ratio`` of the tokens.
+        keep_ratio: rho, the budget.
+        scope: tokens ranked together: "dataset" (static scores), "batch" or "sequence"; None for
+            what was published.
+        rounding: of rho N, "floor" or "ceil"; None for what was published.
+        seed: of random choices.
+    """
+
+    mode: str = "native"
+    keep_ratio: float = 0.5
+    scope: str | None = None
+    rounding: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check each once."""
+        for name, given, allowed in (
+            ("policy_mode", self.mode, MODES),
+            ("policy_scope", self.scope, (None, *SCOPES)),
+            ("policy_rounding", self.rounding, (None, *ROUNDINGS)),
+        ):
+            if given not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(str, allowed))}", got=repr(given)
+                )
+        if not 0 < self.keep_ratio <= 1:
+            raise ConfigError("keep_ratio must lie in (0, 1]", got=repr(self.keep_ratio))
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """One micro-batch as a policy sees it; nothing carries a gradient.
+
+    Attributes:
+        inputs: the trainer's batch.
+        labels: (b, t), unshifted, -100 off the response.
+        mask: (b, t) response tokens.
+        log_probs: (b, t) of the current model, in the training forward.
+        pools: rows that are ranked together; chosen, then rejected, in a preference trainer.
+        columns: (b, t) by name, from ``prepare``.
+        reference: (b, t) log-probabilities under the reference model.
+        reference_logits: inputs of a forward -> (b, t, vocabulary) logits of the reference model,
+            without a graph; where a policy needs both ``reference`` and ``model``.
+        attention: of the last layer, without a T x T matrix.
+        model: the model.
+        step: optimizer step.
+        generator: seeded by run, step, micro-batch and process.
+    """
+
+    inputs: Mapping[str, Any]
+    labels: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    pools: Sequence[slice]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    reference: Tensor | None = None
+    reference_logits: Callable[[Mapping[str, Any]], Tensor] | None = None
+    attention: AttentionStatistics | None = None
+    model: Any = None
+    step: int = 0
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True)
+class PolicyStage:
+    """What a static pass has at hand, before training.
+
+    Attributes:
+        model: as it is before training.
+        rows: tokenised training rows: {input_ids, labels}, or {prompt_ids, chosen_ids,
+            rejected_ids}.
+        validation: tokenised validation rows, {input_ids, labels}; empty if none were given.
+        row_batch: rows to one padded batch on the model's device.
+        reference_model: the second model that was named, or None; without gradients.
+        folder: where caches go.
+        batch_size: rows of one forward.
+        progress: as for ``alphatoken.progress``; None for automatic.
+        train: (rows, options) -> a copy of the model trained on them with this trainer, for
+            methods that train a reference first; None where the trainer cannot.
+        tokenizer: of the model.
+    """
+
+    model: Any
+    rows: Sequence[Mapping[str, Any]]
+    validation: Sequence[Mapping[str, Any]]
+    row_batch: Callable[[Sequence[Mapping[str, Any]]], Any]
+    reference_model: Any
+    folder: Path
+    batch_size: int = 8
+    progress: bool | None = None
+    train: Callable[..., Any] | None = None
+    tokenizer: Any = None
+
+
+class TokenPolicy:
+    """Base of all policies; at least ``scores`` or ``weights`` is given by a subclass.
+
+    Own arguments are keywords of the constructor, after ``settings``; recipes give them as
+    ``policy_options``. A policy keeps no state over steps: what it needs later it asks for, so that
+    a resumed run goes on to the same bits.
+
+    Attributes:
+        name: by which recipes and the command line call it.
+        family: "sft", "preference", or "both".
+        published_loss: "cross_entropy", "dpo" or "simpo".
+        needs: see ``Needs``.
+        scope: published, see ``PolicySettings``.
+        rounding: published.
+        native_ratio: the published budget, where the rule is one; None for other rules.
+        static: weights follow from columns, labels and mask alone, so that they are known before
+            the forward.
+        denominator: what the published loss is divided by: "response" or "kept" tokens.
+        soft: weights are not 0 and 1; records then give the effective sample size.
+        direction: which tokens go first, in a few words.
+        source: paper, and code if there is some.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str] = "sft"
+    published_loss: ClassVar[str] = "cross_entropy"
+    needs: ClassVar[Needs] = Needs()
+    scope: ClassVar[str] = "batch"
+    rounding: ClassVar[str] = "ceil"
+    native_ratio: float | None = None
+    static: bool = False
+    denominator: ClassVar[str] = "response"
+    soft: ClassVar[bool] = False
+    direction: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+
+    _settings: PolicySettings | None = None
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        self._settings = settings
+
+    @property
+    def settings(self) -> PolicySettings:
+        """As given; else the trainer's, or the defaults."""
+        return self._settings or PolicySettings()
+
+    def bind(self, settings: PolicySettings) -> None:
+        """Take the trainer's settings, unless the policy was made with its own."""
+        self._settings = self._settings or settings
+
+    # --- before training --------------------------------------------------------------------------
+
+    def prepare(self, stage: PolicyStage) -> TokenTable | None:
+        """Static pass over the training rows: columns of every response token, or None."""
+        return None
+
+    def choose_rows(self, stage: PolicyStage) -> Sequence[int] | None:
+        """Rows to train on, for methods that choose samples; None for all."""
+        return None
+
+    # --- at a micro-batch -------------------------------------------------------------------------
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        """(b, t), higher = keep."""
+        raise NotImplementedError
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        """(b, t), by the published rule: the best ``native_ratio``, or the budget's."""
+        if self.native_ratio is None:
+            return self.budget_weights(batch)
+        return self.best(batch, self.native_ratio)
+
+    def budget_weights(self, batch: PolicyBatch) -> Tensor:
+        """(b, t), 1 for the best ``keep_ratio`` of the tokens that are ranked together.
+
+        A scope of "dataset" is a matter of the static pass, which knows all tokens.
+        """
+        return self.best(batch, self.settings.keep_ratio)
+
+    def best(self, batch: PolicyBatch, ratio: float) -> Tensor:
+        """(b, t), 1 for the share ``ratio`` with the highest scores, in scope and rounding."""
+        scores = self.scores(batch).detach()
+        kept = torch.zeros_like(batch.mask)
+        for rows in batch.pools:
+            kept[rows] = select_top(
+                scores[rows],
+                batch.mask[rows],
+                ratio,
+                scope=self._ranked,
+                rounding=self.settings.rounding or self.rounding,
+            )
+        return kept.to(batch.log_probs.dtype)
+
+    @property
+    def _ranked(self) -> str:
+        scope = self.settings.scope or self.scope
+        return "sequence" if scope == "sequence" else "batch"
+
+    def weights(self, batch: PolicyBatch) -> Tensor:
+        """(b, t), in the mode that was asked for; 0 off the response.
+
+        Raises:
+            NumericalError: a weight of a response token that is not finite, or negative.
+        """
+        native = self.settings.mode == "native"
+        found = self.native_weights(batch) if native else self.budget_weights(batch)
+        found = torch.where(batch.mask, found.detach(), torch.zeros_like(found))
+        bad = ~(found >= 0) | torch.isinf(found)
+        if bool(bad.any()):
+            row, index = bad.nonzero()[0].tolist()
+            raise NumericalError(
+                f"policy '{self.name}' gives a weight that is no weight",
+                got=f"{float(found[row, index])} at row {row}, token {index}",
+                why="a NaN or a negative weight would train the model away from the token",
+                remedy="look at its scores, and at the loss of that token",
+            )
+        return found
+
+    def kept_tokens(self, batch: PolicyBatch) -> Tensor | None:
+        """Summed weights of a micro-batch before its forward; None where they are not known yet.
+
+        With it the published denominator "kept" is that of the whole accumulated step on all
+        processes. Without it each micro-batch is divided by its own, and weighs as its response.
+
+        Args:
+            batch: without log-probabilities (they are 0), reference, attention and model.
+        """
+        if self.static:
+            return self.weights(batch).sum()
+        kind, native = type(self), self.settings.mode == "native"
+        if native and kind.native_weights is not TokenPolicy.native_weights:
+            return None
+        ratio = self.native_ratio if native else None
+        if ratio is None:
+            if kind.budget_weights is not TokenPolicy.budget_weights:
+                return None
+            ratio = self.settings.keep_ratio
+        rounding = self.settings.rounding or self.rounding
+        counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.pools]
+        if self._ranked == "batch":
+            counts = [[sum(rows)] for rows in counts]
+        total = sum(keep_count(ratio, n, rounding=rounding) for rows in counts for n in rows)
+        return torch.tensor(float(total))
+
+    def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor | None:
+        """Loss of pairs, differentiable in ``log_probs`` (2n, t); None for the trainer's own.
+
+        It may reach the model through forwards of its own as well; the trainer keeps that graph.
+
+        Args:
+            batch: chosen rows, then rejected ones.
+            log_probs: of the current model, at token indices.
+            weights: what ``weights`` gave.
+        """
+        return None

@@ -1,0 +1,128 @@
+"""From a policy's name in the options to what the trainer does under it.
+
+The policies are in a package above this one, which is imported when a name is looked up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from alphatoken.errors import ConfigError
+from alphatoken.train.policy import PolicySettings, TokenPolicy
+
+__all__ = ["TRAINER_POLICIES", "chosen_policy", "read_policy_options", "trainer_fields"]
+
+TRAINER_POLICIES = ("top", "random", "bottom", "all")
+"""Policies of the trainers themselves, by value."""
+
+_ONLY_VALUES: Mapping[str, Any] = {
+    "weighting": "mask",
+    "keep_scope": "batch",
+    "interaction_weight": 0.0,
+    "reuse_values": 0,
+    "keep_ratio_start": None,
+    "shared_threshold": False,
+    "masked_logit": False,
+}
+"""Options that act on token values, and what they are where they do nothing."""
+
+
+def read_policy_options(given: Any) -> dict[str, Any]:
+    """A policy's own arguments, from a mapping or its JSON text.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if given is None:
+        return {}
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except ValueError as problem:
+            raise ConfigError(
+                "policy_options cannot be read",
+                got=f"{given!r}: {problem}",
+                remedy="""JSON with names in double quotes, such as '{"threshold": 2.5}'""",
+            ) from None
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(
+            "policy_options are arguments by name",
+            got=repr(given),
+            remedy="a mapping, or a JSON object as text",
+        )
+    return dict(found)
+
+
+def trainer_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Fields of the options that the name stands for; None for a policy with code of its own.
+
+    Raises:
+        ConfigError: no such policy, or one that takes no such options.
+    """
+    kind = import_module("alphatoken.policies").find_policy(name)
+    fields = getattr(kind, "trainer_fields", None)
+    return None if fields is None else dict(fields(**options))
+
+
+def chosen_policy(
+    options: Any, given: TokenPolicy | type[TokenPolicy] | None, family: str
+) -> TokenPolicy | None:
+    """The policy of a run; None where the trainer's own one is meant.
+
+    Args:
+        options: ``AlphaOptions``, settled.
+        given: policy or class that was handed over; goes before the name in the options.
+        family: "sft" or "preference", the trainer's.
+
+    Raises:
+        ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
+    """
+    if given is None and options.policy in TRAINER_POLICIES:
+        return None
+    settings: PolicySettings = options.policy_settings()
+    own = read_policy_options(options.policy_options)
+    if isinstance(given, TokenPolicy):
+        found = given
+        found.bind(settings)
+    else:
+        wanted = options.policy if given is None else given
+        found = import_module("alphatoken.policies").policy(wanted, settings, **own)
+    if getattr(found, "only_by_name", False):
+        raise ConfigError(
+            f"policy '{found.name}' is the trainer's own",
+            got=f"policy={type(found).__name__}",
+            remedy=f"name it in the options: policy='{found.name}'",
+        )
+    _refuse(found, options, family)
+    return found
+
+
+def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
+    if found.family not in (family, "both"):
+        place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
+        raise ConfigError(
+            f"policy '{found.name}' is made for {place[found.family]}",
+            got=f"a trainer for {place[family]}",
+            remedy="AlphaSFTTrainer or `alphatoken sft`"
+            if found.family == "sft"
+            else "AlphaDPOTrainer or `alphatoken dpo`",
+        )
+    if found.needs.reference and family != "preference":
+        raise ConfigError(
+            f"policy '{found.name}' asks for reference log-probabilities",
+            got="a trainer without a reference model",
+            remedy="a column of prepare(), made with policy_reference",
+        )
+    for name, neutral in _ONLY_VALUES.items():
+        if getattr(options, name) != neutral:
+            raise ConfigError(
+                f"{name} belongs to token values, and policy '{found.name}' makes none",
+                got=f"{name}={getattr(options, name)!r}",
+                remedy="policy_scope and keep_ratio are the settings of such a policy"
+                if name in ("keep_scope", "keep_ratio_start")
+                else f"leave it out, or policy='top' in place of '{found.name}'",
+            )

@@ -1,0 +1,251 @@
+"""What a policy finds before training: the rows, a second model, a way to train a reference."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import nn
+
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.train.layouts import layout
+from alphatoken.train.policy import PolicyStage, TokenPolicy
+
+__all__ = ["TrainingRows", "kept_random_state", "make_stage", "select_rows"]
+
+_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
+_ROW = ("input_ids", "labels", "seq_lengths")
+
+
+class TrainingRows(Sequence[Mapping[str, Any]]):
+    """The rows of a prepared training set, one mapping each, with only what a policy reads.
+
+    ``input_ids`` and ``labels`` (and ``seq_lengths`` of packed rows), or ``prompt_ids``,
+    ``chosen_ids`` and ``rejected_ids`` cut to ``max_length`` as TRL's collator cuts them.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or any sequence of such rows.
+        max_length: of a pair's sequences; None cuts nothing.
+        truncation_mode: TRL's.
+
+    Raises:
+        ConfigError: a stream. UnsupportedError, when read: a pair that is cut at its start.
+    """
+
+    def __init__(
+        self, dataset: Any, max_length: int | None = None, truncation_mode: str = "keep_start"
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                "this policy looks at all training rows before training",
+                got=f"a streamed data set, {type(dataset).__name__}",
+                why="a stream has no rows to go back to",
+                remedy="give a data set that is held on disk or in memory",
+            )
+        self._dataset, self._length, self._mode = dataset, max_length, truncation_mode
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self._dataset[index]
+        if _PAIR[0] in row:
+            return self._pair(row, index)
+        found = {name: row[name] for name in _ROW if row.get(name) is not None}
+        return {"labels": row["input_ids"], **found}
+
+    def _pair(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        prompt, *responses = (list(row[name]) for name in _PAIR)
+        left = None if self._length is None else self._length - len(prompt)
+        if left is not None and any(len(response) > left for response in responses):
+            if self._mode != "keep_start":
+                raise UnsupportedError(
+                    "a pair is cut at its start, so that its two prompts differ",
+                    got=f"row {index}, truncation_mode={self._mode!r}",
+                    remedy="truncation_mode='keep_start', or a larger max_length",
+                )
+            prompt = prompt[: self._length]
+            responses = [response[: max(left, 0)] for response in responses]
+        return dict(zip(_PAIR, (prompt, *responses), strict=True))
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Inside, random numbers may be drawn; afterwards all generators are as they were."""
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)  # noqa: NPY002
+
+
+def make_stage(
+    trainer: Any, policy: TokenPolicy, validation: Any, reference: nn.Module | None
+) -> PolicyStage:
+    """The stage of a run whose trainer is built and not yet wrapped.
+
+    Args:
+        trainer: AlphaSFTTrainer or another of ours.
+        policy: of the run; says what it needs.
+        validation: validation data set as it was handed over, or None.
+        reference: second model that was handed over; None loads ``policy_reference``.
+
+    Raises:
+        ConfigError: something that the policy needs is not there; a stream.
+        UnsupportedError: weights that are cut up over processes.
+    """
+    options = trainer.args
+    if any(parameter.numel() == 0 for parameter in trainer.model.parameters()):
+        raise UnsupportedError(
+            f"policy '{policy.name}' cannot run its pass over the rows on sharded weights",
+            got=f"layout {layout(trainer.accelerator)}",
+            remedy="run it once in one process; the files in policy_cache are then found here",
+        )
+    if policy.needs.validation and validation is None:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a validation dataset",
+            got="validation_dataset=None",
+            why="it chooses what serves those rows",
+            remedy="pass validation_dataset=..., or validation_data on the command line",
+        )
+    second = _second_model(trainer, policy, reference)
+    wanted = policy.needs.validation
+    limits = trainer.export_arguments()
+    alone = layout(trainer.accelerator) == "single" and policy.family != "preference"
+    return PolicyStage(
+        model=trainer.model,
+        rows=TrainingRows(trainer.train_dataset, **limits),
+        validation=trainer.prepare_rows(validation, "validation") if wanted else (),
+        row_batch=trainer.row_batch,
+        reference_model=second,
+        folder=_folder(options),
+        batch_size=options.per_device_eval_batch_size,
+        progress=False if options.disable_tqdm else None,
+        train=partial(_train_copy, trainer) if alone else None,
+        tokenizer=_tokenizer(trainer),
+    )
+
+
+def _tokenizer(trainer: Any) -> Any:
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def _folder(options: Any) -> Path:
+    if options.policy_cache is not None:
+        return Path(options.policy_cache)
+    return Path(str(options.output_dir)).absolute().parent / "policies"
+
+
+def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) -> nn.Module | None:
+    """The model handed over, or the one that the options name, without gradients."""
+    options = trainer.args
+    if given is None and options.policy_reference is None:
+        if policy.needs.scorer_model:
+            raise ConfigError(
+                f"policy '{policy.name}' needs a reference model",
+                got="policy_reference is not set",
+                why="it scores tokens by what that model makes of them",
+                remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
+            )
+        return None
+    parameter = next(trainer.model.parameters())
+    if given is None:
+        loading = import_module("alphatoken.policies.reference")
+        loaded: nn.Module = loading.load_reference(
+            options.policy_reference,
+            tokenizer=_tokenizer(trainer),
+            device=options.policy_reference_device or options.device,
+            dtype=options.policy_reference_dtype or parameter.dtype,
+        )
+        return loaded
+    own, other = (model.get_input_embeddings().weight.shape[0] for model in (trainer.model, given))  # type: ignore[operator]
+    if own != other:
+        raise ConfigError(
+            "the reference model has another vocabulary",
+            got=f"{other} tokens, the trained model {own}",
+            why="its probabilities would be of other tokens",
+            remedy="a reference model with the same tokenizer",
+        )
+    if options.policy_reference_dtype is not None:
+        given = given.to(getattr(torch, options.policy_reference_dtype))
+    given = given.to(options.policy_reference_device or options.device).eval()
+    return given.requires_grad_(False)
+
+
+def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
+    """The chosen rows, in the order given.
+
+    Raises:
+        InputError: none, one twice, or one that is not there.
+        ConfigError: a data set that cannot be selected from.
+    """
+    rows = [int(i) for i in chosen]
+    if not rows or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < len(dataset):
+        raise InputError(
+            f"policy '{name}' chose rows that cannot be trained on",
+            got=f"{len(rows)} rows of {len(dataset)}" if not rows else f"{rows[:5]}...",
+            why="an empty selection trains nothing; a row twice, or absent, is a mistake",
+            remedy="a larger budget, or mend choose_rows",
+        )
+    if not hasattr(dataset, "select"):
+        raise ConfigError(
+            "rows can be chosen from a datasets.Dataset only", got=type(dataset).__name__
+        )
+    return dataset.select(rows)
+
+
+def _train_copy(
+    trainer: Any, rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> nn.Module:
+    """A copy of the model, trained on tokenised rows with all tokens.
+
+    Args:
+        trainer: whose model, tokenizer and arguments are copied; none of them changes.
+        rows: {input_ids, labels}.
+        options: arguments of the run that differ, such as num_train_epochs or output_dir.
+    """
+    from datasets import Dataset
+
+    plain: dict[str, Any] = {
+        "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
+        "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
+        "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False, "max_steps": -1,
+        "output_dir": str(_folder(trainer.args) / f"run-{secrets.token_hex(4)}"),
+    }  # fmt: skip
+    if getattr(trainer.args, "packing", False):
+        plain |= {"packing": False}
+    args = dataclasses.replace(trainer.args, **{**plain, **options})
+    model = copy.deepcopy(trainer.model)
+    for module in model.modules():  # TRL's fused head is bound to the model that it was made for
+        own = module.__dict__.get("forward")
+        if getattr(getattr(own, "__func__", own), "__wrapped__", None) is not None:
+            del module.__dict__["forward"]
+    found = type(trainer)(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        processing_class=trainer.processing_class,
+    )
+    with kept_random_state():
+        found.train()
+    trained = trainer.accelerator.unwrap_model(found.model)
+    assert isinstance(trained, nn.Module)
+    return trained

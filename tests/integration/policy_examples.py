@@ -1,0 +1,83 @@
+"""Policies that the tests of the trainers train with: ones a user would write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from alphatoken.train.policy import Needs, PolicyBatch, PolicyStage, TokenPolicy
+
+
+class Surprising(TokenPolicy):
+    """Unlikely tokens first."""
+
+    name = "surprising"
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        return -batch.log_probs
+
+
+class EvenIds(TokenPolicy):
+    """Tokens with an even id, and the mean over them."""
+
+    name = "even-ids"
+    static = True
+    denominator = "kept"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return (batch.labels % 2 == 0).float() * batch.mask
+
+
+class UnknownAhead(EvenIds):
+    """The same, without saying that it is known ahead."""
+
+    name = "even-ids-late"
+    static = False
+
+
+class FirstRows(TokenPolicy):
+    """Some rows, all their tokens."""
+
+    name = "first-rows"
+    chosen: Sequence[int] = (5, 2, 9, 4, 7, 1, 8, 3)
+
+    def choose_rows(self, stage: PolicyStage) -> Sequence[int]:
+        torch.rand(3)  # a policy that draws disturbs nobody
+        assert stage.rows[0]["input_ids"]
+        return self.chosen
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        return torch.zeros_like(batch.log_probs)
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return batch.mask.float()
+
+
+class OwnDPO(TokenPolicy):
+    """DPO written as a policy's own loss, beside TRL's."""
+
+    name = "own-dpo"
+    family = "preference"
+    published_loss = "dpo"
+    needs = Needs(reference=True)
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return batch.mask.float()
+
+    def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
+        assert batch.reference is not None
+        chosen, rejected = (weights * (log_probs - batch.reference)).sum(-1).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class NoLoss(OwnDPO):
+    """Says that it has a loss of its own, and gives none."""
+
+    name = "no-loss"
+    needs = Needs()
+
+    def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
+        return None  # type: ignore[return-value]

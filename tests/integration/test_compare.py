@@ -1,0 +1,526 @@
+"""``alphatoken compare``: a real grid of processes, killed outright and gone on with; crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from alphatoken.cli import main
+from alphatoken.compare.evaluate import (
+    load_causal_model,
+    mean_response_loss,
+    measure,
+    preference_losses,
+    read_examples,
+    read_pair_examples,
+)
+from alphatoken.compare.folder import GridFolder, write_json
+from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
+from alphatoken.compare.harness import task_scores
+from alphatoken.compare.methods import Method, custom_method, known_methods
+from alphatoken.compare.running import run_grid
+from alphatoken.compare.tables import (
+    cost_table,
+    lines_of,
+    problem_table,
+    quality_table,
+    to_csv,
+)
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.policies import POLICIES
+
+PATIENCE = 240.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    make_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def grid_file(folder: Path, model: Path, **changes: Any) -> Path:
+    """A grid of one task with two real training steps a cell."""
+    rows = [{"prompt": f"ask {i}", "response": f"say {i} {i}"} for i in range(20)]
+    options = {
+        "train_file": write(folder / "train.jsonl", rows[:12]),
+        "use_cpu": True, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3, "max_length": 32, "validation_rows": 2, "retention": "none",
+        "gradient_checkpointing": False, "logging_strategy": "no",
+    }  # fmt: skip
+    measures = {
+        "target_file": write(folder / "target.jsonl", rows[12:16]),
+        "retention_file": write(folder / "old.jsonl", [{"text": "ask 1 2 3 4 5"}]),
+    }
+    content = {
+        "about": "a tiny grid",
+        "model_name_or_path": str(model),
+        "seeds": [0],
+        "policies": ["start", "standard", "wise-ft", "random"],
+        "options": options,
+        "tasks": {"small": {"command": "sft", "measures": measures}},
+        **changes,
+    }
+    path = folder / "grid.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def compare(*words: str) -> list[str]:
+    return [sys.executable, "-m", "alphatoken.cli", "compare", *words]
+
+
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+# --- a real grid: killed, gone on with, a crash in it -------------------------------------------
+
+
+def test_a_grid_killed_outright_goes_on_and_a_crash_is_a_line(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    methods = {"broken": {"policy": "random", "max_grad_norm": "no number"}}
+    names = ["start", "standard", "broken", "wise-ft"]
+    grid, out = grid_file(tmp_path, model, methods=methods, policies=names), tmp_path / "out"
+    words = ["--config", str(grid), "--output_dir", str(out)]
+    killed = subprocess.Popen(
+        compare(*words), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    first = out / "small" / "start-native-seed0" / "result.json"
+    second = out / "small" / "standard-native-seed0"
+    _wait(lambda: first.is_file() and (second / "log.txt").is_file())
+    child = _child_of(killed.pid)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    _wait(lambda: not _alive(child))  # no cell outlives the grid
+    assert not (second / "result.json").exists()
+    stamp, content = first.stat(), first.read_bytes()
+
+    assert subprocess.run(compare(*words), env=ENVIRONMENT, timeout=PATIENCE).returncode == 1
+    assert (first.stat().st_mtime_ns, first.stat().st_ino) == (stamp.st_mtime_ns, stamp.st_ino)
+    assert first.read_bytes() == content
+    found = {r["policy"]: r for r in json.loads((out / "comparison.json").read_text())}
+    assert {n: r["status"] for n, r in found.items()} == {
+        "start": "done", "standard": "done", "broken": "failed", "wise-ft": "done",
+    }  # fmt: skip
+    assert "max_grad_norm" in found["broken"]["error"]
+    assert found["standard"]["kept_tokens"] == found["standard"]["response_tokens"] > 0
+    assert found["standard"]["time"] > 0
+    assert found["standard"]["peak_memory"] > 50e6
+    assert found["start"]["target"] != found["standard"]["target"] != found["wise-ft"]["target"]
+    page = (out / "comparison.md").read_text()
+    assert "| `small/broken-budget-seed0` | failed | " in page
+    assert "failed: small/broken" in capfd.readouterr().err
+    _is_between(out, model, found, tmp_path / "target.jsonl")
+
+    other = grid_file(tmp_path, model, policies=["start", "standard"], options={"max_steps": 9})
+    assert main(["compare", "--config", str(other), "--output_dir", str(out)]) == 2
+    assert "had other settings" in capfd.readouterr().err
+
+
+def _is_between(out: Path, model: Path, found: dict[str, Any], target: Path) -> None:
+    """WiSE-FT is the mean of the two models, by weights and by what was measured."""
+    trained = AutoModelForCausalLM.from_pretrained(out / "small/standard-native-seed0/model")
+    start, tokenizer = load_causal_model(model)
+    state, base = trained.state_dict(), start.state_dict()
+    trained.load_state_dict({k: 0.5 * state[k] + 0.5 * base[k] for k in state})
+    loss = mean_response_loss(trained.eval(), read_examples(target, tokenizer))
+    assert found["wise-ft"]["target"] == pytest.approx(loss, rel=1e-5)
+
+
+def _wait(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+
+
+def _child_of(parent: int) -> int:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True)
+    return int(found.stdout.split()[0])
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- the runner, with quick processes -----------------------------------------------------------
+
+QUICK = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+spec = json.loads((folder / "cell.json").read_text())
+what = spec["options"].get("what", "work")
+if what == "segfault":
+    os.kill(os.getpid(), 11)
+if what == "sleep":
+    time.sleep(60)
+if what == "raise":
+    raise RuntimeError("no such luck")
+if what == "silent":
+    raise SystemExit(0)
+(folder / "model").mkdir()
+result = {"policy": spec["policy"], "spec": {k: v for k, v in spec.items() if k != "resolved"}}
+(folder / "result.json").write_text(json.dumps(result))
+"""
+
+
+def quick(path: Path) -> list[str]:
+    return [sys.executable, "-c", QUICK, str(path)]
+
+
+def cell(policy: str, what: str = "work", needs: tuple[str, ...] = (), **more: Any) -> Cell:
+    return Cell("t", policy, "native", 0, "train", "sft", {"what": what}, needs, **more)
+
+
+def test_crashes_of_every_kind_leave_the_others_alone(tmp_path: Path) -> None:
+    cells = [
+        cell("a", "segfault"), cell("b", "raise"), cell("c"), cell("d", "silent"),
+        cell("e", needs=("t/b-native-seed0",)), cell("f", needs=("t/e-native-seed0",)),
+        cell("g", needs=("t/c-native-seed0",)),
+    ]  # fmt: skip
+    seen: list[Any] = []
+    found = run_grid(cells, GridFolder(tmp_path), quick, processes=3, progress=seen.append)
+    said = {name[2]: (status.state, status.error) for name, status in found.items()}
+    assert said["a"] == ("failed", "ended by SIGSEGV")
+    assert said["b"] == ("failed", "RuntimeError: no such luck")
+    assert said["d"][0] == "failed"
+    assert said["e"] == ("blocked", "needs t/b-native-seed0")
+    assert said["f"] == ("blocked", "needs t/e-native-seed0")
+    assert said["c"][0] == said["g"][0] == "done"
+    assert seen[-1].done == seen[-1].total == 7
+    mended = [cell(one.policy, needs=one.needs) for one in cells]
+    with pytest.raises(ConfigError, match="other settings"):  # c was measured with "work": same
+        run_grid([cell("c", "sleep")], GridFolder(tmp_path), quick)
+    before = (tmp_path / "t/c-native-seed0/result.json").stat().st_mtime_ns
+    found = run_grid(mended, GridFolder(tmp_path), quick, processes=2, progress=False)
+    assert {status.state for status in found.values()} == {"done"}
+    assert (tmp_path / "t/c-native-seed0/result.json").stat().st_mtime_ns == before
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    def second(path: Path) -> list[str]:
+        with pytest.raises(ConfigError, match="another run is at work"):
+            run_grid([cell("a")], GridFolder(tmp_path), quick)
+        return quick(path)
+
+    assert run_grid([cell("a")], GridFolder(tmp_path), second)["t/a-native-seed0"].state == "done"
+
+
+def test_an_interrupt_ends_the_cells_and_says_how_to_go_on(tmp_path: Path) -> None:
+    started: list[Path] = []
+
+    def command(path: Path) -> list[str]:
+        started.append(path)
+        return quick(path)
+
+    def interrupt(progress: Any) -> None:
+        if progress.done == 1:
+            raise KeyboardInterrupt
+
+    cells = [cell("a"), cell("b", "sleep"), cell("c")]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match=r"1 of 3 cells are done.*goes on"):
+        run_grid(cells, GridFolder(tmp_path), command, processes=2, progress=interrupt)
+    assert time.monotonic() - began < 30
+    status = GridFolder(tmp_path).status(cells)
+    assert [one.state for one in status.values()] == ["done", "missing", "missing"]
+
+
+def test_a_model_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    kept = cell("a", keep_model=True)
+    folder = GridFolder(tmp_path)
+    assert run_grid([kept], folder, quick)[kept.name].state == "done"
+    (folder.of(kept).model).rmdir()
+    assert not folder.done(kept)
+
+
+# --- which cells there are ----------------------------------------------------------------------
+
+TARGET = Measures(target_file="t")
+
+
+def task(**options: Any) -> TaskSpec:
+    return TaskSpec("t", "sft", {"model_name_or_path": "m", **options}, TARGET)
+
+
+def test_every_policy_has_its_cells() -> None:
+    methods = tuple(known_methods().values())
+    pairs = TaskSpec("p", "dpo", {"model_name_or_path": "m"}, TARGET)
+    references = tuple(Reference(n, "sft", {}) for n in ("curated", "oracle"))
+    cells = all_cells(Grid((task(), pairs), methods, references=references))
+    for name in POLICIES:
+        seeds = [c.seed for c in cells if c.policy == name and c.mode == "budget"]
+        seeds = seeds or [c.seed for c in cells if c.policy == name]
+        assert sorted(set(seeds)) == [0, 1, 2], name
+    assert len({c.name for c in cells}) == len(cells)
+    stm = [c for c in cells if c.policy == "stm" and c.seed == 0]
+    assert [c.options["policy_mode"] for c in stm] == ["native", "budget"]
+    assert all(c.options["keep_ratio"] == 0.5 for c in stm)
+    rho = next(c for c in cells if c.policy == "rho-1")
+    assert rho.needs == ("references/curated",)
+    assert rho.options["policy_reference"] == "@curated"
+    standard = next(c for c in cells if c.policy == "standard")
+    assert standard.keep_model
+    assert standard.name in next(c for c in cells if c.policy == "wise-ft").needs
+    order = [c.name for c in cells]
+    assert all(order.index(n) < order.index(c.name) for c in cells for n in c.needs)
+
+
+def test_references_may_need_references_but_not_themselves() -> None:
+    mine = Method("mine", options={"policy": "all", "policy_options": {"oracle": "@b"}})
+    chain = (Reference("a", "sft", {}), Reference("b", "dpo", {"model_name_or_path": "@a"}))
+    cells = all_cells(Grid((task(),), (mine,), seeds=(0,), references=chain))
+    assert [c.name for c in cells] == ["references/a", "references/b", "t/mine-native-seed0"]
+    circle = (Reference("b", "sft", {"model_name_or_path": "@b"}),)
+    with pytest.raises(ConfigError, match="needs itself"):
+        all_cells(Grid((task(),), (mine,), references=circle))
+    with pytest.raises(ConfigError, match="no such reference"):
+        all_cells(Grid((task(),), (mine,)))
+    with pytest.raises(ConfigError, match="trains none"):
+        all_cells(Grid((task(),), (known_methods()["rho-1"],)))
+    with pytest.raises(ConfigError, match="add standard to --policies"):
+        all_cells(Grid((task(),), (known_methods()["wise-ft"],)))
+
+
+def test_a_custom_method_goes_over_a_known_one() -> None:
+    found = custom_method("sepo", {"policy_options": {"oracle": "@o"}})
+    assert found.modes == ("native", "budget")
+    assert found.options == {"policy": "sepo", "policy_options": {"oracle": "@o"}}
+    assert custom_method("mine", {"policy": "top", "path": "direct"}).modes == ("budget",)
+    assert custom_method("wise", {"merges": "stm", "alpha": 0.3}).kind == "merge"
+    with pytest.raises(ConfigError, match="what it trains with"):
+        custom_method("mine", {"path": "direct"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "match"),
+    [
+        ({"polices": ["start"]}, [], "did you mean policies"),
+        ({"policies": ["standrad"]}, [], "did you mean standard"),
+        ({"keep_ratio": 2}, [], "keep_ratio"),
+        ({"modes": ["both"]}, [], "native and budget"),
+        ({"tasks": {"t": {"command": "ppo", "measures": {"target_file": "x"}}}}, [], "sft or dpo"),
+        ({"tasks": {"t": {"command": "sft"}}}, [], "nothing says how well"),
+        ({"options": {"train_file": "$NO_SUCH_VARIABLE/x"}}, [], "NO_SUCH_VARIABLE"),
+        ({}, ["--recipe", "laptop-sft"], "one place"),
+        ({}, ["--seeds", "1", "1"], "seed is named twice"),
+        ({}, ["--tasks", "none"], "unknown key"),
+        ({}, ["--target_file", "/nowhere.jsonl"], "target_file is not there"),
+        ({}, ["--only", "nothing"], "no cell has such a name"),
+        ({}, ["--processes", "0"], "at least 1"),
+        ({}, ["stray"], "belongs to no option"),
+    ],
+)
+def test_bad_grids_are_refused_in_one_line(
+    changes: dict[str, Any],
+    words: list[str],
+    match: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid = grid_file(tmp_path, model, **changes)
+    given = ["--config", str(grid), "--output_dir", str(tmp_path / "out")]
+    assert main(["compare", *given, *words]) == 2
+    said = capsys.readouterr().err
+    assert match in said
+    assert said.count("\n") == 1
+    assert not list((tmp_path).glob("out/*/*"))
+
+
+def test_a_dry_run_lists_and_does_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--recipe", "laptop-sft", "--policies", "standard", "stm", "--seeds", "4"]
+    words += ["--model_name_or_path", str(model), "--target_file", "t.jsonl", "--dry-run"]
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.split()
+    assert said[1::2] == [
+        f"laptop-sft/{name}-seed4" for name in ("standard-native", "stm-native", "stm-budget")
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
+    one, tokenizer = load_causal_model(model)
+    rows = [{"prompt": f"ask {i}", "response": "say " + "1 2 " * i} for i in range(1, 6)]
+    file = write(tmp_path / "rows.jsonl", rows)
+    examples = read_examples(file, tokenizer)
+    total = count = 0.0
+    for example in examples:
+        ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
+        with torch.no_grad():
+            logits = one(input_ids=ids).logits[0, :-1]
+        total += float(F.cross_entropy(logits, labels[0, 1:], reduction="sum"))
+        count += example.response_tokens
+    for size in (1, 2, 16):
+        assert mean_response_loss(one, examples, size) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
+    start, tokenizer = load_causal_model(model)
+    pairs = [{"prompt": f"ask {i}", "chosen": f"say {i}", "rejected": "say"} for i in range(4)]
+    pairs.append({"prompt": "ask 7", "chosen": "", "rejected": "say"})  # left out, both sides
+    found = read_pair_examples(write(tmp_path / "pairs.jsonl", pairs), tokenizer)
+    assert [len(side) for side in found] == [4, 4]
+    same = preference_losses(start, start, found)
+    assert same == {"loss": pytest.approx(0.6931472), "accuracy": 50.0, "margin": 0.0}
+    other, _ = load_causal_model(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
+    one = preference_losses(other, start, found, beta=0.7, batch_size=2)
+    logits = []
+    for chosen, rejected in zip(*found, strict=True):
+        ratios = [
+            mean_response_loss(start, [x]) * x.response_tokens
+            - mean_response_loss(other, [x]) * x.response_tokens
+            for x in (chosen, rejected)
+        ]
+        logits.append(0.7 * (ratios[0] - ratios[1]))
+    assert one["margin"] == pytest.approx(sum(logits) / 4, abs=1e-5)
+    assert one["accuracy"] == 100 * sum(x > 0 for x in logits) / 4
+
+
+def test_a_score_and_a_loss_have_no_mean(model: Path, tmp_path: Path) -> None:
+    one, tokenizer = load_causal_model(model)
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "ask 1", "response": "say 1"}])
+    options: dict[str, Any] = {"command": "sft", "start": lambda: one}
+    both = Measures(target_file=rows, retention_file=rows)
+    found = measure(one, tokenizer, both, **options)
+    assert found["overall"] == found["target"] == found["retention"]
+    assert found["unit"] == "loss"
+    found = measure(one, tokenizer, Measures(target_file=rows), **options)
+    assert found["overall"] is None is found["retention"]
+
+
+def task_files(folder: Path) -> Path:
+    """Two local tasks of lm-eval: one of choices, one that generates; offline."""
+    docs = [
+        {"question": "Once upon a time, there was a little", "choices": [" girl", " zq vx"],
+         "gold": 0},
+        {"question": "The sun was", "choices": [" xx qq", " bright"], "gold": 1},
+    ]  # fmt: skip
+    file = write(folder / "docs.jsonl", docs)
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}},
+              "test_split": "test", "doc_to_text": "{{question}}"}  # fmt: skip
+    choice = {
+        "task": "tiny_choice", "output_type": "multiple_choice", "doc_to_target": "gold",
+        "doc_to_choice": "choices", "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }  # fmt: skip
+    written = {
+        "task": "tiny_written", "output_type": "generate_until", "doc_to_target": " girl",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    for one in (choice, written):
+        (tasks / f"{one['task']}.yaml").write_text(yaml.safe_dump({**common, **one}))
+    return tasks
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
+def test_lm_eval_runs_local_tasks_offline(data_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    one, tokenizer = load_causal_model(data_dir / "stories260K" / "transformers")
+    path = str(task_files(tmp_path))
+    found = task_scores(one, tokenizer, ["tiny_choice", "tiny_written"], include_path=path)
+    assert found["tiny_choice"] == 100.0
+    assert 0 <= found["tiny_written"] <= 100
+    assert not one.training
+    again = task_scores(one, tokenizer, ["tiny_choice:acc_norm"], include_path=path, limit=1)
+    assert again == {"tiny_choice": 100.0}
+    with pytest.raises(ConfigError, match=r"tiny_choice: f1.*acc,none"):
+        task_scores(one, tokenizer, ["tiny_choice:f1"], include_path=path)
+    with pytest.raises(ConfigError, match="no such task"):
+        task_scores(one, tokenizer, ["no_such_task"], include_path=path)
+    (tmp_path / "docs.jsonl").unlink()
+    with pytest.raises(DataError, match="could not run"):
+        task_scores(one, tokenizer, ["tiny_choice"], include_path=path)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]:
+    return {
+        "task": "t", "policy": policy, "mode": "native", "seed": seed, "status": "done",
+        "kept_tokens": 1000, "response_tokens": 2000, "effective_tokens": 1000.0,
+        "target": target, "retention": 2.0, "overall": (target + 2) / 2, "unit": "loss",
+        "time": 10.0 + seed, "scoring_time": 1.0, "setup_time": 2.0, "peak_memory": 5e8,
+        "peak_memory_of": "resident", **more,
+    }  # fmt: skip
+
+
+def test_tables_rank_and_say_what_is_missing() -> None:
+    found = [record("start", s, 0.5) for s in (0, 1)]
+    found += [record("a", s, 1.0 + s) for s in (0, 1)] + [record("b", s, 3.0) for s in (0, 1)]
+    found += [record("c", 0, 4.0)]
+    found += [record("c", 1, 9.9, status="failed", error="a|b")]
+    table = quality_table(lines_of(found, "t"))
+    lines = table.splitlines()
+    assert "target ↓" in lines[0]
+    assert "| 0.500 ± 0.000 |" in lines[2]  # before training: not ranked
+    assert "**1.500 ± 0.707**" in lines[3]
+    assert "<u>3.000 ± 0.000</u>" in lines[4]
+    assert "**1 of 2**" in lines[5]
+    assert "| 4.000 |" in lines[5]
+    assert "| 1,000 | 0.500 |" in lines[3]
+    soft = [record("w", 0, 1.0, kept_tokens=2000, effective_tokens=1500.0)]
+    assert "| 2,000 (1,500 effective) | 1.000 |" in quality_table(lines_of(soft, "t"))
+    assert "| 10.5 ± 0.7 |" in cost_table(lines_of(found, "t"))
+    assert "| `t/c-native-seed1` | failed | a\\|b |" in problem_table(found)
+    assert problem_table(found[:4]) == ""
+    assert to_csv(found).count("\n") == len(found) + 1
+
+
+def test_scores_are_ranked_upwards_task_by_task() -> None:
+    values = {"a": 40.0, "b": 60.0, "c": 50.0}
+    found = [
+        record(n, 0, v, unit="score", **{"retention/mmlu": v, "target/code": v})
+        for n, v in values.items()
+    ]
+    head, _, a, b, c = quality_table(lines_of(found, "t")).splitlines()
+    assert head.index("mmlu ↑") < head.index("code ↑") < head.index("target ↑")
+    assert "**60.00**" in b
+    assert "<u>50.00</u>" in c
+    assert "**" not in a.replace("**2.000**", "")
+
+
+def test_results_are_written_whole(tmp_path: Path) -> None:
+    write_json(tmp_path / "result.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "result.json", {"a": object()})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]

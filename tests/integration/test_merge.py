@@ -1,0 +1,268 @@
+"""WiSE-FT merges: ends to the bit, the middle by hand, LoRA, tied weights, Fisher, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from alphatoken import FisherDrift
+from alphatoken.cli import main
+from alphatoken.demo.model import make_tokenizer
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.policies.merge import (
+    Fishers,
+    interpolate,
+    merge_folders,
+    merge_models,
+    merge_states,
+)
+
+
+def model(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    words = {"vocab_size": len(make_tokenizer()), "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(**size, **heads, **words)).eval()
+
+
+def saved(one: Any, folder: Path, **options: Any) -> Path:
+    one.save_pretrained(folder, **options)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+# --- the formula --------------------------------------------------------------------------------
+
+
+def test_ends_are_the_models_to_the_bit_and_the_middle_is_the_formula() -> None:
+    before, after = model(0).state_dict(), model(1).state_dict()
+    assert same(merge_states(before, after, 0.0), dict(before))
+    assert same(merge_states(before, after, 1.0), dict(after))
+    middle = merge_states(before, after, 0.25)
+    for name, weight in middle.items():
+        assert torch.equal(weight, (1 - 0.25) * before[name] + 0.25 * after[name])
+        assert not torch.equal(weight, before[name]) or torch.equal(before[name], after[name])
+
+
+def test_by_hand_with_and_without_fisher() -> None:
+    before, after = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([5.0, 2.0, 0.0])
+    assert interpolate(before, after, 0.25).tolist() == [2.0, 2.0, -3.0]
+    fishers = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 0.0])
+    found = interpolate(before, after, 0.25, fishers, floor=0.5)
+    # c0 = 3/4 (1, 1/2, 3), c1 = 1/4 (1, 2, 1/2)
+    c0, c1 = (0.75, 0.375, 2.25), (0.25, 0.5, 0.125)
+    wanted = [(a * x + b * y) / (a + b) for a, b, x, y in zip(c0, c1, before, after, strict=True)]
+    assert found.tolist() == pytest.approx([float(w) for w in wanted], rel=1e-6)
+    equal = torch.full((3,), 0.3), torch.full((3,), 0.3)
+    assert interpolate(before, after, 0.25, equal).tolist() == pytest.approx([2, 2, -3], rel=1e-6)
+
+
+def test_negative_zero_and_infinity_survive_at_the_ends() -> None:
+    before, after = torch.tensor([-0.0, 1.0]), torch.tensor([1.0, float("inf")])
+    assert torch.signbit(interpolate(before, after, 0.0)).tolist() == [True, False]
+    assert interpolate(before, after, 0.0).tolist() == [0.0, 1.0]
+    assert interpolate(after, before, 1.0).tolist() == [0.0, 1.0]
+
+
+def test_arithmetic_is_float32_whatever_is_stored() -> None:
+    before = torch.tensor([1.0, 256.0], dtype=torch.bfloat16)
+    after = torch.tensor([1.0078125, 258.0], dtype=torch.bfloat16)
+    found = interpolate(before, after, 0.3)
+    assert found.dtype == torch.bfloat16
+    exact = (0.7 * before.double() + 0.3 * after.double()).to(torch.bfloat16)
+    assert torch.equal(found, exact)
+    long = interpolate(before.double(), after.double(), 0.3)
+    assert torch.equal(long, 0.7 * before.double() + 0.3 * after.double())
+
+
+def test_integer_buffers_are_those_of_the_trained_model() -> None:
+    class Counting(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("seen", torch.tensor(count))
+
+    merged = merge_states(Counting(3).state_dict(), Counting(8).state_dict(), 0.5)
+    assert int(merged["seen"]) == 8
+
+
+def test_tied_weights_are_merged_once_and_stay_tied() -> None:
+    before, after = model(0, tied=True), model(1, tied=True)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    wanted = 0.5 * before.state_dict()[embedding] + 0.5 * after.state_dict()[embedding]
+    merged = merge_states(before.state_dict(), after.state_dict(), 0.5)
+    assert merged[embedding] is merged[head]
+    merge_models(before, after, 0.5)
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+    assert torch.equal(after.lm_head.weight, wanted)
+    with pytest.raises(InputError, match="were not before"):
+        merge_states(model(0).state_dict(), after.state_dict(), 0.5)
+
+
+# --- LoRA ---------------------------------------------------------------------------------------
+
+
+def adapted(base: LlamaForCausalLM) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"])
+    found = get_peft_model(copy.deepcopy(base), config)
+    for name, weight in found.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    return found
+
+
+def test_a_lora_merge_scales_the_delta() -> None:
+    base = model(0).double()
+    lora = adapted(base)
+    delta = {
+        f"model.layers.{i}.{part}.weight": 7
+        / 3
+        * lora.get_submodule(f"base_model.model.model.layers.{i}.{part}").lora_B["default"].weight
+        @ lora.get_submodule(f"base_model.model.model.layers.{i}.{part}").lora_A["default"].weight
+        for i in range(2)
+        for part in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    delta = {name: part.detach() for name, part in delta.items()}
+    merged = merge_models(base, lora.merge_and_unload(), 0.3).state_dict()
+    for name, weight in before.items():
+        wanted = weight + 0.3 * delta.get(name, torch.zeros_like(weight))
+        torch.testing.assert_close(merged[name], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_command_merges_an_adapter(tmp_path: Path) -> None:
+    base = model(0)
+    folder, out = saved(base, tmp_path / "base"), tmp_path / "out"
+    lora = adapted(base)
+    lora.save_pretrained(tmp_path / "lora")
+    words = ["merge", "--before", str(folder), "--adapter", str(tmp_path / "lora")]
+    assert main([*words, "--alpha", "0", "1", "--out", str(out)]) == 0
+    ends = [load_file(out / name / "model.safetensors") for name in ("alpha-0", "alpha-1")]
+    assert same(ends[0], load_file(folder / "model.safetensors"))
+    whole = lora.merge_and_unload().state_dict()
+    for name, weight in ends[1].items():
+        torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-7)
+    assert not torch.equal(ends[1]["model.layers.0.mlp.down_proj.weight"],
+                           ends[0]["model.layers.0.mlp.down_proj.weight"])  # fmt: skip
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def test_folders_merge_file_by_file_and_load(tmp_path: Path) -> None:
+    before = saved(model(0), tmp_path / "before")
+    after = saved(model(1), tmp_path / "after", max_shard_size="8KB")
+    assert (after / "model.safetensors.index.json").is_file()
+    assert merge_folders(before, after, tmp_path / "out", 0.5) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    wanted = merge_states(model(0).state_dict(), model(1).state_dict(), 0.5)
+    assert same(loaded.state_dict(), wanted)
+    note = json.loads((tmp_path / "out" / "merge.json").read_text())
+    assert note["alpha"] == 0.5
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    with pytest.raises(ConfigError, match="exists"):
+        merge_folders(before, after, tmp_path / "out", 0.5)
+
+
+def test_tied_folders_hold_the_weight_once(tmp_path: Path) -> None:
+    before = saved(model(0, tied=True), tmp_path / "before")
+    after = saved(model(1, tied=True), tmp_path / "after")
+    whole = load_file(after / "model.safetensors")
+    assert "lm_head.weight" not in whole
+    copied = {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}
+    save_file(copied, after / "model.safetensors", metadata={"format": "pt"})
+    merge_folders(before, after, tmp_path / "out", 0.5)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    wanted = merge_states(model(0).state_dict(), model(1).state_dict(), 0.5)
+    assert torch.equal(loaded.lm_head.weight, wanted["model.embed_tokens.weight"])
+
+
+def test_fishers_weigh_what_they_have(tmp_path: Path) -> None:
+    models = model(0), model(1)
+    name = "model.layers.1.mlp.down_proj.weight"
+    drifts = []
+    for i, one in enumerate(models):
+        weight = one.state_dict()[name]
+        fisher = torch.rand(weight.shape, generator=torch.Generator().manual_seed(i))
+        drifts.append(FisherDrift({name: fisher}, {name: weight.clone()}))
+        drifts[-1].save(tmp_path / f"fisher-{i}.safetensors")
+        saved(one, tmp_path / f"model-{i}")
+    words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
+    words += ["--fisher_before", str(tmp_path / "fisher-0.safetensors")]
+    words += ["--fisher_after", str(tmp_path / "fisher-1.safetensors")]
+    assert main([*words, "--alpha", "0.25", "--out", str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    before, after = (one.state_dict() for one in models)
+    c0, c1 = 0.75 * drifts[0].fisher[name].double(), 0.25 * drifts[1].fisher[name].double()
+    wanted = (c0 * before[name].double() + c1 * after[name].double()) / (c0 + c1)
+    torch.testing.assert_close(found[name].double(), wanted, rtol=1e-5, atol=1e-7)
+    other = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(found[other], 0.75 * before[other] + 0.25 * after[other])
+
+
+def test_a_sweep_is_measured(tmp_path: Path) -> None:
+    for i in range(2):
+        saved(model(i), tmp_path / f"model-{i}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "ask 1", "response": "say 1 1"}) + "\n")
+    words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
+    words += ["--target_file", str(rows), "--out", str(tmp_path / "out"), "--alpha", "0", "0.5"]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [one["alpha"] for one in found] == [0.0, 0.5]
+    assert found[0]["target"] != found[1]["target"] > 0
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = model(0).state_dict(), model(1).state_dict()
+    for alpha in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match="alpha"):
+            merge_states(before, after, alpha)
+    less = {k: v for k, v in after.items() if k != "model.norm.weight"}
+    with pytest.raises(InputError, match=r"1 only before training \(model.norm.weight\)"):
+        merge_states(before, less, 0.5)
+    other = {**after, "model.norm.weight": torch.ones(3)}
+    with pytest.raises(InputError, match="model.norm.weight.*shapes|shapes.*model.norm.weight"):
+        merge_states(before, other, 0.5)
+    with pytest.raises(InputError, match="one Fisher has"):
+        Fishers({"a": torch.ones(1)}, {})
+    with pytest.raises(ConfigError, match="floor"):
+        Fishers({}, {}, floor=0.0)
+    with pytest.raises(DataError, match="no such model folder"):
+        merge_folders(tmp_path / "nowhere", tmp_path, tmp_path / "out", 0.5)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    folder = saved(model(0), tmp_path / "model")
+    words = ["merge", "--before", str(folder), "--after", str(tmp_path / "empty")]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert "no safetensors weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, after = saved(model(0), tmp_path / "a"), saved(model(1), tmp_path / "b")
+    file = before / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(DataError, match="cannot be read"):
+        merge_folders(before, after, tmp_path / "out", 0.5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]

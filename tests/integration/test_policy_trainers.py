@@ -1,0 +1,597 @@
+"""Policies in real trainers: equality with TRL, every rule, resuming, processes, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from alphatoken.adapter import find_adapter
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.policies.alphatoken import AlphaToken
+from alphatoken.policies.sstoken import prompt_attention, prompt_tokens
+from alphatoken.policies.standard import DPO, Random, Standard
+from alphatoken.policies.talr import TALR
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+)
+from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from tests.integration import policy_examples as examples
+from tests.integration.distributed.compare import same_weights
+from tests.integration.distributed.launch import launch
+from tests.integration.killed_run import Moment, Run, finish, kill
+from tests.integration.tiny_training import (
+    ALPHA,
+    lora,
+    model,
+    options,
+    preference_rows,
+    sft_rows,
+    tokenizer,
+    weights,
+)
+
+EVERY_SFT = ("random", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow", "talr")
+EVERY_PREFERENCE = ("random", "confpo", "sepo", "ti-dpo")
+SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
+
+
+def sft(folder: Path, policy: Any = None, *, peft: bool = False, **more: Any) -> AlphaSFTTrainer:
+    torch.manual_seed(11)
+    arguments = {
+        "train_dataset": more.pop("train_dataset", None) or sft_rows(48),
+        "validation_dataset": more.pop("validation_dataset", None),
+        "policy_reference": more.pop("reference", None),
+    }
+    trained = more.pop("model", None) or model()
+    if "args_policy" in more:
+        more["policy"] = more.pop("args_policy")
+    return AlphaSFTTrainer(
+        model=trained,
+        args=AlphaSFTConfig(**options(folder, **more)),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+        policy=policy,
+        **arguments,
+    )
+
+
+def plain_sft(folder: Path, *, peft: bool = False, **more: Any) -> SFTTrainer:
+    torch.manual_seed(11)
+    rows = more.pop("train_dataset", None) or sft_rows(48)
+    return SFTTrainer(
+        model=model(),
+        args=SFTConfig(**options(folder, **more)),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+    )
+
+
+def dpo(folder: Path, policy: Any = None, *, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
+    torch.manual_seed(11)
+    reference = more.pop("reference", None)
+    if "args_policy" in more:
+        more["policy"] = more.pop("args_policy")
+    return AlphaDPOTrainer(
+        model=model(),
+        ref_model=None if peft else model(1),
+        args=AlphaDPOConfig(**options(folder, **{"learning_rate": 1e-3, **more})),
+        train_dataset=preference_rows(32),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+        policy=policy,
+        policy_reference=reference,
+    )
+
+
+def plain_dpo(folder: Path, *, peft: bool = False, **more: Any) -> DPOTrainer:
+    torch.manual_seed(11)
+    return DPOTrainer(
+        model=model(),
+        ref_model=None if peft else model(1),
+        args=DPOConfig(**options(folder, **{"learning_rate": 1e-3, **more})),
+        train_dataset=preference_rows(32),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[f"alpha/{name}"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def furthest(first: Any, second: Any) -> float:
+    one, two = weights(first.model), weights(second.model)
+    assert one.keys() == two.keys()
+    return max(float((one[n] - two[n]).abs().max()) for n in one)
+
+
+def moved(trainer: Any, start: Any) -> float:
+    before = weights(start)
+    return max(float((p - before[n]).abs().max()) for n, p in weights(trainer.model).items())
+
+
+# --- equality with TRL ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"packing": True}, {"loss_type": "dft"}, {"gradient_checkpointing": True}],
+    ids=["plain", "packed", "dft", "checkpointed"],
+)
+def test_uniform_weights_are_trl(tmp_path: Path, peft: bool, extra: dict[str, Any]) -> None:
+    """As a policy with weights 1, and as the name, which leaves TRL alone: bit for bit."""
+    shared = {"gradient_accumulation_steps": 2, "max_steps": 6, **extra}
+    plain = plain_sft(tmp_path / "trl", peft=peft, **shared)
+    plain.train()
+    for given in ({"policy": Standard()}, {"args_policy": "standard"}):
+        found = sft(tmp_path / "own", peft=peft, **shared, **given)
+        found.train()
+        assert losses(found) == losses(plain)
+        assert furthest(found, plain) == 0.0
+    assert found._policy is None
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("policy", [DPO, examples.OwnDPO, "dpo"])
+def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
+    """Weights of 1 on TRL's loss, a loss of one's own with token-wise references, and the name."""
+    shared = {"gradient_accumulation_steps": 2, "max_steps": 5}
+    plain = plain_dpo(tmp_path / "trl", peft=peft, **shared)
+    plain.train()
+    given = {"args_policy" if isinstance(policy, str) else "policy": policy}
+    found = dpo(tmp_path / "own", peft=peft, **shared, **given)
+    found.train()
+    assert losses(found) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
+    assert furthest(found, plain) < 1e-6
+
+
+def test_talr_at_one_is_dft(tmp_path: Path) -> None:
+    """w = p at tau = 1 without a floor: DFT's gradient on TRL's cross-entropy."""
+    shared = {"max_steps": 6, "gradient_accumulation_steps": 2}
+    plain = plain_sft(tmp_path / "trl", loss_type="dft", **shared)
+    plain.train()
+    own = sft(tmp_path / "own", TALR(tau=1.0, w_min=0.0), **shared)
+    own.train()
+    assert furthest(own, plain) < 1e-6
+    assert moved(own, model()) > 1e-3
+    floor = sft(tmp_path / "floor", TALR(tau=1.0), **shared)
+    floor.train()
+    assert furthest(floor, plain) > 1e-6, "the floor of 0.01 is seen"
+
+
+def masked_rows() -> Dataset:
+    """Tokenised rows with uneven numbers of even ids."""
+    rows = []
+    generator = torch.Generator().manual_seed(4)
+    for i in range(24):
+        ids = torch.randint(4, 40, (9 + i % 7,), generator=generator).tolist()
+        if i % 3 == 0:
+            ids = [x | 1 for x in ids[:-1]] + [4]
+        rows.append({"input_ids": ids, "labels": [-100, -100, *ids[2:]]})
+    return Dataset.from_list(rows)
+
+
+def test_kept_is_divided_over_the_whole_step(tmp_path: Path) -> None:
+    """A mask divided by kept tokens is TRL on labels of -100, over accumulated micro-batches."""
+    rows = masked_rows()
+
+    def blank(row: dict[str, Any]) -> dict[str, Any]:
+        return {"labels": [x if x % 2 == 0 else -100 for x in row["labels"]]}
+
+    shared = {**SGD, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+    plain = plain_sft(tmp_path / "trl", train_dataset=rows.map(blank), **shared)
+    own = sft(tmp_path / "own", examples.EvenIds, train_dataset=rows, **shared)
+    late = sft(tmp_path / "late", examples.UnknownAhead, train_dataset=rows, **shared)
+    for trainer in (plain, own, late):
+        trainer.train()
+    assert furthest(own, plain) < 1e-6
+    assert furthest(late, plain) > 1e-4, "divided micro-batch by micro-batch it is another run"
+    share = logged(own, "kept_share")
+    assert all(0.1 < x < 0.9 for x in share)
+    assert share == logged(own, "effective_share")
+
+
+def test_response_denominator_and_kept_normalization(tmp_path: Path) -> None:
+    """At a budget the option decides: one step of SGD is 1 / rho longer under 'kept'."""
+    found = {}
+    for kind in ("response", "kept"):
+        shared = {**SGD, "max_steps": 1, "policy_mode": "budget", "keep_ratio": 0.5}
+        trainer = sft(tmp_path / kind, examples.Surprising, kept_normalization=kind, **shared)
+        start = weights(trainer.model)
+        trainer.train()
+        after = weights(trainer.model)
+        found[kind] = {n: after[n] - start[n] for n in start}
+        (share,) = logged(trainer, "kept_share")
+    for name, step in found["response"].items():
+        assert torch.allclose(found["kept"][name] * share, step, atol=1e-6)
+    assert 0.5 <= share < 0.53
+
+
+# --- every policy ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the same tokenizer, trained a little on other rows."""
+    folder = tmp_path_factory.mktemp("reference")
+    trainer = plain_sft(folder / "run", train_dataset=sft_rows(32, seed=8), max_steps=6)
+    trainer.train()
+    trainer.model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def warm(reference: Path) -> Callable[[], Any]:
+    """A start that finds some tokens likely, so that no published threshold keeps nothing."""
+    folder = reference.parent / "warm"
+    trainer = plain_sft(folder, train_dataset=sft_rows(48, seed=0), max_steps=60)
+    trainer.train()
+    state = weights(trainer.model)
+
+    def start() -> Any:
+        found = model()
+        found.load_state_dict(state, strict=False)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("mode", ["native", "budget"])
+@pytest.mark.parametrize("name", EVERY_SFT)
+def test_every_sft_policy_trains(
+    tmp_path: Path, reference: Path, warm: Any, name: str, mode: str
+) -> None:
+    small = {"dimension": 32, "warmup_epochs": 1, "rank": 4, "share": 0.2}
+    trainer = sft(
+        tmp_path / "run",
+        policy_options=small if name == "less" else None,
+        model=warm(),
+        policy_reference=str(reference) if name in ("rho-1", "token-cleaning") else None,
+        validation_dataset=sft_rows(8, seed=5),
+        args_policy=name,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        keep_ratio=0.4,
+        policy_mode=mode,
+    )
+    trainer.train()
+    assert len(losses(trainer)) == 3
+    assert moved(trainer, warm()) > 1e-4
+    if name != "random":
+        assert all(0 < share <= 1 for share in logged(trainer, "kept_share"))
+        assert all(0 < share <= 1 + 1e-6 for share in logged(trainer, "effective_share"))
+    if mode == "budget" and name in ("rho-1", "talr"):
+        tokens = logged(trainer, "response_tokens")
+        for share, count in zip(logged(trainer, "kept_share"), tokens, strict=True):
+            assert 0.4 <= share <= 0.4 + 2 / count  # one of each of two micro-batches
+
+
+@pytest.mark.parametrize("name", EVERY_PREFERENCE)
+def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: str) -> None:
+    more = {"policy_reference": str(reference)} if name == "sepo" else {}
+    trainer = dpo(tmp_path / "run", max_steps=3, args_policy=name, **more)
+    trainer.train()
+    assert len(losses(trainer)) == 3
+    assert moved(trainer, model()) > 1e-5
+
+
+def test_random_by_name_and_as_an_object(tmp_path: Path) -> None:
+    """The trainer's own control and the class draw the same tokens."""
+    settings = PolicySettings(mode="budget", keep_ratio=0.3)
+    one = sft(tmp_path / "name", args_policy="random", keep_ratio=0.3)
+    two = sft(tmp_path / "object", Random(settings))
+    for trainer in (one, two):
+        trainer.train()
+    assert furthest(one, two) == 0.0
+    assert logged(one, "kept_share") == logged(two, "kept_share")
+
+
+def test_alphatoken_by_name_is_top(tmp_path: Path) -> None:
+    """The name, an order and a variant stand for the trainers' own options."""
+    shared = {**ALPHA, "fisher_cache": str(tmp_path / "fisher"), "retention": "none"}
+    rows = sft_rows(24, seed=5)
+    pairs = [
+        ({"args_policy": "alphatoken"}, {}),
+        (
+            {"args_policy": "alphatoken", "policy_options": '{"order": "bottom", "window": 4}'},
+            {"args_policy": "bottom", "window": 4},
+        ),
+        (
+            {"args_policy": "label", "policy_options": {"objective": "adaptation"}},
+            {"estimator": "label", "objective": "adaptation"},
+        ),
+    ]
+    for name, own in pairs:
+        ends = []
+        for more in (name, own):
+            trainer = sft(tmp_path / "run", validation_dataset=rows, **shared, **more)
+            trainer.train()
+            ends.append(trainer)
+        assert furthest(*ends) == 0.0
+        assert ends[0].args.policy == ends[1].args.policy
+
+
+def test_transformers_trainer_takes_policies(tmp_path: Path) -> None:
+    given = options(tmp_path)
+    del given["max_length"]
+    from transformers import DataCollatorForSeq2Seq
+
+    trainer = AlphaTrainer(
+        model(),
+        AlphaConfig(**given, policy="sstoken"),
+        DataCollatorForSeq2Seq(tokenizer(), padding=True),
+        masked_rows(),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    assert all(0.6 <= share < 0.75 for share in logged(trainer, "kept_share"))
+
+
+# --- what a policy is told ------------------------------------------------------------------------
+
+
+class Seen(TokenPolicy):
+    """Keeps the batches it is shown."""
+
+    name = "seen"
+    needs = examples.Needs(attention=True, model=True)
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        self._batches: list[PolicyBatch] = []
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        self._batches.append(batch)
+        return batch.mask.float()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attention_is_the_forwards_own(tmp_path: Path, checkpointing: bool) -> None:
+    """Against the model's eager attention weights; log-probabilities against its logits."""
+    seen = Seen()
+    trainer = sft(tmp_path, seen, max_steps=1, gradient_checkpointing=checkpointing)
+    before = model()
+    trainer.train()
+    batch = seen._batches[0]
+    prompt = prompt_tokens(batch)
+    assert batch.attention is not None
+    found = prompt_attention(batch.attention, prompt)
+    before.set_attn_implementation("eager")
+    inputs = {k: batch.inputs[k] for k in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        outputs = before(**inputs, output_attentions=True)
+    expected = (outputs.attentions[-1] * prompt[:, None, None]).sum(-1).mean(1)
+    assert torch.allclose(found[batch.mask].float(), expected[batch.mask], atol=1e-5)
+    logits = torch.log_softmax(outputs.logits[:, :-1], -1)
+    wanted = logits.gather(-1, batch.inputs["input_ids"][:, 1:, None]).squeeze(-1)
+    assert torch.allclose(batch.log_probs[:, 1:][batch.mask[:, 1:]], wanted[batch.mask[:, 1:]],
+                          atol=1e-5)  # fmt: skip
+    assert not bool(batch.log_probs[~batch.mask].any())
+    assert batch.model is trainer.model
+    assert find_adapter(batch.model) is not None
+
+
+def test_rows_are_chosen(tmp_path: Path) -> None:
+    """Training on chosen rows is training on a data set of just those."""
+    own = sft(tmp_path / "own", examples.FirstRows)
+    assert len(own.train_dataset) == 8
+    rows = sft_rows(48).select(list(examples.FirstRows.chosen))
+    plain = plain_sft(tmp_path / "trl", train_dataset=rows)
+    for trainer in (own, plain):
+        trainer.train()
+    assert furthest(own, plain) == 0.0
+
+
+class TrainsAReference(TokenPolicy):
+    """Has a copy of the model trained before training."""
+
+    name = "trains-a-reference"
+
+    def prepare(self, stage: PolicyStage) -> None:
+        assert stage.train is not None
+        before = weights(stage.model)
+        copy = stage.train(stage.rows, {"max_steps": 3, "num_train_epochs": 1})
+        after = weights(stage.model)
+        assert all(torch.equal(before[n], after[n]) for n in before), "the model is left alone"
+        self._copy = weights(copy)
+        ids = torch.tensor([stage.rows[0]["input_ids"]])
+        with torch.no_grad():  # a plain forward of the copy is the copy's
+            copy.eval()
+            assert not torch.equal(copy(input_ids=ids).logits, stage.model(input_ids=ids).logits)
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return batch.mask.float()
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_a_reference_is_trained_by_the_same_trainer(tmp_path: Path, peft: bool) -> None:
+    """The copy is what TRL trains from the same start; the run itself is as without it."""
+    policy = TrainsAReference()
+    own = sft(tmp_path / "own", policy, peft=peft)
+    plain = plain_sft(tmp_path / "trl", peft=peft, max_steps=3)
+    plain.train()
+    whole = plain_sft(tmp_path / "whole", peft=peft)
+    whole.train()
+    own.train()
+    wanted = weights(plain.model)
+    assert all(torch.allclose(policy._copy[n], wanted[n], atol=1e-6) for n in wanted)
+    assert furthest(own, whole) == 0.0
+
+
+def test_ten_lines_by_object_class_and_name(tmp_path: Path) -> None:
+    place = "tests.integration.policy_examples:Surprising"
+    ends = [
+        sft(tmp_path / "object", examples.Surprising()),
+        sft(tmp_path / "class", examples.Surprising),
+        sft(tmp_path / "name", args_policy=place),
+    ]
+    for trainer in ends:
+        trainer.train()
+        assert all(0.5 <= share < 0.54 for share in logged(trainer, "kept_share"))
+    assert furthest(ends[0], ends[1]) == furthest(ends[0], ends[2]) == 0.0
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["sstoken", "flow"])
+def test_resumed_after_kill_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    """Columns, attention and steps come back; dropout too."""
+    given = {"policy": name, "dropout": 0.1, "gradient_accumulation_steps": 2}
+    whole = Run("sft", tmp_path / "whole", options={**given, "policy_cache": str(tmp_path / "a")})
+    finish(whole)
+    broken = Run("sft", tmp_path / "broken", options={**given, "policy_cache": str(tmp_path / "b")})
+    assert kill(broken, Moment("on_step_begin", 5))
+    finish(broken, resume="auto")
+    first, second = (_final(run) for run in (whole, broken))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def _final(run: Run) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    last = max(run.out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return load_file(last / "model.safetensors")
+
+
+def test_another_policy_is_another_run(tmp_path: Path) -> None:
+    shared = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    sft(tmp_path, TALR(tau=1.0), **shared).train()
+    with pytest.raises(ConfigError, match="policy_arguments"):
+        sft(tmp_path, TALR(tau=2.0), **{**shared, "max_steps": 2}).train(True)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+JOBS = ("policy_runs.kept", "policy_runs.attention", "policy_runs.rows")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process found."""
+    return launch("single", tmp_path_factory.mktemp("single"), *JOBS)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_two_processes_are_one(tmp_path: Path, one: Any, layout: str) -> None:
+    """Half the accumulation each: the same parameters, also divided by the step's kept tokens."""
+    two = launch(layout, tmp_path / layout, *JOBS)
+    for job in ("kept", "attention", "rows"):
+        same_weights(one[0][job], two, job, model())
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+class Empty(examples.FirstRows):
+    name = "empty"
+    chosen = ()
+
+
+class Twice(examples.FirstRows):
+    name = "twice"
+    chosen = (1, 1)
+
+
+class NoColumns(TokenPolicy):
+    name = "no-columns"
+    needs = examples.Needs(columns=("missing",))
+
+
+class Validates(examples.FirstRows):
+    name = "validates"
+    needs = examples.Needs(validation=True)
+
+
+class OtherVocabulary(TokenPolicy):
+    name = "other-vocabulary"
+    needs = examples.Needs(scorer_model=True)
+
+    def prepare(self, stage: Any) -> None:
+        raise AssertionError("it was to be refused before")
+
+
+def other_vocabulary() -> Any:
+    found = model()
+    found.resize_token_embeddings(50)
+    return found
+
+
+def streamed() -> IterableDataset:
+    return sft_rows(48).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda d: sft(d, args_policy="rho-1"), "needs a reference model"),
+        (lambda d: sft(d, args_policy="less"), "validation"),
+        (lambda d: sft(d, args_policy="confpo"), "preference pairs"),
+        (lambda d: sft(d, args_policy="dpo"), "DPO"),
+        (lambda d: dpo(d, args_policy="talr"), "supervised fine-tuning"),
+        (lambda d: sft(d, args_policy="rho1"), "did you mean rho-1"),
+        (lambda d: sft(d, args_policy="talr", policy_options="{'tau': 1}"), "cannot be read"),
+        (lambda d: sft(d, args_policy="talr", policy_options="[1]"), "by name"),
+        (lambda d: sft(d, args_policy="talr", policy_options={"to": 1}), "does not take"),
+        (lambda d: sft(d, args_policy="top", policy_options={"to": 1}), "no options of its own"),
+        (lambda d: sft(d, args_policy="alphatoken", policy_options={"to": 1}), "no such variant"),
+        (lambda d: sft(d, args_policy="label", policy_options={"order": "up"}), "order"),
+        (lambda d: sft(d, args_policy="talr", policy_mode="soft"), "policy_mode"),
+        (lambda d: sft(d, args_policy="talr", policy_reference_dtype="int8"), "dtype"),
+        (lambda d: sft(d, args_policy="talr", keep_scope="global"), "keep_scope"),
+        (lambda d: sft(d, args_policy="talr", keep_ratio_start=0.9), "keep_ratio_start"),
+        (lambda d: sft(d, args_policy="talr", reuse_values=2), "reuse_values"),
+        (lambda d: sft(d, Empty), "chose rows"),
+        (lambda d: sft(d, Twice), "chose rows"),
+        (lambda d: sft(d, examples.FirstRows, packing=True), "packed"),
+        (lambda d: sft(d, examples.FirstRows, train_dataset=streamed()), "streamed"),
+        (lambda d: sft(d, NoColumns), "no prepare"),
+        (lambda d: sft(d, Validates), "validation dataset"),
+        (lambda d: sft(d, OtherVocabulary, reference=other_vocabulary()), "vocabulary"),
+        (lambda d: sft(d, examples.OwnDPO), "preference pairs"),
+        (lambda d: dpo(d, examples.OwnDPO, precompute_ref_log_probs=True), "precompute"),
+        (lambda d: dpo(d, examples.NoLoss).train(), "gave no loss"),
+        (lambda d: sft(d, DPO), "preference pairs"),
+        (lambda d: sft(d, AlphaToken), "trainer's own"),
+    ],
+)
+def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
+    with pytest.raises(AlphaTokenError, match=match):
+        make(tmp_path)
+
+
+def test_command_line_takes_options(tmp_path: Path) -> None:
+    words = ["--model_name_or_path", "x", "--output_dir", str(tmp_path), "--use_cpu", "true",
+             "--bf16", "false", "--policy", "talr", "--policy_options", '{"tau": 1.5}',
+             "--policy_mode", "budget", "--policy_scope", "sequence"]  # fmt: skip
+    found = read_arguments("sft", words, AlphaSFTConfig).training
+    assert (found.policy, found.policy_mode, found.policy_scope) == ("talr", "budget", "sequence")
+    assert found.policy_options in ({"tau": 1.5}, json.dumps({"tau": 1.5}))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("policy: flow\npolicy_options:\n  tau: 2.0\nuse_cpu: true\nbf16: false\n")
+    read = read_arguments("sft", ["--config", str(recipe), "--output_dir", "x"], AlphaSFTConfig)
+    assert read.training.policy_options == {"tau": 2.0}

@@ -1,0 +1,373 @@
+"""Preference policies in the real trainer, and their losses against TRL's own."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from trl import DPOConfig, DPOTrainer
+
+from alphatoken.batch import label_mask
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.policies.attribution import gradient_attribution
+from alphatoken.policies.confpo import ConfPO
+from alphatoken.policies.preference import PreferencePolicy
+from alphatoken.policies.sepo import SePO
+from alphatoken.policies.ti_dpo import TIDPO
+from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.policy import PolicyBatch
+from tests.integration.tiny_training import (
+    lora,
+    model,
+    options,
+    preference_rows,
+    tokenizer,
+    weights,
+)
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when CPOTrainer is imported
+
+STEPS = {"max_steps": 3, "learning_rate": 1e-3}
+
+
+class Uniform(PreferencePolicy):
+    """Weight 1 on every token: the base losses themselves."""
+
+    name = "uniform"
+    losses = {"dpo": (0.1, 0.0), "simpo": (2.0, 0.5)}  # noqa: RUF012
+    published_loss = "dpo"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return batch.mask.to(batch.log_probs.dtype)
+
+
+def trained(folder: Path, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
+    """Three steps, if not told otherwise; policy objects go to the trainer itself."""
+    own = {name: more.pop(name) for name in ("policy_reference",) if name in more}
+    if not isinstance(more.get("policy", ""), str):
+        own["policy"] = more.pop("policy")
+    torch.manual_seed(11)
+    trainer = AlphaDPOTrainer(
+        model=model(),
+        ref_model=None if peft else model(),
+        train_dataset=preference_rows(24),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+        args=AlphaDPOConfig(**options(folder, **{**STEPS, **more})),
+        **own,
+    )
+    trainer.train()
+    return trainer
+
+
+def plain(folder: Path, peft: bool = False, **more: Any) -> DPOTrainer:
+    torch.manual_seed(11)
+    trainer = DPOTrainer(
+        model=model(),
+        ref_model=None if peft else model(),
+        train_dataset=preference_rows(24),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+        args=DPOConfig(**options(folder, **{**STEPS, **more})),
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, key: str = "loss") -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def furthest(first: Any, second: Any) -> float:
+    a, b = weights(first.model), weights(second.model)
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+# --- uniform weights are TRL's losses -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_uniform_weights_train_as_trl_does(tmp_path: Path, peft: bool) -> None:
+    """Values, gradients and so weights after three accumulated and clipped steps."""
+    shared = {"gradient_accumulation_steps": 2, "peft": peft}
+    expected = plain(tmp_path / "trl", **shared)
+    found = trained(tmp_path / "ours", policy=Uniform, **shared)
+    assert logged(found) == pytest.approx(logged(expected), abs=1e-6)
+    assert logged(found, "grad_norm") == pytest.approx(logged(expected, "grad_norm"), rel=1e-4)
+    assert furthest(found, expected) < 1e-6
+    assert logged(found, "rewards/margins") == pytest.approx(
+        logged(expected, "rewards/margins"), abs=1e-6
+    )
+
+
+def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
+    """Loss and every gradient of one batch, against CPOTrainer(loss_type="simpo")."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    ours = trained(
+        tmp_path / "ours", policy=Uniform(loss="simpo", beta=1.7, gamma=0.4), max_steps=1
+    )
+    theirs = CPOTrainer(
+        model=model(),
+        train_dataset=preference_rows(24),
+        processing_class=tokenizer(),
+        args=CPOConfig(
+            **options(tmp_path / "trl", max_length=64),
+            loss_type="simpo",
+            cpo_alpha=0.0,
+            beta=1.7,
+            simpo_gamma=0.4,
+        ),
+    )
+    batch = next(iter(ours.get_train_dataloader()))
+    theirs.model.load_state_dict(ours.model.state_dict())
+    labels = ours.response_labels(batch)
+    branches = {}
+    for name, rows in (("chosen", slice(0, 4)), ("rejected", slice(4, 8))):
+        branches |= {
+            f"{name}_input_ids": batch["input_ids"][rows],
+            f"{name}_attention_mask": batch["attention_mask"][rows],
+            f"{name}_labels": labels[rows],
+        }
+    expected, _ = theirs.get_batch_loss_metrics(theirs.model, branches)
+    expected.backward()
+    ours.model.train()
+    ours.model.zero_grad()
+    found = ours.compute_loss(ours.model, dict(batch))
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+    gradients = dict(theirs.model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradients[name].grad, atol=1e-6), name
+
+
+def test_simpo_costs_no_reference_forward(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, policy="confpo", max_steps=1)
+    assert trainer.ref_model is not None
+    calls: list[int] = []
+    trainer.ref_model.register_forward_hook(lambda *_: calls.append(1))
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader()))))
+    assert not calls
+
+
+# --- each in three real steps ---------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, Any]] = {
+    "confpo": {"policy": "confpo"},
+    "confpo on dpo": {"policy": "confpo", "policy_options": {"loss": "dpo"}},
+    "confpo at a budget": {"policy": "confpo", "policy_mode": "budget", "keep_ratio": 0.25},
+    "sepo": {"policy": "sepo", "policy_reference": model(seed=4)},
+    "sepo on dpo": {
+        "policy": "sepo",
+        "policy_reference": model(seed=4),
+        "policy_options": {"loss": "dpo", "k": 0.5, "skip_first": True},
+    },
+    "ti-dpo": {"policy": "ti-dpo"},
+    "ti-dpo with its terms": {
+        "policy": "ti-dpo",
+        "policy_options": {"tdpo_alpha": 0.5, "triplet_gamma": 0.1, "anchor_tokens": 4},
+    },
+    "ti-dpo at a budget": {"policy": "ti-dpo", "policy_mode": "budget", "keep_ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_every_policy_trains(tmp_path: Path, name: str, peft: bool) -> None:
+    """Finite, reproducible, and another result than DPO's."""
+    first = trained(tmp_path / "first", peft=peft, **RUNS[name])
+    again = trained(tmp_path / "again", peft=peft, **RUNS[name])
+    base = plain(tmp_path / "dpo", peft=peft)
+    losses = logged(first)
+    assert len(losses) == 3
+    assert all(math.isfinite(x) for x in losses)
+    assert losses == logged(again)
+    assert furthest(first, again) == 0
+    assert all(bool(torch.isfinite(w).all()) for w in weights(first.model).values())
+    assert furthest(first, base) > 1e-6
+
+
+def test_the_realised_share_is_reported(tmp_path: Path) -> None:
+    """An outcome under the published rule; the budget under "budget"; soft weights by their ESS."""
+    native = logged(trained(tmp_path / "native", **RUNS["confpo"]), "alpha/kept_share")
+    assert all(0 < share < 1 for share in native)
+    assert len(set(native)) > 1
+    for share in logged(trained(tmp_path / "at", **RUNS["confpo at a budget"]), "alpha/kept_share"):
+        assert 0.25 <= share < 0.3  # rounded up in each response
+    soft = trained(tmp_path / "soft", **RUNS["ti-dpo"])
+    assert logged(soft, "alpha/kept_share") == [1.0] * 3
+    assert all(0.1 < share < 0.999 for share in logged(soft, "alpha/effective_share"))
+
+
+def test_the_terms_of_ti_dpo_reach_the_weights(tmp_path: Path) -> None:
+    """Each term alone changes the step; at the start the divergence is 0 and its gradient too."""
+    runs = {
+        name: trained(tmp_path / name, policy=TIDPO(anchor_tokens=4, **terms))
+        for name, terms in {
+            "none": {},
+            "kl": {"tdpo_alpha": 5.0},
+            "triplet": {"triplet_gamma": 0.5},
+        }.items()
+    }
+    assert furthest(runs["none"], runs["kl"]) > 1e-7
+    assert furthest(runs["none"], runs["triplet"]) > 1e-7
+
+
+@pytest.mark.parametrize("terms", [{}, {"tdpo_alpha": 0.5, "triplet_gamma": 0.1}])
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, terms: dict[str, float]) -> None:
+    policy = {"policy": "ti-dpo", "policy_options": {"anchor_tokens": 4, **terms}}
+    stored = trained(tmp_path / "stored", gradient_checkpointing=False, **policy)
+    again = trained(tmp_path / "again", gradient_checkpointing=True, **policy)
+    assert logged(again) == pytest.approx(logged(stored), abs=1e-6)
+    assert furthest(stored, again) < 1e-5
+
+
+def batch_of(trainer: AlphaDPOTrainer) -> tuple[dict[str, Any], Tensor]:
+    batch = next(iter(trainer.get_train_dataloader()))
+    return batch, label_mask(trainer.response_labels(batch))
+
+
+def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
+    """Columns against a plain forward; the reference is the trained model before training."""
+    oracle, reference = model(seed=4), model()
+    trainer = trained(tmp_path, policy="sepo", policy_reference=oracle)
+    batch, mask = batch_of(trainer)
+    found = trainer._columns.columns_of(batch, mask)
+    for name, scorer in (("oracle_losses", oracle), ("reference_losses", reference)):
+        with torch.no_grad():
+            logits = scorer.eval()(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            ).logits
+        each = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+        wanted = torch.zeros(mask.shape)
+        wanted[:, 1:] = -each
+        assert torch.allclose(found[name], wanted * mask, atol=1e-4)
+
+
+def test_sepo_loads_oracle_and_reference_from_paths(tmp_path: Path) -> None:
+    for name, seed in (("oracle", 4), ("reference", 6)):
+        model(seed=seed).save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    paths = {name: str(tmp_path / name) for name in ("oracle", "reference")}
+    loaded = trained(tmp_path / "paths", policy="sepo", policy_options=paths)
+    given = trained(
+        tmp_path / "given",
+        policy="sepo",
+        policy_reference=model(seed=4),
+        policy_options={"reference": paths["reference"]},
+    )
+    assert furthest(loaded, given) == 0
+    assert logged(loaded) == logged(given)
+
+
+def test_attribution_is_the_same_on_either_side(tmp_path: Path) -> None:
+    """transformers' rotary positions: left padding moves all positions of a row alike."""
+    trainer = trained(tmp_path, policy="ti-dpo", max_steps=1)
+    batch, _ = batch_of(trainer)
+    right = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    found = gradient_attribution(trainer.model, right)
+    left = {name: torch.zeros_like(value) for name, value in right.items()}
+    width = found.shape[1]
+    sizes = right["attention_mask"].sum(-1).tolist()
+    assert len(set(sizes)) > 1
+    for row, size in enumerate(sizes):
+        for name, value in right.items():
+            left[name][row, width - size :] = value[row, :size]
+    moved = gradient_attribution(trainer.model, left)
+    for row, size in enumerate(sizes):
+        assert torch.allclose(found[row, :size], moved[row, width - size :], rtol=1e-3, atol=1e-5)
+
+
+def decoders() -> dict[str, PreTrainedModel]:
+    """Tiny models whose embeddings, positions and heads differ."""
+    torch.manual_seed(0)
+    shared = {
+        "vocab_size": 46,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    gemma = Gemma3TextConfig(
+        **shared, final_logit_softcapping=5.0, layer_types=["full_attention"] * 2
+    )
+    return {
+        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=46, n_embd=32, n_layer=2, n_head=4)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shared, tie_word_embeddings=True)),
+        "gemma3": Gemma3ForCausalLM(gemma),  # scales its embeddings, caps its logits
+        "bfloat16": model().bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma3", "bfloat16"])
+def test_attribution_is_the_gradient_at_given_embeddings(name: str) -> None:
+    """The same by ``inputs_embeds``, all logits, and one row at a time."""
+    decoder = decoders()[name].train()
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(4, 46, (3, 9), generator=generator)
+    sizes = [9, 5, 7]
+    real = (torch.arange(9) < torch.tensor(sizes)[:, None]).long()
+    found = gradient_attribution(decoder, {"input_ids": ids, "attention_mask": real})
+    assert decoder.training
+    assert found.dtype == torch.float32
+    decoder.eval()
+    table = decoder.get_input_embeddings()
+    for row, size in enumerate(sizes):
+        leaf = table(ids[row : row + 1, :size]).detach().requires_grad_()
+        # gemma3 scales inside its embedding, so that what is given is scaled already.
+        top = decoder(inputs_embeds=leaf).logits[0, -1].max()
+        (gradient,) = torch.autograd.grad(top, leaf)
+        wanted = gradient.float().abs().sum(-1)[0]
+        loose = 0.05 if name == "bfloat16" else 1e-4
+        assert torch.allclose(
+            found[row, :size], wanted, rtol=loose, atol=loose * wanted.max().item()
+        )
+        assert not bool(found[row, size:].any())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"policy": "confpo", "policy_options": {"loss": "ipo"}}, "base loss"),
+        ({"policy": "confpo", "policy_options": {"threshold": 1}}, "these arguments"),
+        ({"policy": "sepo"}, "SePO needs an oracle|second model|policy_reference"),
+        ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "cannot be loaded"),
+        ({"policy": "ti-dpo", "policy_scope": "dataset"}, "at most the tokens of a batch"),
+        ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
+        ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),
+        ({"policy": "confpo", "loss_type": ["ipo"]}, "loss_type does not change"),
+        ({"policy": "confpo", "ld_alpha": 0.5}, "ld_alpha does not change"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=message):
+        trained(tmp_path, **more)
+
+
+def test_published_numbers() -> None:
+    assert (ConfPO().beta, ConfPO().gamma) == (1.5, 1.6)
+    assert (SePO().beta, SePO().gamma, SePO().native_ratio) == (1.0, 0.0, 0.3)
+    assert (TIDPO().beta, TIDPO().mix, TIDPO().sigma_divisor) == (0.1, 0.7, 4.0)

@@ -1,0 +1,393 @@
+"""Static passes on real rows and real processes: killed, resumed, shared, refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from alphatoken.batch import label_mask
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.oracle import token_losses
+from alphatoken.policies.less import LESS
+from alphatoken.policies.reference import check_tokenizers, load_reference
+from alphatoken.policies.static import measure_losses, model_losses, static_pass
+from alphatoken.policies.stm import STM
+from alphatoken.policies.token_cleaning import TokenCleaning, self_evolving
+from alphatoken.policies.xtf import XTF
+from alphatoken.progress import Progress
+from alphatoken.train.policy import PolicySettings, PolicyStage
+from alphatoken.train.sft import padded_batch
+from alphatoken.train.token_table import TokenTable
+from tests.integration import subjects
+from tests.integration import tiny_training as tiny
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.integration.test_static_passes"])
+PATIENCE = 240.0
+Row = dict[str, Any]
+
+
+def real_rows(name: str, count: int, first: int = 0, length: int = 128) -> list[Row]:
+    found = subjects.examples(name, first, count, length)
+    return [{"input_ids": list(e.input_ids), "labels": list(e.labels)} for e in found]
+
+
+def two_turns(name: str, count: int) -> list[Row]:
+    """Prompt, response, prompt, response: two real rows in one conversation."""
+    parts = real_rows(name, 2 * count)
+    return [
+        {key: a[key] + b[key] for key in ("input_ids", "labels")}
+        for a, b in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def right_padded(rows: Any) -> Any:
+    return padded_batch(rows, 0, "cpu")
+
+
+def stage(folder: Path, rows: Any, model: Any, **changes: Any) -> PolicyStage:
+    fields: dict[str, Any] = {"progress": False, "batch_size": 4, "reference_model": None}
+    return PolicyStage(model, rows, (), right_padded, folder=folder, **fields | changes)
+
+
+def by_row(model: Any, rows: list[Row]) -> np.ndarray[Any, Any]:
+    """-log p of every response token by the oracle, a row at a time."""
+    found = []
+    for row in rows:
+        batch = right_padded([row])
+        with torch.no_grad():
+            losses = token_losses(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+        found.append(losses[label_mask(batch["labels"])].numpy())
+    return np.concatenate(found)
+
+
+# --- real model, real rows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [real_rows, two_turns])
+@pytest.mark.parametrize("name", ["gsm8k", "tinystories"])
+def test_losses_of_real_rows(tmp_path: Path, make: Callable[..., list[Row]], name: str) -> None:
+    rows, model = make(name, 10), subjects.model()
+    found = model_losses(stage(tmp_path, rows, model), model, "loss")
+    expected = by_row(model, rows)
+    assert found.columns["loss"].dtype == np.float32
+    np.testing.assert_allclose(found.columns["loss"], expected, atol=2e-5)
+    # found again in a batch of other rows, in another order
+    batch = right_padded([rows[i] for i in (7, 2, 9)])
+    mask = label_mask(batch["labels"])
+    values = found.columns_of(batch, mask)["loss"]
+    again = by_row(model, [rows[i] for i in (7, 2, 9)])
+    np.testing.assert_allclose(values[mask].numpy(), again, atol=2e-5)
+
+
+def test_the_rules_on_text_that_the_model_knows_and_does_not_know(tmp_path: Path) -> None:
+    """stories260K was trained on TinyStories: it masks less of them than of GSM8K."""
+    model = subjects.model()
+    shares: dict[str, dict[str, float]] = {}
+    for name in ("gsm8k", "tinystories"):
+        at = stage(tmp_path, real_rows(name, 10), model)
+        stm, xtf = STM(), XTF()
+        table = stm.prepare(at)
+        assert stm.summary["kept_share"] == np.mean(np.exp(table.columns["loss"]) <= 2.5)
+        xtf.prepare(at)
+        shares[name] = {"stm": stm.summary["kept_share"], **xtf.summary}
+    assert shares["tinystories"]["stm"] > 0.5 > shares["gsm8k"]["stm"]
+    assert shares["tinystories"]["dropped_kn"] > shares["gsm8k"]["dropped_kn"]
+    for found in shares.values():
+        assert found["kept_share"] >= 1 - sum(found[f"dropped_{f}"] for f in ("ri", "kn", "tr"))
+
+
+def test_equal_budgets_of_all_static_policies(tmp_path: Path) -> None:
+    model, reference = subjects.model(), subjects.model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    at = stage(tmp_path, real_rows("gsm8k", 8), model, reference_model=reference)
+    settings = PolicySettings("budget", 0.37, scope="dataset", rounding="floor")
+    kept = {int(p(settings).prepare(at).columns["keep"].sum()) for p in (STM, XTF, TokenCleaning)}
+    assert len(kept) == 1
+
+
+# --- reference models -----------------------------------------------------------------------------
+
+
+def test_a_reference_in_bfloat16(tmp_path: Path) -> None:
+    folder, tokenizer = subjects.model_folder(), subjects.tokenizer()
+    exact = load_reference(folder, tokenizer=tokenizer)
+    narrow = load_reference(folder, dtype="bfloat16", tokenizer=tokenizer)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    for model in (exact, narrow):
+        assert not model.training
+        assert not any(p.requires_grad for p in model.parameters())
+    at = stage(tmp_path, real_rows("tinystories", 6), exact)
+    full = model_losses(at, exact, "loss").columns["loss"]
+    found = model_losses(at, narrow, "loss").columns["loss"]
+    assert found.dtype == np.float32
+    assert len(list(tmp_path.iterdir())) == 2  # precision is part of the model
+    # bfloat16 has 8 bits: logits of about 10 are rounded by 0.04
+    assert 1e-4 < np.abs(found - full).mean() < 0.05
+    assert np.corrcoef(found, full)[0, 1] > 0.999
+
+
+def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
+    folder, other = subjects.model_folder(), tiny.tokenizer()
+    with pytest.raises(ConfigError, match="tokenizer is not the trained model's"):
+        load_reference(folder, tokenizer=other)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_reference(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="unknown dtype"):
+        load_reference(folder, dtype="int4")
+    tiny.model().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=r"38 rows|no tokenizer|rows of embeddings"):
+        load_reference(tmp_path / "bare", tokenizer=subjects.tokenizer())
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_reference(tmp_path / "bare", tokenizer=other)
+    assert load_reference(tmp_path / "bare", tokenizer=other, check_tokenizer=False) is not None
+    other.save_pretrained(tmp_path / "bare")
+    assert load_reference(tmp_path / "bare", tokenizer=other) is not None
+
+
+def test_tokenizers_that_differ_in_one_token() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    own = tiny.tokenizer()
+    check_tokenizers(own, tiny.tokenizer())
+    text = own.backend_tokenizer.to_str().replace('"a":4', '"a":5').replace('"b":5', '"b":4')
+    from tokenizers import Tokenizer
+
+    swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text))
+    with pytest.raises(ConfigError, match=r"2 of \d+ tokens"):
+        check_tokenizers(own, swapped)
+
+
+def test_a_reference_with_an_adapter(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    lora = get_peft_model(tiny.model(), tiny.lora())
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        expected = lora.eval()(input_ids=ids).logits
+    tiny.model().save_pretrained(tmp_path / "base")
+    lora.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    lora.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        found = load_reference(tmp_path / "adapter")(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# --- killed and resumed ---------------------------------------------------------------------------
+
+
+def tiny_rows(count: int, seed: int = 0) -> list[Row]:
+    tokenizer, found = tiny.tokenizer(), []
+    for row in tiny.sums(count, seed):
+        prompt, answer = (tokenizer(row[k])["input_ids"] for k in ("prompt", "completion"))
+        labels = [-100] * (1 + len(prompt)) + answer
+        found.append({"input_ids": [1, *prompt, *answer], "labels": labels})
+    return found
+
+
+def slowly(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+    time.sleep(0.1)
+    return measure_losses(model, inputs, labels)
+
+
+def run_pass(folder: Path, measure: Any, progress: Any = False) -> TokenTable:
+    at = stage(folder, tiny_rows(40), tiny.model(layers=1), progress=progress)
+    return static_pass(at, at.model, ("loss",), measure, "losses", rows_per_shard=4)
+
+
+def run_less(folder: Path, progress: Any = False) -> np.ndarray[Any, Any]:
+    rows = tiny_rows(200)
+    at = replace(
+        stage(folder, rows, tiny.model(layers=1), progress=progress), validation=tiny_rows(4, 9)
+    )
+    policy = LESS(
+        dimension=32, rank=2, alpha=4.0, warmup_epochs=2, warmup_batch_size=4,
+        warmup_learning_rate=1e-3, target_modules=["q_proj", "v_proj"],
+    )  # fmt: skip
+    return policy.influence(at)
+
+
+def _child(kind: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    run_pass(folder, slowly) if kind == "pass" else run_less(folder)
+
+
+def kill_after(kind: str, folder: Path, pattern: str) -> None:
+    """Run in a process of its own, SIGKILL it when so many files are there."""
+    process = _SERVER.Process(target=_child, args=(kind, folder))
+    process.start()
+    end = time.monotonic() + PATIENCE
+    while not list(folder.glob(pattern)) and process.is_alive() and time.monotonic() < end:
+        time.sleep(0.002)
+    alive = process.is_alive()
+    process.kill()
+    process.join(PATIENCE)
+    assert alive, "it ended before it was killed"
+    assert process.exitcode == -signal.SIGKILL
+
+
+class Seen:
+    """A progress sink."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def __call__(self, progress: Progress) -> None:
+        self.done.append(progress.done)
+
+
+def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run_pass(whole, measure_losses)
+    kill_after("pass", cut, "*.parts/000003.safetensors")
+    assert not list(cut.glob("*.safetensors"))
+    seen = Seen()
+    found = run_pass(cut, measure_losses, seen)
+    assert seen.done[0] >= 20  # four shards of four rows were there
+    assert seen.done[-1] == 40
+    for name in ("keys", "sizes", "positions"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    assert np.array_equal(found.columns["loss"], expected.columns["loss"])
+    assert [p.suffix for p in cut.iterdir()] == [".safetensors"]
+
+
+def test_killed_less_goes_on_where_it_was(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        expected = run_less(tmp_path / "whole")
+        kill_after("less", tmp_path / "cut", "*.parts/rows-0-00000064.safetensors")
+        seen = Seen()
+        found = run_less(tmp_path / "cut", seen)
+    assert np.array_equal(found, expected)
+    assert [p.suffix for p in (tmp_path / "cut").iterdir()] == [".safetensors"]
+    assert seen.done[0] >= 128  # of the gradients: the warm-up was there as well
+    assert len(expected) == 200
+
+
+def test_an_altered_part_is_refused(tmp_path: Path) -> None:
+    kill_after("pass", tmp_path, "*.parts/000002.safetensors")
+    part = next(tmp_path.glob("*.parts/000001.safetensors"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(DataError, match=r"000001\.safetensors"):
+        run_pass(tmp_path, measure_losses)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def _of_two(rank: int, port: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    made: list[int] = []
+
+    def counted(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        made.append(len(labels))
+        return slowly(model, inputs, labels)
+
+    run_pass(folder, counted).save(folder / f"of-{rank}")
+    (folder / f"count-{rank}").write_text(str(sum(made)))
+    dist.destroy_process_group()
+
+
+def test_two_processes_share_the_rows(tmp_path: Path) -> None:
+    expected = run_pass(tmp_path / "one", measure_losses)
+    folder = tmp_path / "two"
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [_SERVER.Process(target=_of_two, args=(r, port, folder)) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    assert [int((folder / f"count-{r}").read_text()) for r in range(2)] == [20, 20]
+    for rank in range(2):
+        found = TokenTable.load(folder / f"of-{rank}", expected.header)
+        assert np.array_equal(found.columns["loss"], expected.columns["loss"])
+
+
+# --- self-evolving Token Cleaning -----------------------------------------------------------------
+
+
+def test_self_evolving_rounds(tmp_path: Path) -> None:
+    """Three rounds with a plain training loop; stopped in the last, and gone on with."""
+    from transformers import LlamaForCausalLM
+
+    base, rows = tiny.model(layers=1), tiny_rows(30)
+    calls: list[tuple[Any, int, int | None]] = []
+    stop = True
+
+    def train(start: Path | None, part: Any, table: TokenTable | None, folder: Path) -> None:
+        kept = None if table is None else int(table.columns["keep"].sum())
+        calls.append((start and start.name, len(part), kept))
+        if len(calls) == 3 and stop:
+            raise KeyboardInterrupt
+        own = tiny.model(layers=1) if start is None else LlamaForCausalLM.from_pretrained(start)
+        batch = right_padded(part)
+        if table is not None:
+            mask = label_mask(batch["labels"])
+            keep = table.columns_of(batch, mask, ["keep"])["keep"]
+            batch["labels"] = batch["labels"].masked_fill(keep == 0, -100)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            own(**batch).loss.backward()
+            optimizer.step()
+        own.save_pretrained(folder)
+
+    def load(folder: Path) -> Any:
+        return LlamaForCausalLM.from_pretrained(folder)
+
+    at = stage(tmp_path, rows, base)
+    with pytest.raises(KeyboardInterrupt):
+        self_evolving(at, train, load, rounds=3)
+    stop = False
+    done = self_evolving(at, train, load, rounds=3)
+    assert [c[:2] for c in calls] == [(None, 10), ("round-0", 10), ("round-1", 10), ("round-1", 10)]
+    assert [r.rows for r in done] == [(0, 10), (10, 20), (20, 30)]
+    assert done[0].kept == done[0].tokens == 0
+    assert calls[0][2] is None
+    for i, found in enumerate(done[1:], start=1):
+        assert found.kept == calls[-1 if i == 2 else 1][2] == int(0.6 * found.tokens + 1e-9)
+    # the second round's mask: base against the first round's model, by hand
+    part = rows[10:20]
+    scores = by_row(base.eval(), part) - by_row(load(tmp_path / "round-0").eval(), part)
+    count = done[1].kept
+    kept = np.sort(scores)[::-1][:count].mean()
+    assert kept > scores.mean()
+    assert self_evolving(at, train, load, rounds=3) == done  # nothing left to do
+    assert len(calls) == 4
+    with pytest.raises(DataError, match="another ratio"):
+        self_evolving(at, train, load, rounds=3, ratio=0.5)
+    with pytest.raises(DataError, match="another data"):
+        self_evolving(replace(at, rows=tiny_rows(30, 1)), train, load, rounds=3)
+    with pytest.raises(ConfigError, match="2 rounds"):
+        self_evolving(at, train, load, rounds=1)
