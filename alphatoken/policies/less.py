@@ -129,7 +129,12 @@ class LESS(TokenPolicy):
             dropout=dropout,
             target_modules=tuple(target_modules),
         )
-        self.summary: dict[str, float] = {}
+        self._summary: dict[str, float] = {}
+
+    @property
+    def summary(self) -> Mapping[str, float]:
+        """What the static pass found; empty before it."""
+        return self._summary
 
     # --- at a batch: every token of the rows that were chosen -------------------------------------
 
@@ -165,7 +170,7 @@ class LESS(TokenPolicy):
                 remedy="a larger keep_ratio, or rounding 'ceil'",
             )
         share = float(tokens[chosen].sum() / tokens.sum())
-        self.summary |= {
+        self._summary |= {
             "rows": float(len(tokens)), "chosen_rows": float(len(chosen)), "kept_share": share
         }  # fmt: skip
         return sorted(chosen.tolist())

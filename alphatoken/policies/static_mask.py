@@ -6,6 +6,7 @@ and the shares that it came to.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,7 +40,12 @@ class StaticMask(TokenPolicy):
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)
-        self.summary: dict[str, float] = {}
+        self._summary: dict[str, float] = {}
+
+    @property
+    def summary(self) -> Mapping[str, float]:
+        """What the static pass found; empty before it."""
+        return self._summary
 
     def measured(self, stage: PolicyStage) -> TokenTable:
         """What the static passes say of every training token."""
@@ -78,7 +84,7 @@ class StaticMask(TokenPolicy):
             keep = require_selection(self.native_keep(table), f"the rule of {self.name}")
         elif not self.by_batch():
             keep = self.best_tokens(table, self.settings.keep_ratio)
-        self.summary |= {"tokens": float(table.tokens), "kept_share": float(keep.mean())}
+        self._summary |= {"tokens": float(table.tokens), "kept_share": float(keep.mean())}
         return table.with_columns(score=scores, keep=keep)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
@@ -115,7 +121,7 @@ class GivenTable(StaticMask):
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """The table, as it was given."""
         keep = require_selection(self.table.columns["keep"], "the given table")
-        self.summary |= {"tokens": float(self.table.tokens), "kept_share": float(keep.mean())}
+        self._summary |= {"tokens": float(self.table.tokens), "kept_share": float(keep.mean())}
         return self.table
 
     def by_batch(self) -> bool:

@@ -177,7 +177,7 @@ class XTF(StaticMask):
     def _filtered(self, table: TokenTable) -> Array:
         """(N,) True where no filter drops the token; the shares go to ``summary``."""
         drops = self.dropped(table)
-        self.summary |= {f"dropped_{name}": float(d.mean()) for name, d in drops.items()}
+        self._summary |= {f"dropped_{name}": float(d.mean()) for name, d in drops.items()}
         return np.asarray(~np.logical_or.reduce(list(drops.values())))
 
     def static_scores(self, table: TokenTable) -> Array:
@@ -192,7 +192,7 @@ class XTF(StaticMask):
         before = int(keep.sum())
         if before < least:
             keep = keep_best(table, self.static_scores(table), self.floor)
-        self.summary["restored"] = float(int(keep.sum()) - before)
+        self._summary["restored"] = float(int(keep.sum()) - before)
         return keep
 
 

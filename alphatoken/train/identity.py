@@ -67,19 +67,25 @@ def _unordered(value: Any) -> bool:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs, by dotted name: (before, now). ``allowed`` names are left out.
+    """What differs, by name: (before, now). ``allowed`` names are left out.
+
+    A name that differs in two parts comes with its part the second time.
 
     >>> differences({"options": {"seed": 1, "beta": 2}}, {"options": {"seed": 1, "beta": 3}})
     {'beta': (2, 3)}
+    >>> differences({"data": {"n": 1}, "train": {"n": 2}}, {"data": {"n": 3}, "train": {"n": 2}})
+    {'n': (1, 3)}
     """
     found: dict[str, tuple[Any, Any]] = {}
     for part in sorted({*before, *now}):
         old, new = before.get(part), now.get(part)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= {k: (old.get(k), new.get(k)) for k in sorted({*old, *new})}
-        else:
-            found[part] = (old, new)
-    return {k: (a, b) for k, (a, b) in found.items() if a != b and k not in allowed}
+        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+            old, new = {part: old}, {part: new}
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name) and name not in allowed:
+                key = f"{part}.{name}" if name in found else name
+                found[key] = (old.get(name), new.get(name))
+    return found
 
 
 def frozen_fingerprint(model: nn.Module) -> str | None:

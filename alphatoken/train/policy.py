@@ -210,6 +210,16 @@ class TokenPolicy:
 
     # --- before training --------------------------------------------------------------------------
 
+    @property
+    def variant(self) -> str:
+        """Name in records: what was run, where options make it another thing than published."""
+        return self.name
+
+    @property
+    def summary(self) -> Mapping[str, float]:
+        """What the static pass found, by name: shares dropped or kept; filled by ``prepare``."""
+        return {}
+
     def prepare(self, stage: PolicyStage) -> TokenTable | None:
         """Static pass over the training rows: columns of every response token, or None."""
         return None

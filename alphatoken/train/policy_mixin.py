@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,10 @@ from alphatoken.adapter import AttentionCall, NativeAttention, find_adapter
 from alphatoken.attention import AttentionStatistics
 from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.storage import replacing
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token
+from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 
@@ -66,6 +69,24 @@ class PolicyMixin(_Base):
         policy, self._ahead = self._policy, []
         assert policy is not None
         self._check_forward(policy)
+        self._prepare_policy(policy, validation, reference)
+        self._write_policy(policy)
+
+    def _write_policy(self, policy: TokenPolicy) -> None:
+        """``policy.json`` in ``output_dir``: what runs under which name, and what it found."""
+        if not self.args.should_save:
+            return
+        folder = Path(str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "policy": policy.variant,
+            "settings": asdict(policy.settings),
+            "summary": dict(policy.summary),
+        }
+        with replacing(folder / "policy.json") as place:
+            place.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _prepare_policy(self, policy: TokenPolicy, validation: Any, reference: Any) -> None:
         kind = type(policy)
         chooses = kind.choose_rows is not TokenPolicy.choose_rows
         passes = kind.prepare is not TokenPolicy.prepare
@@ -104,8 +125,21 @@ class PolicyMixin(_Base):
             )
         self.train_dataset = select_rows(self.train_dataset, rows, self._policy.name)
 
+    @staticmethod
+    def _runs_model(policy: TokenPolicy) -> bool:
+        """Whether it runs the model at every batch, not only in a pass before training."""
+        kind = type(policy)
+        before = kind.prepare is TokenPolicy.prepare and kind.choose_rows is TokenPolicy.choose_rows
+        return policy.needs.model and before
+
     def _check_forward(self, policy: TokenPolicy) -> None:
         """See that the training forward can give what the policy asks of it."""
+        if self._runs_model(policy) and layout(self.accelerator) in SHARDED:
+            raise UnsupportedError(
+                f"policy '{policy.name}' runs the model itself, and the weights are sharded",
+                why="no process has whole weights outside the trainer's own forward",
+                remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+            )
         if not policy.needs.attention:
             return
         adapter = find_adapter(self.model)  # type: ignore[arg-type]

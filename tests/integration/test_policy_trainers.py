@@ -279,6 +279,9 @@ def test_every_sft_policy_trains(
     assert len(losses(trainer)) == 3
     assert moved(trainer, warm()) > 1e-4
     if name != "random":
+        record = json.loads((tmp_path / "run" / "policy.json").read_text())
+        assert (record["policy"], record["settings"]["mode"]) == (name, mode)
+        assert bool(record["summary"]) == (name in ("stm", "xtf", "token-cleaning", "less"))
         assert all(0 < share <= 1 for share in logged(trainer, "kept_share"))
         assert all(0 < share <= 1 + 1e-6 for share in logged(trainer, "effective_share"))
     if mode == "budget" and name in ("rho-1", "talr"):
@@ -292,6 +295,9 @@ def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: s
     more = {"policy_reference": str(reference)} if name == "sepo" else {}
     trainer = dpo(tmp_path / "run", max_steps=3, args_policy=name, **more)
     trainer.train()
+    if name == "ti-dpo":
+        record = json.loads((tmp_path / "run" / "policy.json").read_text())
+        assert record["policy"] == "ti-dpo (no triplet, no KL)"
     assert len(losses(trainer)) == 3
     assert moved(trainer, model()) > 1e-5
 
