@@ -128,7 +128,7 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:
         assert selection.keep_count(hundredths / 100, 10) == 5
 
     for new, error in (("assert False", AssertionError), ("import nothing", ImportError)):
-        edit = Edit("selection.keep_count", "return math.ceil(", f"{new}; return math.ceil(")
+        edit = Edit("selection.keep_count", "return _ROUNDINGS", f"{new}; return _ROUNDINGS")
         with pytest.raises(error):
             hunt(Mutant("broken", "", (edit,), ()), claim(check, 50))
     assert selection.keep_count(0.5, 10) == 5
@@ -140,7 +140,7 @@ def test_a_mutant_that_is_never_called_is_no_kill() -> None:
     def check(number: int) -> None:
         raise AssertionError(number)
 
-    edit = Edit("selection.keep_count", "math.ceil(", "math.floor(")
+    edit = Edit("selection.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
     with pytest.raises(RuntimeError, match="never called"):
         hunt(Mutant("elsewhere", "", (edit,), ()), claim(check, 1))
 
@@ -151,7 +151,7 @@ def test_a_property_that_fails_without_the_mutant_is_no_kill() -> None:
     def check(count: int) -> None:
         assert selection.keep_count(0.5, count) == -1
 
-    edit = Edit("selection.keep_count", "math.ceil(", "math.floor(")
+    edit = Edit("selection.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
     with pytest.raises(RuntimeError, match="without any mutant"):
         hunt(Mutant("innocent", "", (edit,), ()), claim(check, 3))
 
