@@ -1,4 +1,4 @@
-"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``recipes``, ``diagnose``.
+"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``diagnose`` and others.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--debug`` (``--traceback``

@@ -69,11 +69,15 @@ class LESS(TokenPolicy):
         adam: "code": m' / sqrt(v' + eps), no bias correction; "paper": m^ / (sqrt(v^) + eps).
         aggregate: "mean_of_cosines" (the code: validation gradients are normalised one by one), or
             "cosine_of_mean" (the paper: their mean is).
-        warmup_share, warmup_epochs, warmup_learning_rate, warmup_batch_size, rank, alpha, dropout,
-        target_modules: of the warm-up, see :class:`~alphatoken.policies.lora_warmup.LoraWarmup`.
-
-    Attributes:
-        summary: after ``choose_rows``: ``rows``, ``chosen_rows``, ``kept_share`` (of tokens).
+        warmup_share: this and what follows is of the warm-up; see
+            :class:`~alphatoken.policies.lora_warmup.LoraWarmup`.
+        warmup_epochs: its epochs, each a checkpoint.
+        warmup_learning_rate: its learning rate.
+        warmup_batch_size: rows of one of its steps.
+        rank: of its LoRA.
+        alpha: of its LoRA.
+        dropout: of its LoRA.
+        target_modules: of its LoRA.
 
     Raises:
         ConfigError: an argument out of range; no validation rows; packed rows.
@@ -133,7 +137,7 @@ class LESS(TokenPolicy):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """What the static pass found; empty before it."""
+        """After ``choose_rows``: ``rows``, ``chosen_rows``, ``kept_share`` (of tokens)."""
         return self._summary
 
     # --- at a batch: every token of the rows that were chosen -------------------------------------

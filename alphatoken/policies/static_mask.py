@@ -28,9 +28,6 @@ class StaticMask(TokenPolicy):
 
     A subclass measures (``measured``), scores (``static_scores``, higher = keep) and, where the
     published rule is not a budget, has a rule of its own (``native_keep``).
-
-    Attributes:
-        summary: after ``prepare``: tokens, ``kept_share``, and what else the policy reports.
     """
 
     scope: ClassVar[str] = "dataset"
@@ -44,7 +41,7 @@ class StaticMask(TokenPolicy):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """What the static pass found; empty before it."""
+        """After ``prepare``: tokens, ``kept_share``, and what else the policy reports."""
         return self._summary
 
     def measured(self, stage: PolicyStage) -> TokenTable:
