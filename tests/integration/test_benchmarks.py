@@ -249,6 +249,7 @@ def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         drawn = plots.draw(rows, tmp_path / folder)
         assert [name for name, _ in drawn] == [
+            "targets.svg",
             "ratios.svg",
             "contraction.svg",
             "time.svg",
