@@ -88,9 +88,9 @@ def token_errors(
             the backward, the causal ones after it.
     """
     if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
-        return _undivided(*_at(recorder, loss, "ordinary", consume))
+        return _undivided(recorder, loss, "ordinary", consume)
     if estimator == "direct" or path == "direct":
-        return _undivided(*_at(recorder, loss, "self", consume))
+        return _undivided(recorder, loss, "self", consume)
     mode = "ordinary" if estimator == "paper_literal" else "self"
     scored = scored_attentions(recorder)
     outputs = [attention.output for attention in scored]
@@ -132,7 +132,8 @@ def _at(
     return errors[:uses], errors[uses:], any(error is not None for error in errors)
 
 
-def _undivided(errors: list[Tensor | None], _: list[Tensor | None], reached: bool) -> TokenErrors:
+def _undivided(recorder: Recorder, loss: Tensor, mode: str, consume: Consume | None) -> TokenErrors:
+    errors, _, reached = _at(recorder, loss, mode, consume)
     return TokenErrors(errors, [None] * len(errors), reached)
 
 

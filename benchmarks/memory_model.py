@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peak import peak_mib
+from benchmarks.peak import fresh_environment, peak_mib
 
 Row = dict[str, Any]
 MIB = 2.0**20
@@ -103,10 +103,12 @@ def measured(settings: Sequence[Setting], *, beside: int = 2) -> list[float]:
 
 def _started(setting: Setting) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.memory_model", json.dumps(asdict(setting))]
-    # See benchmarks/cases.py: glibc's moving threshold would make the peak a matter of luck.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=fresh_environment(HF_HUB_OFFLINE="1"),
     )
 
 

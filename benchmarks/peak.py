@@ -25,7 +25,14 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.estimators import ESTIMATORS
 from benchmarks.models import Size, fisher
 
-__all__ = ["fresh_peak", "length_size", "observed_step", "peak_mib", "plain_step"]
+__all__ = [
+    "fresh_environment",
+    "fresh_peak",
+    "length_size",
+    "observed_step",
+    "peak_mib",
+    "plain_step",
+]
 
 LAYERS = 3
 STEPS = {
@@ -114,14 +121,22 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes outside Linux
 
 
+def fresh_environment(**more: str) -> dict[str, str]:
+    """The environment of a process whose peak is measured.
+
+    A fixed threshold gives large blocks back to the system at once; glibc's moving one keeps some
+    of them or not, and the peak would differ by half between runs of the same work.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", **more}
+
+
 def fresh_peak(what: str, size: Size, device: torch.device) -> float:
     """MiB of a fresh process that does ``what``."""
     command = [sys.executable, "-m", "benchmarks.peak", what, "--size", json.dumps(asdict(size))]
     command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
-    # A fixed threshold gives large blocks back to the system at once; glibc's moving one keeps some
-    # of them or not, and the peak would differ by half between runs of the same work.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=fresh_environment()
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alphatoken import FisherDrift
 from benchmarks.measure import alternate
 from benchmarks.models import decoder, random_batch
-from benchmarks.peak import peak_mib
+from benchmarks.peak import fresh_environment, peak_mib
 
 Row = dict[str, Any]
 LAYERS = 3
@@ -224,9 +223,9 @@ def _flops(run: Callable[[], None]) -> int:
 def _peak(what: str, size: Size, setting: str = "train_step_fixed") -> float:
     numbers = [size.width, size.depth, size.vocabulary, size.rows, size.length]
     command = [sys.executable, "-m", "benchmarks.step", what, setting, *map(str, numbers)]
-    # See benchmarks/cases.py: glibc's moving threshold would make the peak a matter of luck.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=fresh_environment()
+    )
     return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.peak import fresh_environment
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 600.0
 """Seconds after which a child is taken to hang."""
@@ -23,17 +24,17 @@ class ChildError(RuntimeError):
     """A child process failed; the message ends with its own last line."""
 
 
-def environment() -> dict[str, str]:
-    """A fixed malloc threshold: see ``cases._peak``. Hugging Face stays offline."""
-    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "HF_HUB_OFFLINE": "1"}
-
-
 def call(*arguments: str, timeout: float = PATIENCE) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines of a child, and why it ended early ("" if it did not)."""
     command = [sys.executable, "-m", "benchmarks.peers.child", *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=environment(), cwd=ROOT
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=fresh_environment(HF_HUB_OFFLINE="1"),
+            cwd=ROOT,
         )
         output, code, errors = done.stdout, done.returncode, done.stderr
     except subprocess.TimeoutExpired as late:
