@@ -207,10 +207,12 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"({batch['rows_per_micro_batch']} x {batch['accumulation']} accumulated), at most "
         f"{batch['tokens_at_most']:,} tokens of {batch['length']} a sequence",
     )
+    share = batch["keep_ratio"]
     yield _line(
         "kept",
-        f"{batch['keep_ratio']:.0%} of the response tokens, at most {batch['kept_at_most']:,} a "
-        "step",
+        f"what the rule of {scored['policy']} keeps of the response tokens"
+        if share is None
+        else f"{share:.0%} of the response tokens, at most {batch['kept_at_most']:,} a step",
     )
     yield _line("validation", _validation(plan.validation))
     yield _line("steps", _steps(plan.steps))

@@ -26,7 +26,7 @@ __all__ = ["TokenCounter", "run_cell"]
 
 _COST = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
-    "scoring_time", "setup_time", "peak_memory", "peak_memory_of",
+    "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of",
 )  # fmt: skip
 
 Build = Callable[[str, Mapping[str, Any]], Any]
@@ -91,6 +91,7 @@ def _train(
         trainer = build(spec["command"], spec["resolved"])
         setup = time.perf_counter() - begun
     counter = TokenCounter(trainer, folder.path / "counts")
+    counter.add_earlier(getattr(trainer.token_policy, "summary", {}))
     peak = PeakMemory()
     checkpoints = list((folder.path / "run").glob("checkpoint-*"))
     began = time.perf_counter()
@@ -104,6 +105,7 @@ def _train(
         "kept_share": counter.kept / max(counter.response, 1),
         "time": counter.seconds,
         "scoring_time": counter.scoring,
+        "direction_time": counter.direction,
         "setup_time": setup,
         "peak_memory": peak.read(),
         "peak_memory_of": peak.kind,
@@ -146,20 +148,28 @@ class TokenCounter(TrainerCallback):
         response: response tokens that the model saw.
         kept: of these, tokens with a weight other than 0.
         effective: ``(sum w)^2 / sum w^2`` of each micro-batch, summed: what soft weights amount to.
-        scoring: seconds spent on values.
+        scoring: seconds spent on values, or on a policy's weights.
+        direction: seconds spent on the validation and retention gradients.
         seconds: of training, in earlier runs of the cell.
         notes: what a reader of the numbers should know.
     """
 
     def __init__(self, trainer: Any, folder: Path) -> None:
         self.response = self.kept = 0
-        self.effective = self.scoring = self.seconds = 0.0
+        self.effective = self.scoring = self.direction = self.seconds = 0.0
         self.notes: list[str] = []
         self._folder, self._begun, self._gated = folder, time.perf_counter(), False
         self._trainer = trainer
         trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
         trainer.monitor.record = partial(self._record, trainer.monitor.record)
+        trainer.monitor.direction = partial(self._direction, trainer.monitor.direction)
         trainer.add_callback(self)
+
+    def add_earlier(self, summary: Mapping[str, float]) -> None:
+        """Count what a policy trained on before this run, such as earlier rounds."""
+        tokens, kept = (int(summary.get(f"earlier_{name}", 0)) for name in ("tokens", "kept"))
+        self.response, self.kept = self.response + tokens, self.kept + kept
+        self.effective += kept
 
     def _compute_loss(self, inner: Callable[..., Any], model: Any, inputs: Any, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
         self._gated = False
@@ -181,10 +191,14 @@ class TokenCounter(TrainerCallback):
         self.scoring += float(named.get("seconds", 0.0))
         inner(*args, **named)
 
+    def _direction(self, inner: Callable[[float], None], seconds: float) -> None:
+        self.direction += seconds
+        inner(seconds)
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Beside the checkpoint: what was counted up to it."""
         self._folder.mkdir(exist_ok=True)
-        names = ("response", "kept", "effective", "scoring")
+        names = ("response", "kept", "effective", "scoring", "direction")
         seconds = self.seconds + time.perf_counter() - self._begun
         counts = {**{name: getattr(self, name) for name in names}, "seconds": seconds}
         write_json(self._folder / f"{state.global_step}.json", counts)

@@ -28,8 +28,9 @@ READ = """\
 `mean ± s`, s the sample standard deviation over seeds. **Bold** is the best of a column, underlined
 the second best; the model before training (`start`) takes no part. "Tokens trained on" counts
 response tokens with a weight other than 0, over all steps; "effective" is (Σw)²/Σw² where weights
-are soft. Time is of training, its scoring included; fitting a Fisher, static passes and reference
-models are "before training" or not counted, as in the paper.
+are soft. Time is of training: in it are scoring (a value or a weight for each token) and, for
+methods by value, the validation and retention gradients of each step ("gradients"). Fitting a
+Fisher, static passes and reference models are "before training" or not counted, as in the paper.
 """
 
 

@@ -35,7 +35,7 @@ Record = dict[str, Any]
 _FIRST = (
     "task", "policy", "mode", "seed", "status", "kept_tokens", "response_tokens",
     "effective_tokens", "target", "retention", "overall", "unit", "time", "scoring_time",
-    "setup_time", "peak_memory", "peak_memory_of", "steps",
+    "direction_time", "setup_time", "peak_memory", "peak_memory_of", "steps",
 )  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def cost_table(lines: Sequence[Line]) -> str:
     lines = [line for line in lines if line.values("time")]
     kinds = sorted({str(r["peak_memory_of"]) for line in lines for r in line.records
                     if r.get("peak_memory_of")})  # fmt: skip
-    heads = ["method", "mode", "train time (s)", "of it scoring (s)", "before training (s)"]
+    heads = ["method", "mode", "train time (s)", "of it scoring (s)", "of it gradients (s)"]
+    heads.append("before training (s)")
     heads.append(f"peak memory (MB, {', '.join(kinds) or 'none'})")
     rows = [
         [
@@ -148,6 +149,7 @@ def cost_table(lines: Sequence[Line]) -> str:
             line.mode,
             _figure(line, "time", 1),
             _figure(line, "scoring_time", 1),
+            _figure(line, "direction_time", 1),
             _figure(line, "setup_time", 1),
             _scaled(line, "peak_memory", 1e6),
         ]

@@ -117,8 +117,9 @@ CHARTS: tuple[ChartSpec, ...] = (
     ),
     ChartSpec(
         "Scoring",
-        "Seconds spent on scoring since the log before; reused values cost none.",
-        {"alpha/scoring_seconds": "seconds"},
+        "Seconds since the log before: of scoring (reused values cost none), and of the validation "
+        "and retention gradients that values are taken against.",
+        {"alpha/scoring_seconds": "scoring", "alpha/direction_seconds": "gradients"},
         zero=True,
     ),
 )

@@ -58,7 +58,7 @@ from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_mixin import PolicyMixin
-from alphatoken.train.policy_names import chosen_policy
+from alphatoken.train.policy_names import chosen_policy, reads_reference, unread_reference
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
@@ -216,6 +216,10 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         """Check options, prepare rows; called at the end of the trainer's ``__init__``."""
         options = self.args
         self._policy = chosen_policy(options, policy, options.FAMILY)
+        if policy_reference is not None and not (
+            self._policy is not None and reads_reference(self._policy)
+        ):
+            raise unread_reference(self._policy.name if self._policy else options.policy)
         check_fisher_rows(options, fisher, fisher_dataset)
         self._alpha_active = (
             self._policy is not None or options.policy != "all" or options.needs_values
@@ -431,7 +435,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     def _begin(self) -> None:
         """Enter the current optimizer step."""
         step, options = self.state.global_step, self.args
+        started = time.perf_counter()
         self.valuation.begin(step, self.state.max_steps)
+        self.monitor.direction(time.perf_counter() - started)
         looked = self.monitor.looked_at
         if options.held_out_steps and step % options.held_out_steps == 0 and looked != step:
             self.monitor.gap(step, self.valuation.objective_gap(step))
@@ -695,6 +701,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         num_items: Any,
         scored: Scored | None,
         weights: Tensor,
+        seconds: float = 0.0,
     ) -> None:
         values = None if scored is None else scored.values
         self.monitor.record(
@@ -702,7 +709,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
             mask=mask,
             values=values,
             reused=scored is not None and values is None,
-            seconds=0.0 if scored is None else scored.seconds,
+            seconds=seconds if scored is None else scored.seconds,
             tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
         if scored is not None and self._keeps_values:

@@ -74,7 +74,7 @@ class TrainMonitor(TrainerCallback):
         self._trainer, self._sums = trainer, ValueSums()
         self._balance: dict[str, float] = {}
         self._looks: list[dict[str, float]] = []
-        self._scoring = 0.0
+        self._scoring = self._direction = 0.0
         self._split: int | None = None  # step of the components, where logs cannot be foreseen
         self._earlier = 0.0  # seconds since the last log that other processes spent
         self._since = self._begun = time.monotonic()
@@ -114,6 +114,14 @@ class TrainMonitor(TrainerCallback):
         if values is not None and values.balance:
             self._balance = values.balance
 
+    def direction(self, seconds: float) -> None:
+        """What values are taken against was made anew: validation and retention gradient.
+
+        Args:
+            seconds: spent on it.
+        """
+        self._direction += seconds
+
     def gap(self, step: int, found: Mapping[str, float]) -> None:
         """A look at the validation objective: ``pool``, ``held_out`` and ``gap``."""
         if found:
@@ -150,12 +158,14 @@ class TrainMonitor(TrainerCallback):
             "sums": self._sums.state(),
             "seconds": now - self._since + self._earlier,
             "scoring": self._scoring,
+            "direction": self._direction,
         }
         parts = gather_object([own])
         found = summary([part["sums"] for part in parts])
         seconds = max(part["seconds"] for part in parts)
         found["tokens_per_second"] = found.pop("tokens") / seconds if seconds > 0 else 0.0
-        found["scoring_seconds"] = max(part["scoring"] for part in parts)
+        for name in ("scoring", "direction"):
+            found[f"{name}_seconds"] = max(part[name] for part in parts)
         if self._balance:
             found["balance"] = median(self._balance.values())
         if self._looks:
@@ -167,7 +177,8 @@ class TrainMonitor(TrainerCallback):
             found["seconds_left"] = left
         self._sums.clear()
         self._split = None
-        self._since, self._earlier, self._scoring = now, 0.0, 0.0
+        self._since, self._earlier = now, 0.0
+        self._scoring = self._direction = 0.0
         return {f"alpha/{name}": float(value) for name, value in found.items()}
 
     def _validation(self) -> dict[str, float]:
@@ -207,6 +218,7 @@ class TrainMonitor(TrainerCallback):
             "looks": self._looks,
             "seconds": time.monotonic() - self._since + self._earlier,
             "scoring": self._scoring,
+            "direction": self._direction,
         }
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -215,6 +227,7 @@ class TrainMonitor(TrainerCallback):
         self._split = values["split"]
         self._balance, self._looks = dict(values["balance"]), list(values["looks"])
         self._earlier, self._scoring = float(values["seconds"]), float(values["scoring"])
+        self._direction = float(values.get("direction", 0.0))  # none in older checkpoints
         self._since = time.monotonic()
 
     # --- the console ------------------------------------------------------------------------

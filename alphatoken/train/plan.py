@@ -16,6 +16,7 @@ from alphatoken.estimators import CAPTURED, SELF_ONLY
 from alphatoken.layer_choice import read_layers
 from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
 from alphatoken.train.layouts import check_layout
+from alphatoken.train.policy_names import chosen_policy
 
 __all__ = ["Plan", "make_plan", "refuse_scope"]
 
@@ -181,7 +182,7 @@ def _batch(args: Any, layout: Layout, command: str, length: int) -> dict[str, An
     micro = args.per_device_train_batch_size * layout.processes
     rows = micro * args.gradient_accumulation_steps
     sequences = rows * (2 if command == "dpo" else 1)
-    kept = args.keep_ratio if args.policy != "all" else 1.0
+    kept = _kept_share(args)
     return {
         "rows": rows,
         "rows_per_micro_batch": micro,
@@ -189,8 +190,16 @@ def _batch(args: Any, layout: Layout, command: str, length: int) -> dict[str, An
         "length": length,
         "tokens_at_most": sequences * length,
         "keep_ratio": kept,
-        "kept_at_most": math.ceil(kept * sequences * length),
+        "kept_at_most": math.ceil((1.0 if kept is None else kept) * sequences * length),
     }
+
+
+def _kept_share(args: Any) -> float | None:
+    """Share of the response tokens that is trained on; None where the policy's rule decides."""
+    policy = chosen_policy(args, None, args.FAMILY)
+    if policy is not None and policy.settings.mode == "native":
+        return policy.native_ratio
+    return 1.0 if args.policy == "all" else float(args.keep_ratio)
 
 
 def _validation_part(args: Any, share: float) -> dict[str, Any]:

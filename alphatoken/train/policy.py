@@ -142,8 +142,10 @@ class PolicyStage:
         batch_size: rows of one forward.
         progress: as for ``alphatoken.progress``; None for automatic.
         train: (rows, options) -> a copy of the model trained on them with this trainer, for
-            methods that train a reference first; None where the trainer cannot.
+            methods that train a reference first; None where the trainer cannot. See
+            ``alphatoken.train.policy_stage`` for more arguments.
         tokenizer: of the model.
+        run: options of the trainer that the result of ``train`` depends on, as JSON values.
     """
 
     model: Any
@@ -156,6 +158,7 @@ class PolicyStage:
     progress: bool | None = None
     train: Callable[..., Any] | None = None
     tokenizer: Any = None
+    run: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TokenPolicy:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -71,6 +72,11 @@ class PolicyMixin(_Base):
         self._check_forward(policy)
         self._prepare_policy(policy, validation, reference)
         self._write_policy(policy)
+
+    @property
+    def token_policy(self) -> TokenPolicy | None:
+        """The policy that is carried out; None where the trainer's own one is."""
+        return self._policy
 
     def _write_policy(self, policy: TokenPolicy) -> None:
         """``policy.json`` in ``output_dir``: what runs under which name, and what it found."""
@@ -241,8 +247,10 @@ class PolicyMixin(_Base):
             loss = self.base_loss(gate, found, num_items)  # type: ignore[attr-defined]
         self._require_finite(loss)  # type: ignore[attr-defined]
         batch = self._policy_batch(inputs, gate, reference, attention)
+        started = time.perf_counter()
         weights = policy.weights(batch)
-        self._record(inputs, batch.mask, num_items, None, weights)  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - started
+        self._record(inputs, batch.mask, num_items, None, weights, seconds)  # type: ignore[attr-defined]
         log_probs = batch.log_probs.clone().requires_grad_()
         own = policy.loss(batch, log_probs, weights)
         if own is not None:

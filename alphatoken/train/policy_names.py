@@ -13,7 +13,14 @@ from typing import Any
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
-__all__ = ["TRAINER_POLICIES", "chosen_policy", "read_policy_options", "trainer_fields"]
+__all__ = [
+    "TRAINER_POLICIES",
+    "chosen_policy",
+    "read_policy_options",
+    "reads_reference",
+    "trainer_fields",
+    "unread_reference",
+]
 
 TRAINER_POLICIES = ("top", "random", "bottom", "all")
 """Policies of the trainers themselves, by value."""
@@ -82,6 +89,8 @@ def chosen_policy(
         ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
     """
     if given is None and options.policy in TRAINER_POLICIES:
+        if options.policy_reference is not None:
+            raise unread_reference(options.policy)
         return None
     settings: PolicySettings = options.policy_settings()
     own = read_policy_options(options.policy_options)
@@ -101,6 +110,22 @@ def chosen_policy(
     return found
 
 
+def reads_reference(policy: TokenPolicy) -> bool:
+    """Whether it scores with a second model, or does so with other options."""
+    return policy.needs.scorer_model or type(policy).needs.scorer_model
+
+
+def unread_reference(name: str) -> ConfigError:
+    """A second model was named, and the policy would not look at it."""
+    return ConfigError(
+        f"policy '{name}' scores with no second model",
+        got="policy_reference",
+        why="it would be loaded for nothing, and the run is not what its options say",
+        remedy="leave it out; a policy of your own that reads it says "
+        "needs = Needs(scorer_model=True)",
+    )
+
+
 def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
     if found.family not in (family, "both"):
         place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
@@ -117,6 +142,8 @@ def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
             got="a trainer without a reference model",
             remedy="a column of prepare(), made with policy_reference",
         )
+    if options.policy_reference is not None and not reads_reference(found):
+        raise unread_reference(found.name)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
             raise ConfigError(

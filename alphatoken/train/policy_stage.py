@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import random
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -15,13 +16,14 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.train.identity import option_values
 from alphatoken.train.layouts import layout
 from alphatoken.train.policy import PolicyStage, TokenPolicy
 
-__all__ = ["TrainingRows", "kept_random_state", "make_stage", "select_rows"]
+__all__ = ["TrainingRows", "copied", "kept_random_state", "make_stage", "select_rows"]
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 _ROW = ("input_ids", "labels", "seq_lengths")
@@ -140,6 +142,7 @@ def make_stage(
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if alone else None,
+        run=option_values(options),
         tokenizer=_tokenizer(trainer),
     )
 
@@ -212,40 +215,64 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
     return dataset.select(rows)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy that can be trained by itself."""
+    found = copy.deepcopy(model)
+    for module in found.modules():  # TRL's fused head is bound to the model that it was made for
+        own = module.__dict__.get("forward")
+        if getattr(getattr(own, "__func__", own), "__wrapped__", None) is not None:
+            del module.__dict__["forward"]
+    return found
+
+
 def _train_copy(
-    trainer: Any, rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    trainer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    model: nn.Module | None = None,
+    policy: TokenPolicy | None = None,
+    record: Callable[[Tensor, Tensor], None] | None = None,
 ) -> nn.Module:
-    """A copy of the model, trained on tokenised rows with all tokens.
+    """A copy of the model, trained on tokenised rows.
 
     Args:
         trainer: whose model, tokenizer and arguments are copied; none of them changes.
         rows: {input_ids, labels}.
-        options: arguments of the run that differ, such as num_train_epochs or output_dir.
+        options: arguments of the run that differ, such as num_train_epochs or max_steps.
+        model: trained in place of a copy of the trainer's.
+        policy: of this training, which may need columns only; None for all tokens.
+        record: told mask and weights of each micro-batch of a policy.
     """
     from datasets import Dataset
 
+    own_folder = _folder(trainer.args) / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
         "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
-        "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False, "max_steps": -1,
-        "output_dir": str(_folder(trainer.args) / f"run-{secrets.token_hex(4)}"),
+        "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
+        "output_dir": str(own_folder),
     }  # fmt: skip
     if getattr(trainer.args, "packing", False):
         plain |= {"packing": False}
     args = dataclasses.replace(trainer.args, **{**plain, **options})
-    model = copy.deepcopy(trainer.model)
-    for module in model.modules():  # TRL's fused head is bound to the model that it was made for
-        own = module.__dict__.get("forward")
-        if getattr(getattr(own, "__func__", own), "__wrapped__", None) is not None:
-            del module.__dict__["forward"]
     found = type(trainer)(
-        model=model,
+        model=copied(trainer.model) if model is None else model,
         args=args,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
         processing_class=trainer.processing_class,
+        policy=policy,
     )
+    if record is not None:
+        found.monitor.record = partial(_told, record, found.monitor.record)
     with kept_random_state():
         found.train()
+    shutil.rmtree(own_folder, ignore_errors=True)  # what it says of itself; nothing else is there
     trained = trainer.accelerator.unwrap_model(found.model)
     assert isinstance(trained, nn.Module)
     return trained
+
+
+def _told(record: Callable[[Tensor, Tensor], None], inner: Callable[..., None], **of: Any) -> None:
+    record(of["mask"], of["weights"])
+    inner(**of)

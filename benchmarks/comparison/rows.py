@@ -1,6 +1,7 @@
 """Rows of the published grid: real ones, cut to parts that share no row, written as JSONL.
 
     SFT    mathematics questions and answers; target: its own test file; retention: stories
+    mixed  half of those rows, and as many of Python; target and retention as before
     DPO    dialogues with a preferred reply (harmlessness); warm-up on general instructions
 
 Only rows that fit the model whole are taken, so that nothing is cut; dialogues keep as many of
@@ -20,6 +21,7 @@ from benchmarks.training.tasks import Encoder, read, size
 
 LENGTH = 288
 SIZES = {"train": 240, "validation": 128}
+MIXED = 120
 PAIRS = {"train": 160, "validation": 64, "target": 88, "fisher": 40}
 TARGET, FISHER, STORIES, STORY = 96, 64, 64, 256
 
@@ -46,8 +48,13 @@ def _mathematics(folder: Path, encoder: Encoder) -> None:
         ]
 
     fitting, longer = rows("gsm8k/train.jsonl")
-    for name, part in zip(SIZES, tasks._cut(fitting, *SIZES.values()), strict=False):
+    parts = tasks._cut(fitting, *SIZES.values())
+    for name, part in zip(SIZES, parts, strict=False):
         _write(folder / f"math-{name}.jsonl", part)
+    code = [{"prompt": r["text"], "response": r["code"]} for r in read("mbpp/train.jsonl")]
+    code = [r for r in code if size(encoder.row(r["prompt"], r["response"])) <= LENGTH]
+    mixed = parts[0][:MIXED] + tasks._cut(tasks._shuffled(code, "sft_mixed"), MIXED)[0]
+    _write(folder / "mixed-train.jsonl", mixed)
     short = [r for r in longer if len(encoder.prompt(r["prompt"])) < LENGTH // 2 + 32]
     _write(folder / "math-fisher.jsonl", tasks._cut(short, FISHER)[0])
     _write(folder / "math-target.jsonl", rows("gsm8k/test.jsonl")[0][:TARGET])

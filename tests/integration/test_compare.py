@@ -478,8 +478,8 @@ def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]
         "task": "t", "policy": policy, "mode": "native", "seed": seed, "status": "done",
         "kept_tokens": 1000, "response_tokens": 2000, "effective_tokens": 1000.0,
         "target": target, "retention": 2.0, "overall": (target + 2) / 2, "unit": "loss",
-        "time": 10.0 + seed, "scoring_time": 1.0, "setup_time": 2.0, "peak_memory": 5e8,
-        "peak_memory_of": "resident", **more,
+        "time": 10.0 + seed, "scoring_time": 1.0, "direction_time": 3.0, "setup_time": 2.0,
+        "peak_memory": 5e8, "peak_memory_of": "resident", **more,
     }  # fmt: skip
 
 

@@ -241,6 +241,8 @@ def test_monitor_state_holds_the_looks_and_the_balance() -> None:
     first, second = TrainMonitor(_Trainer()), TrainMonitor(_Trainer())
     weights, mask, values = drawn(0)
     first.record(weights, mask, replace(values, balance={"a": 0.5, "b": 3.0, "c": 2.0}), seconds=2)
+    first.direction(0.25)
+    first.direction(0.5)
     first.gap(3, {"pool": 1.0, "held_out": 2.0, "gap": 1.0})
     second.load_values(json.loads(json.dumps(first.state_values())))
     clock = ("alpha/tokens_per_second", "alpha/seconds_left")
@@ -248,6 +250,8 @@ def test_monitor_state_holds_the_looks_and_the_balance() -> None:
     assert logs[0] == logs[1]
     assert logs[0]["alpha/balance"] == 2.0
     assert logs[0]["alpha/scoring_seconds"] == 2.0
+    assert logs[0]["alpha/direction_seconds"] == 0.75
+    assert second.logs()["alpha/direction_seconds"] == 0.0
     assert second.looked_at == 3
 
 
@@ -290,13 +294,16 @@ def test_logs_of_a_run(tmp_path: Path) -> None:
     wanted = {
         "kept_share", "total_mean", "total_std", "total_q05", "total_median", "total_q95",
         "balance", "validation_pool", "validation_held_out", "validation_gap", "drift",
-        "relative_drift", "tokens_per_second", "seconds_left", "scoring_seconds", "reused_share",
+        "relative_drift", "tokens_per_second", "seconds_left", "scoring_seconds",
+        "direction_seconds", "reused_share",
         *(f"{name}_{kind}" for name in NAMES for kind in ("mean", "std", "share")),
     }  # fmt: skip
     for entry in logged:
         assert wanted <= {name.removeprefix("alpha/") for name in entry}
         assert all(np.isfinite(value) for value in entry.values())
         assert 0.5 <= entry["alpha/kept_share"] <= 0.55
+        assert entry["alpha/scoring_seconds"] > 0
+        assert entry["alpha/direction_seconds"] > 0
         assert entry["alpha/validation_gap"] == pytest.approx(
             entry["alpha/validation_held_out"] - entry["alpha/validation_pool"]
         )

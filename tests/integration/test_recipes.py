@@ -20,7 +20,7 @@ from alphatoken.capture import find_scope
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.launching import layout_of
-from alphatoken.cli.planning import plan_run
+from alphatoken.cli.planning import plan_run, show_plan
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
 from alphatoken.train.cost import Layout, memory_of, overhead_of, work_of
@@ -152,6 +152,27 @@ def test_the_command_line_overrides_the_recipe() -> None:
     assert found.layout["processes"] == 8
     assert found.batch["rows"] == 128
     assert found.batch["kept_at_most"] == found.batch["tokens_at_most"] // 4
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "said"),
+    [
+        (["--policy", "token-cleaning", "--policy_reference", "x"], 0.6, "60% of the response"),
+        (["--policy", "stm"], None, "what the rule of stm keeps"),
+        (["--policy", "stm", "--policy_mode", "budget"], 0.5, "50% of the response"),
+        (["--policy", "all"], 1.0, "100% of the response"),
+    ],
+)
+def test_the_plan_says_what_a_policy_keeps(
+    words: list[str], share: float | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published share of its own rule, not the budget that it does not look at."""
+    found = plan("magicoder-llama", *words)
+    assert found.batch["keep_ratio"] == share
+    if share is None:
+        assert found.batch["kept_at_most"] == found.batch["tokens_at_most"]
+    show_plan(found, as_json=False)
+    assert said in capsys.readouterr().out
 
 
 def test_options_that_are_the_default_are_not_listed() -> None:
