@@ -31,6 +31,9 @@ response tokens with a weight other than 0, over all steps; "effective" is (Σw)
 are soft. Time is of training: in it are scoring (a value or a weight for each token) and, for
 methods by value, the validation and retention gradients of each step ("gradients"). Fitting a
 Fisher, static passes and reference models are "before training" or not counted, as in the paper.
+In the figures a mark is the mean (filled: native, hollow: budget) and strokes are seeds; dashed
+lines are training on all tokens and the model before training; black are controls, red what selects
+by token value; arrows are far off the scale.
 """
 
 
@@ -50,7 +53,7 @@ def write_results(
     name: str = "comparison",
     variants: Mapping[str, Sequence[str]] | None = None,
 ) -> Path:
-    """``NAME.json``, ``NAME.csv``, ``NAME.md`` and, where matplotlib is there, two figures.
+    """``NAME.json``, ``NAME.csv``, ``NAME.md``; where matplotlib is there, figures of each task.
 
     Returns:
         The Markdown file.
@@ -59,40 +62,53 @@ def write_results(
     write_json(folder / f"{name}.json", [_rounded(record) for record in found])
     with replacing(folder / f"{name}.csv") as temporary:
         temporary.write_text(to_csv(found), encoding="utf-8")
-    drawn = draw(grid, found, folder, name)
     text = [f"# {grid.about or 'Comparison'}\n", READ]
-    text += [f"![{path.stem}]({path.name})\n" for path in drawn]
-    text += sections(grid, found, variants)
+    text += sections(grid, found, variants, draw(grid, found, folder, name))
     with replacing(folder / f"{name}.md") as temporary:
         temporary.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     return folder / f"{name}.md"
 
 
-def draw(grid: Grid, found: Sequence[Record], folder: Path, name: str) -> list[Path]:
-    """The figures; none where matplotlib is not installed."""
+def draw(grid: Grid, found: Sequence[Record], folder: Path, name: str) -> dict[str, Path]:
+    """Figures by task and kind, "TASK quality" and "TASK cost"; none without matplotlib."""
     if find_spec("matplotlib") is None:
-        return []
-    from alphatoken.compare.plots import draw_quality, draw_time
+        return {}
+    from alphatoken.compare.plots import draw_cost, draw_quality
 
-    lines = {task.name: lines_of(found, task.name) for task in grid.tasks}
-    paths = [folder / f"{name}-quality.svg", folder / f"{name}-time.svg"]
-    draw_quality(lines, paths[0])
-    draw_time(lines, paths[1])
+    paths: dict[str, Path] = {}
+    for task in grid.tasks:
+        lines = lines_of(found, task.name)
+        for kind, drawn in (("quality", draw_quality), ("cost", draw_cost)):
+            path = folder / f"{name}-{task.name}-{kind}.svg"
+            if drawn(lines, path):
+                paths[f"{task.name} {kind}"] = path
     return paths
 
 
 def sections(
-    grid: Grid, found: Sequence[Record], variants: Mapping[str, Sequence[str]] | None = None
+    grid: Grid,
+    found: Sequence[Record],
+    variants: Mapping[str, Sequence[str]] | None = None,
+    figures: Mapping[str, Path] | None = None,
 ) -> list[str]:
-    """Tables of each task, and cells without a result."""
+    """Figures and tables of each task, and cells without a result."""
+
+    def figure(title: str, alt: str) -> list[str]:
+        path = (figures or {}).get(title)
+        return [] if path is None else [f"![{alt}]({path.name})\n"]
+
     text = []
     for task in grid.tasks:
         lines: list[Line] = lines_of(found, task.name)
-        text += [f"## {task.name}\n", quality_table(lines)]
+        text += [f"## {task.name}\n"]
+        text += figure(f"{task.name} quality", f"{task.name}: retention and target by method")
+        text += [quality_table(lines)]
         shown = {name for names in (variants or {}).values() for name in names}
         if variants and sum(line.policy in shown for line in lines) > 1:
             text += [f"### {task.name}: ablation\n", ablation_table(lines, variants)]
-        text += [f"### {task.name}: cost\n", cost_table(lines)]
+        text += [f"### {task.name}: cost\n"]
+        text += figure(f"{task.name} cost", f"{task.name}: seconds and memory by method")
+        text += [cost_table(lines)]
     problems = problem_table(found)
     if problems:
         text += ["## Cells without a result\n", problems]

@@ -460,13 +460,21 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     def _shared(self, model: Any, inputs: dict[str, Any], num_items: Any, mask: Tensor) -> Tensor:
         """Score and train on one forward."""
         gate = TokenGate(model)
-        with self.valuation.scorer.observe(interaction=self._interacts) as observed:
+        with self._observing() as observed:
             loss = self.base_loss(gate, inputs, num_items)
             self._require_finite(loss)
             coefficients = gate.coefficients(loss)
             scored = self._score(observed, gate, coefficients, inputs, num_items)
         weights = self.choose(scored, mask)
         return self._finish(gate, loss, coefficients, inputs, num_items, scored, weights)
+
+    @contextmanager
+    def _observing(self) -> Iterator[Observed]:
+        """The scorer's own, entered with the gradients that values are taken against."""
+        started = time.perf_counter()
+        with self.valuation.scorer.observe(interaction=self._interacts) as observed:
+            self.monitor.direction(time.perf_counter() - started)
+            yield observed
 
     def _gated(
         self,
@@ -610,7 +618,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         gate = TokenGate(self.model)
         with (
             self._untouched_metrics(),
-            valuation.scorer.observe(interaction=self._interacts) as observed,
+            self._observing() as observed,
             scoring_forward(valuation.adapter, target.first),
         ):
             loss = self.base_loss(gate, dict(inputs), num_items)

@@ -87,8 +87,7 @@ def write_report(words: Sequence[str], path: Path) -> None:
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
     text += ["## Tables\n", READ]
     figures = draw(request.grid, found, DOCS, "comparison")
-    text += [f"![{one.stem}]({one.name})\n" for one in figures]
-    text += sections(request.grid, found, request.variants)
+    text += sections(request.grid, found, request.variants, figures)
     text += ["## Budgets\n", _budgets(found, request.grid.keep_ratio)]
     page = "\n".join(text).rstrip() + "\n"
     (DOCS / "comparison.md").write_text(page, encoding="utf-8")

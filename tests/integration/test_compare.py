@@ -31,6 +31,7 @@ from alphatoken.compare.folder import GridFolder, write_json
 from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
 from alphatoken.compare.harness import task_scores
 from alphatoken.compare.methods import Method, custom_method, known_methods
+from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
 from alphatoken.compare.tables import (
     cost_table,
@@ -481,6 +482,31 @@ def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]
         "time": 10.0 + seed, "scoring_time": 1.0, "direction_time": 3.0, "setup_time": 2.0,
         "peak_memory": 5e8, "peak_memory_of": "resident", **more,
     }  # fmt: skip
+
+
+def test_figures_of_a_task(tmp_path: Path) -> None:
+    """The same bytes for the same numbers; what is far off stands at the edge, not on the scale."""
+    found = [
+        record(name, seed, target + seed / 100)
+        for name, target in (("start", 9.0), ("standard", 1.0), ("stm", 1.2), ("alphatoken", 1.1))
+        for seed in (0, 1)
+    ]
+    far = [*found, record("rho-1", 0, 1.15), record("xtf", 0, 500.0)]
+    for lines in (lines_of(found, "t"), lines_of(far, "t")):
+        paths = [tmp_path / f"{i}.svg" for i in range(2)]
+        assert all(draw_quality(lines, path) for path in paths)
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+        assert draw_cost(lines, paths[0])
+        assert paths[0].read_text().startswith("<?xml")
+    assert upper_limit([1.0, 1.2, 1.1, 1.15, 500.0]) < 3.0
+    assert upper_limit([1.0, 1.2, 1.1, 1.15]) == 1.2
+    assert upper_limit([1.0, 500.0]) == 500.0
+    missing = [record("a", 0, 1.0, status="failed")]
+    assert not draw_quality(lines_of(missing, "t"), tmp_path / "none.svg")
+    assert not draw_cost(lines_of(missing, "t"), tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
+    one_sided = [{**r, "retention": None, "overall": None} for r in found]
+    assert draw_quality(lines_of(one_sided, "t"), tmp_path / "target.svg")
 
 
 def test_tables_rank_and_say_what_is_missing() -> None:
