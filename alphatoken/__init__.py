@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from alphatoken.fisher import fit_fisher
     from alphatoken.losses import dpo_coefficient, masked_dpo_loss, masked_sft_loss
     from alphatoken.scorer import AlphaTokenWarning, CoverageReport, Observed, Scorer
-    from alphatoken.selection import select_bottom, select_random, select_top
+    from alphatoken.selection import (
+        response_values,
+        select_bottom,
+        select_random,
+        select_top,
+    )
     from alphatoken.values import TokenValues
 
 __version__ = "0.1.0"
@@ -62,6 +67,7 @@ __all__ = [
     "masked_dpo_loss",
     "masked_sft_loss",
     "register_adapter",
+    "response_values",
     "select_bottom",
     "select_random",
     "select_top",
@@ -87,7 +93,7 @@ _HOMES = {
     "fisher": ("fit_fisher",),
     "losses": ("dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"),
     "scorer": ("AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"),
-    "selection": ("select_bottom", "select_random", "select_top"),
+    "selection": ("response_values", "select_bottom", "select_random", "select_top"),
     "values": ("TokenValues",),
 }
 """Module -> what the package offers of it; the imports above, for run time."""

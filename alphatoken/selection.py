@@ -11,7 +11,14 @@ from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError
 
-__all__ = ["check_values", "keep_count", "select_bottom", "select_random", "select_top"]
+__all__ = [
+    "check_values",
+    "keep_count",
+    "response_values",
+    "select_bottom",
+    "select_random",
+    "select_top",
+]
 
 
 _ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
@@ -54,6 +61,35 @@ def check_values(values: Tensor, mask: Tensor) -> None:
             why="a NaN has no rank; the mask would be arbitrary",
             remedy="look at the loss of that token and at the weights",
         )
+
+
+def response_values(
+    values: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """Each response's mean value, at all of its tokens: to keep or drop responses whole.
+
+        u_bt = (1 / |R_b|) sum over s in R_b of v_bs          t in R_b;  0 elsewhere
+
+    The gradient of a response is the sum of its tokens' gradients, so ``u`` is its value per token
+    of the budget. ``select_top`` of it keeps the best responses whole and, at the edge of the
+    budget, the first tokens of one more.
+
+    Args:
+        values: one value a token.
+        mask: True at response tokens; a row is one response, all its turns together.
+
+    Returns:
+        As wide as ``values``, of its dtype; summed in float64.
+
+    Raises:
+        InputError: shapes that differ. NumericalError: a NaN or Inf value, naming row and token.
+
+    Oracle: sums by loops, in the tests.
+    """
+    check_values(values, mask)
+    total = torch.where(mask, values, 0.0).double().sum(-1, keepdim=True)
+    mean = total / mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(mask, mean, 0.0).to(values.dtype)
 
 
 def _top_of(values: Tensor, mask: Tensor, ratio: float, rounding: str) -> Tensor:

@@ -93,7 +93,7 @@ def upper_limit(means: Sequence[float]) -> float:
     ordered = sorted(means)
     if len(ordered) < 4:
         return ordered[-1]
-    first, middle, third = statistics.quantiles(ordered, n=4)
+    first, middle, third = statistics.quantiles(ordered, n=4, method="inclusive")
     return min(ordered[-1], middle + 4 * max(third - first, 0.02 * abs(middle)))
 
 

@@ -148,14 +148,19 @@ def cost_table(lines: Sequence[Line]) -> str:
             f"`{line.policy}`",
             line.mode,
             _figure(line, "time", 1),
-            _figure(line, "scoring_time", 1),
-            _figure(line, "direction_time", 1),
+            _part(line, "scoring_time"),
+            _part(line, "direction_time"),
             _figure(line, "setup_time", 1),
             _scaled(line, "peak_memory", 1e6),
         ]
         for line in lines
     ]
     return markdown(heads, rows)
+
+
+def _part(line: Line, key: str) -> str:
+    """Seconds of a part of training; a dash where there is none."""
+    return _figure(line, key, 1) if (line.mean(key) or 0.0) >= 0.05 else "–"
 
 
 def ablation_table(lines: Sequence[Line], variants: Mapping[str, Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ _ORDERS = ("top", "bottom", "random")
 _VARIANTS = (
     "objective", "path", "window", "stability_weight", "head_reduction", "causal_position",
     "score_layers", "score_bias", "weighting", "keep_scope", "kept_normalization", "retention",
-    "interaction_weight", "preconditioner", "shared_threshold", "masked_logit",
+    "interaction_weight", "preconditioner", "shared_threshold", "masked_logit", "value_unit",
 )  # fmt: skip
 _ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
 
@@ -33,7 +33,8 @@ class AlphaToken(TokenPolicy):
             "paper_literal"
         any of objective, path, window, stability_weight, head_reduction, causal_position,
             score_layers, score_bias, weighting, keep_scope, kept_normalization, retention,
-            interaction_weight, preconditioner, shared_threshold, masked_logit: ablation variants
+            interaction_weight, preconditioner, shared_threshold, masked_logit, value_unit:
+            ablation variants
 
     Needs a validation dataset, and a Fisher for stability. At ``keep_ratio`` always: the rule is a
     budget.

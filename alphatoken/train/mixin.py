@@ -38,6 +38,7 @@ from alphatoken.interaction import select_diverse
 from alphatoken.layer_choice import read_layers
 from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
+from alphatoken.selection import response_values
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.distributed import (
     Ranks,
@@ -545,7 +546,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
 
     def choose(self, scored: Scored | None, mask: Tensor) -> Tensor:
         """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
-        totals = torch.zeros(mask.shape, device=mask.device) if scored is None else scored.totals
+        totals = self._ranked(scored, mask)
         generator = torch.Generator().manual_seed(self._draw_seed())
         pools = self.pools(mask.shape[0])
         if scored is None or scored.gram is None:
@@ -566,6 +567,13 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
             )
             parts.append(kept.to(totals.dtype))
         return torch.cat(parts)
+
+    def _ranked(self, scored: Scored | None, mask: Tensor) -> Tensor:
+        """(b, t) by which tokens are ranked."""
+        if scored is None:
+            return torch.zeros(mask.shape, device=mask.device)
+        by_response = self.args.value_unit == "response"
+        return response_values(scored.totals, mask) if by_response else scored.totals
 
     @property
     def _interacts(self) -> bool:
@@ -663,10 +671,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     def _choose_globally(
         self, scores: Sequence[Scored | None], masks: Sequence[Tensor]
     ) -> list[Tensor]:
-        totals = [
-            torch.zeros(mask.shape, device=mask.device) if scored is None else scored.totals
-            for scored, mask in zip(scores, masks, strict=True)
-        ]
+        totals = [self._ranked(one, mask) for one, mask in zip(scores, masks, strict=True)]
         weights = [torch.zeros_like(total) for total in totals]
         for pool in range(len(self.pools(masks[0].shape[0]))):
             rows = [self.pools(mask.shape[0])[pool] for mask in masks]

@@ -25,6 +25,7 @@ __all__ = ["AlphaOptions"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("mask", "proportional", "unbiased"),
+    "value_unit": ("token", "response"),
     "keep_scope": ("batch", "sequence", "global"),
     "kept_normalization": ("response", "kept", "sum"),
     "schedule_shape": ("linear", "cosine"),
@@ -93,6 +94,11 @@ class AlphaOptions:
         "batch",
         "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
         "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
+    )
+    value_unit: str = _option(
+        "token",
+        "What is ranked: 'token', or 'response': the mean value of each response, so that "
+        "responses are kept or dropped whole, but for one at the edge of the budget.",
     )
     weighting: str = _option(
         "mask",
@@ -264,6 +270,25 @@ class AlphaOptions:
         if not 0 < self.schedule_share <= 1:
             raise ConfigError("schedule_share must lie in (0, 1]", got=repr(self.schedule_share))
 
+    def _check_unit(self) -> None:
+        """See that responses can be ranked whole."""
+        if self.value_unit == "token":
+            return
+        reasons = {
+            "keep_scope='sequence'": self.keep_scope == "sequence",
+            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
+            "interaction_weight": self.interaction_weight > 0,
+            "packing": bool(getattr(self, "packing", False)),
+            "padding_free": bool(getattr(self, "padding_free", False)),
+        }
+        found = [name for name, present in reasons.items() if present]
+        if found:
+            raise ConfigError(
+                "value_unit='response' ranks whole responses, one a row, of a batch or a step",
+                got=", ".join(found),
+                remedy="value_unit='token', or leave that out",
+            )
+
     def _check_combinations(self) -> None:
         if self.objective == "stability" and self.retention == "none":
             raise ConfigError(
@@ -292,6 +317,7 @@ class AlphaOptions:
                 got=f"{self.policy!r}, {self.weighting!r}, {self.keep_scope!r}",
                 why="the pairwise products exist for one micro-batch at a time",
             )
+        self._check_unit()
         if self.reuse_values and (self.keep_scope == "global" or self.interaction_weight > 0):
             raise ConfigError(
                 "reuse_values works with keep_scope='batch' or 'sequence' and without interaction",

@@ -26,6 +26,7 @@ TRAINER_POLICIES = ("top", "random", "bottom", "all")
 """Policies of the trainers themselves, by value."""
 
 _ONLY_VALUES: Mapping[str, Any] = {
+    "value_unit": "token",
     "weighting": "mask",
     "keep_scope": "batch",
     "interaction_weight": 0.0,
@@ -110,6 +111,22 @@ def chosen_policy(
     return found
 
 
+def _refuse_divisor(found: TokenPolicy, asked: str) -> None:
+    """See that ``kept_normalization`` is not ignored."""
+    published = found.settings.mode == "native" and found.denominator != asked
+    own = type(found).loss is not TokenPolicy.loss
+    if asked == "response" or not (own or published):
+        return
+    raise ConfigError(
+        f"kept_normalization has no effect on policy '{found.name}'",
+        got=f"kept_normalization={asked!r}, policy_mode={found.settings.mode!r}",
+        why="it has a loss of its own"
+        if own
+        else f"its published rule divides by the {found.denominator} tokens",
+        remedy="leave it out" if own else "leave it out, or policy_mode='budget'",
+    )
+
+
 def reads_reference(policy: TokenPolicy) -> bool:
     """Whether it scores with a second model, or does so with other options."""
     return policy.needs.scorer_model or type(policy).needs.scorer_model
@@ -144,6 +161,7 @@ def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
         )
     if options.policy_reference is not None and not reads_reference(found):
         raise unread_reference(found.name)
+    _refuse_divisor(found, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
             raise ConfigError(

@@ -571,6 +571,11 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, args_policy="talr", keep_scope="global"), "keep_scope"),
         (lambda d: sft(d, args_policy="talr", keep_ratio_start=0.9), "keep_ratio_start"),
         (lambda d: sft(d, args_policy="talr", reuse_values=2), "reuse_values"),
+        (
+            lambda d: sft(d, args_policy="talr", kept_normalization="kept"),
+            "divides by the response",
+        ),
+        (lambda d: dpo(d, args_policy="confpo", kept_normalization="kept"), "loss of its own"),
         (lambda d: sft(d, Empty), "chose rows"),
         (lambda d: sft(d, Twice), "chose rows"),
         (lambda d: sft(d, examples.FirstRows, packing=True), "packed"),

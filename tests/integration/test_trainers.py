@@ -309,6 +309,8 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
         {"weighting": "proportional"},
         {"weighting": "unbiased"},
         {"interaction_weight": 0.5},
+        {"value_unit": "response"},
+        {"value_unit": "response", "keep_scope": "global", "gradient_accumulation_steps": 2},
         {"keep_ratio_start": 1.0, "keep_ratio": 0.3, "stability_weight_start": 0.0},
         {"kept_normalization": "kept"},
         {"direction_steps": 2, "reuse_values": 10, "num_train_epochs": 2},
@@ -330,6 +332,41 @@ def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None
     trainer.train()
     assert furthest(before, weights(trainer.model)) > 0
     assert all(map(torch.isfinite, map(torch.tensor, losses(trainer))))
+
+
+@pytest.mark.parametrize("scope", ["batch", "global"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None:
+    """The masks of a run are those of the responses' mean values, of a batch or of a whole step."""
+    more: dict[str, Any] = {"value_unit": "response", "keep_scope": scope, "retention": "none"}
+    trainer = {"sft": sft, "dpo": dpo}[kind](
+        tmp_path, max_steps=2, gradient_accumulation_steps=2, **more
+    )
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    record = trainer.monitor.record
+
+    def listen(**named: Any) -> None:
+        seen.append((named["weights"], named["mask"], named["values"].total))
+        record(**named)
+
+    trainer.monitor.record = listen
+    trainer.train()
+    assert len(seen) == 4
+    for first in range(0, 4, 2 if scope == "global" else 1):
+        group = seen[first : first + 2] if scope == "global" else seen[first : first + 1]
+        branches = 2 if kind == "dpo" else 1
+        for branch in range(branches):
+            rows = []
+            for weights_, mask, total in group:
+                half = len(mask) // branches
+                part = slice(branch * half, (branch + 1) * half)
+                for w, m, v in zip(weights_[part], mask[part], total[part], strict=True):
+                    rows.append((float(v[m].double().mean()), int(m.sum()), int(w[m].sum())))
+            budget = -(-sum(n for _, n, _ in rows) // 2)
+            for _, count, kept in sorted(rows, key=lambda row: -row[0]):
+                assert kept == min(count, budget)
+                budget -= kept
+            assert budget == 0
 
 
 def test_ratio_schedule_reaches_the_masks(tmp_path: Path) -> None:
@@ -433,6 +470,10 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"score_layers": "three"}, "score_layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"interaction_weight": 1.0, "keep_scope": "global"}, "interaction_weight"),
+        ({"value_unit": "row"}, "value_unit"),
+        ({"value_unit": "response", "keep_scope": "sequence"}, "whole responses"),
+        ({"value_unit": "response", "policy": "random"}, "whole responses"),
+        ({"value_unit": "response", "interaction_weight": 0.5}, "whole responses"),
         ({"retention": "data"}, "retention dataset"),
         ({"score_layers": "9"}, "layers"),
     ],

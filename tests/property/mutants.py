@@ -1188,6 +1188,18 @@ OWN = (
         (selection("sequence"),),
     ),
     _own(
+        "response-mean-over-padding",
+        "a response's mean is taken over the width of the batch",
+        (
+            Edit(
+                "selection.response_values",
+                "mask.sum(-1, keepdim=True).clamp(min=1)",
+                "mask.shape[-1]",
+            ),
+        ),
+        (claim(algebra.check_response_values, algebra.selection_cases(), 50),),
+    ),
+    _own(
         "last-of-equals-kept",
         "ties go to the higher index",
         (

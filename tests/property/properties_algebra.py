@@ -371,6 +371,33 @@ def check_selection(case: SelectionCase, hundredths: int, scope: str, *, bottom:
     assert not bool((keep & ~mask).any())
 
 
+def check_response_values(case: SelectionCase, hundredths: int) -> None:
+    """The mean over each row's response by a loop; and top-ranked, whole responses but for one."""
+    values, mask = case.draw()
+    found = selection.response_values(values, mask)
+    for b in range(case.rows):
+        own = [Fraction(float(values[b, i])) for i in range(case.length) if mask[b, i]]
+        mean = float(sum(own) / len(own)) if own else 0.0
+        for i in range(case.length):
+            expected = mean if mask[b, i] else 0.0
+            assert abs(float(found[b, i]) - expected) <= 1e-6 * max(1.0, abs(mean))
+    assert found.dtype == values.dtype
+    keep = selection.select_top(found, mask, hundredths / 100)
+    assert int(keep.sum()) == selection.keep_count(hundredths / 100, int(mask.sum()))
+    rows = [(float(found[b][mask[b]][0]), b) for b in range(case.rows) if bool(mask[b].any())]
+    if len({mean for mean, _ in rows}) < len(rows):
+        return  # equal means share the budget in order of rows
+    cut = [b for _, b in rows if 0 < int(keep[b].sum()) < int(mask[b].sum())]
+    assert len(cut) <= 1
+    kept = [mean for mean, b in rows if bool(keep[b].any())]
+    dropped = [mean for mean, b in rows if not bool(keep[b].any())]
+    assert not dropped or max(dropped) < min(kept)
+    for b in cut:  # the first tokens of the one at the edge
+        places = mask[b].nonzero().squeeze(-1)
+        count = int(keep[b].sum())
+        assert bool(keep[b][places[:count]].all())
+
+
 def check_padding_never_ranks(case: SelectionCase, hundredths: int) -> None:
     """Whatever stands outside the mask, NaN included, changes nothing."""
     values, mask = case.draw()

@@ -45,6 +45,26 @@ def test_bottom_is_exact_with_ties_by_index(case: SelectionCase, percent: int, s
 
 
 @given(selection_cases(), PERCENT)
+@example(SelectionCase(4, 9, 1000, 3), 50)
+def test_responses_are_kept_whole(case: SelectionCase, percent: int) -> None:
+    claims.check_response_values(case, percent)
+
+
+def test_response_values_by_hand() -> None:
+    values = torch.tensor([[9.0, 1.0, 3.0, 9.0], [4.0, 5.0, 0.0, -1.0], [7.0, 7.0, 7.0, 7.0]])
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    found = selection.response_values(values, mask)
+    assert found.tolist() == [[0, 2, 2, 0], [2, 2, 2, 2], [0, 0, 0, 0]]
+    other = torch.tensor([[9.0, 1.0, 3.5, 9.0], [4.0, 5.0, 0.0, -1.0], [0.0] * 4])
+    keep = selection.select_top(selection.response_values(other, mask), mask, 0.5)
+    assert keep.tolist() == [
+        [False, True, True, False], [True, False, False, False], [False] * 4
+    ]  # fmt: skip
+    with pytest.raises(NumericalError, match="row 0, token 1"):
+        selection.response_values(torch.full((3, 4), float("nan")), mask)
+
+
+@given(selection_cases(), PERCENT)
 def test_padding_is_never_ranked(case: SelectionCase, percent: int) -> None:
     claims.check_padding_never_ranks(case, percent)
 
