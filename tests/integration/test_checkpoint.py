@@ -30,7 +30,7 @@ from tests.integration.killed_run import PATIENCE, Moment, Run, fails, finish, k
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 WRITES = 153  # file operations of a run's three saves
-CLOCK = ("runtime", "per_second", "seconds", "scoring")
+CLOCK = ("runtime", "per_second", "seconds", "scoring", "direction")
 
 # What is trained. "sft" draws at random in the forward (dropout of the adapters), accumulates, and
 # ranks tokens over whole steps, scored ahead of them; "dpo" trains all weights.

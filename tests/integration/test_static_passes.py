@@ -23,9 +23,10 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.oracle import token_losses
 from alphatoken.policies.less import LESS
 from alphatoken.policies.reference import check_tokenizers, load_reference
+from alphatoken.policies.self_evolving import self_evolving
 from alphatoken.policies.static import measure_losses, model_losses, static_pass
 from alphatoken.policies.stm import STM
-from alphatoken.policies.token_cleaning import TokenCleaning, self_evolving
+from alphatoken.policies.token_cleaning import TokenCleaning
 from alphatoken.policies.xtf import XTF
 from alphatoken.progress import Progress
 from alphatoken.train.policy import PolicySettings, PolicyStage

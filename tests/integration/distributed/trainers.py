@@ -86,7 +86,9 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
     decided: list[dict[str, Any]] = []
     record = trainer._record
 
-    def keep(inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor) -> None:
+    def keep(
+        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor, *seconds: float
+    ) -> None:
         decided.append(
             {
                 "step": trainer.state.global_step,
@@ -96,7 +98,7 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
                 "weights": weights,
             }
         )
-        record(inputs, mask, num_items, scored, weights)
+        record(inputs, mask, num_items, scored, weights, *seconds)
 
     trainer._record = keep
     return decided
