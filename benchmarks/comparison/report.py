@@ -50,9 +50,9 @@ and their controls read the validation rows, and a Fisher of {samples} samples o
 prompts; `rho-1` and `token-cleaning` score with the pre-trained model after {steps_all} steps on
 the same validation rows; SePO's oracle is DPO of the warm model on the validation pairs. `lora`
 trains adapters of rank 16 on all linears; `self-evolving` is Token Cleaning in five rounds of a
-fifth of the rows and steps each; LESS keeps rows, so at a budget it takes as many steps on all tokens of fewer rows, and
-`less-half` half of the steps; `wise-ft` is half way between the start and `standard`
-(`dpo`). Mode "native" is the published rule, "budget" the same score at {ratio:.0%} of the tokens.
+fifth of the rows and steps each; LESS keeps rows, so at a budget it takes as many steps on all
+tokens of fewer rows, and `less-half` half of the steps; `wise-ft` is half way between the start and
+`standard` (`dpo`). Mode "native" is the published rule, "budget" the same score at {ratio:.0%} of the tokens.
 Learning rates, steps and the methods' own options were not tuned one by one: what a method gains
 from that is not in these tables.
 
@@ -148,7 +148,7 @@ def _budgets(found: Sequence[Record], ratio: float) -> str:
         return f"Every budget cell trained on {ratio:.0%} of the response tokens, to 1 %.\n"
     said = (
         f"Budget cells whose share is not {ratio:.0%} to 1 %: rules that rank over the data set "
-        "keep their share of it, and the steps saw a part of it; rules that choose rows train on all "
-        "tokens of those.\n"
+        "keep their share of it, and the steps saw a part of it; rules that choose rows train on "
+        "all tokens of those.\n"
     )
     return said + "\n" + markdown(["cell", "seed", "share"], rows)
