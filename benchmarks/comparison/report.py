@@ -53,8 +53,8 @@ trains adapters of rank 16 on all linears; `self-evolving` is Token Cleaning in 
 fifth of the rows and steps each; LESS keeps rows, so at a budget it takes as many steps on all
 tokens of fewer rows, and `less-half` half of the steps; `wise-ft` is half way between the start and
 `standard` (`dpo`). Mode "native" is the published rule, "budget" the same score at {ratio:.0%} of
-the tokens. Learning rates, steps and the methods' own options were not tuned one by one: what a method gains
-from that is not in these tables.
+the tokens. Learning rates, steps and the methods' own options were not tuned one by one: what a
+method gains from that is not in these tables.
 
 The target is a loss on held-out rows; for DPO it is `-log sigma(s)` on held-out pairs. Retention
 is the loss on text of the kind that the model was pre-trained on. Overall is the mean of both, as
