@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -243,7 +244,7 @@ class RoundsBefore:
         folder = training_folder(stage, stage.rows, f"{rounds}-rounds", ratio, rounding, scope)
         at = replace(stage, folder=folder)
         done = self_evolving(
-            at, _Training(at), lambda folder: model_of(stage, folder), rounds=rounds, ratio=ratio,
+            at, partial(_train_copy, stage), partial(model_of, stage), rounds=rounds, ratio=ratio,
             rounding=rounding, scope=scope, until=rounds - 1,
         )  # fmt: skip
         counts = [json.loads((one.folder / _COUNTS).read_text(encoding="utf-8")) for one in done]
@@ -265,31 +266,26 @@ class _AllTokens(TokenPolicy):
         return batch.mask.to(batch.log_probs.dtype)
 
 
-class _Training:
+def _train_copy(
+    stage: PolicyStage, before: Path | None, rows: Rows, table: TokenTable | None, folder: Path
+) -> None:
     """``train`` of ``self_evolving``: a copy of the model, trained by the trainer's own kind."""
+    tokens = kept = 0
 
-    def __init__(self, stage: PolicyStage) -> None:
-        self._stage = stage
+    def record(mask: Tensor, weights: Tensor) -> None:
+        nonlocal tokens, kept
+        tokens, kept = tokens + int(mask.sum()), kept + int((weights * mask != 0).sum())
 
-    def __call__(
-        self, before: Path | None, rows: Rows, table: TokenTable | None, folder: Path
-    ) -> None:
-        tokens = kept = 0
-
-        def record(mask: Tensor, weights: Tensor) -> None:
-            nonlocal tokens, kept
-            tokens, kept = tokens + int(mask.sum()), kept + int((weights * mask != 0).sum())
-
-        assert self._stage.train is not None
-        trained = self._stage.train(
-            rows, {},
-            model=None if before is None else model_of(self._stage, before),
-            policy=_AllTokens() if table is None else GivenTable(table),
-            record=record,
-        )  # fmt: skip
-        keep_weights(trained, folder)
-        with replacing(folder / _COUNTS) as temporary:
-            temporary.write_text(json.dumps({"tokens": tokens, "kept": kept}), encoding="utf-8")
+    assert stage.train is not None
+    trained = stage.train(
+        rows, {},
+        model=None if before is None else model_of(stage, before),
+        policy=_AllTokens() if table is None else GivenTable(table),
+        record=record,
+    )  # fmt: skip
+    keep_weights(trained, folder)
+    with replacing(folder / _COUNTS) as temporary:
+        temporary.write_text(json.dumps({"tokens": tokens, "kept": kept}), encoding="utf-8")
 
 
 # --- models that were trained on the way ----------------------------------------------------------

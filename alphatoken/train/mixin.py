@@ -59,7 +59,7 @@ from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_mixin import PolicyMixin
-from alphatoken.train.policy_names import chosen_policy, reads_reference, unread_reference
+from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
@@ -216,11 +216,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     ) -> None:
         """Check options, prepare rows; called at the end of the trainer's ``__init__``."""
         options = self.args
-        self._policy = chosen_policy(options, policy, options.FAMILY)
-        if policy_reference is not None and not (
-            self._policy is not None and reads_reference(self._policy)
-        ):
-            raise unread_reference(self._policy.name if self._policy else options.policy)
+        self._policy = chosen_policy(
+            options, policy, options.FAMILY, second_model=policy_reference is not None
+        )
         check_fisher_rows(options, fisher, fisher_dataset)
         self._alpha_active = (
             self._policy is not None or options.policy != "all" or options.needs_values

@@ -17,9 +17,7 @@ __all__ = [
     "TRAINER_POLICIES",
     "chosen_policy",
     "read_policy_options",
-    "reads_reference",
     "trainer_fields",
-    "unread_reference",
 ]
 
 TRAINER_POLICIES = ("top", "random", "bottom", "all")
@@ -77,7 +75,11 @@ def trainer_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def chosen_policy(
-    options: Any, given: TokenPolicy | type[TokenPolicy] | None, family: str
+    options: Any,
+    given: TokenPolicy | type[TokenPolicy] | None,
+    family: str,
+    *,
+    second_model: bool = False,
 ) -> TokenPolicy | None:
     """The policy of a run; None where the trainer's own one is meant.
 
@@ -85,13 +87,15 @@ def chosen_policy(
         options: ``AlphaOptions``, settled.
         given: policy or class that was handed over; goes before the name in the options.
         family: "sft" or "preference", the trainer's.
+        second_model: whether one was handed over, beside what the options name.
 
     Raises:
         ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
     """
+    second_model = second_model or options.policy_reference is not None
     if given is None and options.policy in TRAINER_POLICIES:
-        if options.policy_reference is not None:
-            raise unread_reference(options.policy)
+        if second_model:
+            raise _unread_reference(options.policy)
         return None
     settings: PolicySettings = options.policy_settings()
     own = read_policy_options(options.policy_options)
@@ -107,6 +111,8 @@ def chosen_policy(
             got=f"policy={type(found).__name__}",
             remedy=f"name it in the options: policy='{found.name}'",
         )
+    if second_model and not _reads_reference(found):
+        raise _unread_reference(found.name)
     _refuse(found, options, family)
     return found
 
@@ -127,12 +133,12 @@ def _refuse_divisor(found: TokenPolicy, asked: str) -> None:
     )
 
 
-def reads_reference(policy: TokenPolicy) -> bool:
+def _reads_reference(policy: TokenPolicy) -> bool:
     """Whether it scores with a second model, or does so with other options."""
     return policy.needs.scorer_model or type(policy).needs.scorer_model
 
 
-def unread_reference(name: str) -> ConfigError:
+def _unread_reference(name: str) -> ConfigError:
     """A second model was named, and the policy would not look at it."""
     return ConfigError(
         f"policy '{name}' scores with no second model",
@@ -159,8 +165,6 @@ def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
             got="a trainer without a reference model",
             remedy="a column of prepare(), made with policy_reference",
         )
-    if options.policy_reference is not None and not reads_reference(found):
-        raise unread_reference(found.name)
     _refuse_divisor(found, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
