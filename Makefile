@@ -3,6 +3,10 @@
 
 PY ?= python3
 JOBS ?= 2
+# Of the examples that `make random` and `make nightly` draw; printed, and new unless it is given.
+ifndef SEED
+SEED := $(shell $(PY) -c 'import secrets; print(secrets.randbelow(2**32))')
+endif
 
 BIN := .venv/bin
 RUN := $(BIN)/python
@@ -12,7 +16,7 @@ READY_DOCS := .venv/.ready-docs
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint format types imports doctests property integration docs bench nightly clean
+.PHONY: help demo test lint format types imports doctests property integration docs bench random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -21,6 +25,7 @@ help:
 	@echo "make test         lint, types, imports, doctests, property and integration tests"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
+	@echo "make random       property tests on 10 new examples each; SEED=... repeats a run"
 	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"
@@ -68,11 +73,16 @@ doctests: $(READY)
 	$(RUN) -m pytest -q --doctest-modules alphatoken
 
 # Test processes share the cores: one thread in each, unless the caller says otherwise.
-property integration nightly: export OMP_NUM_THREADS ?= 1
+property random integration nightly: export OMP_NUM_THREADS ?= 1
 
 property: $(READY)
 	@echo "== property: estimators against oracles, and mutants that must die"
 	$(RUN) -m pytest tests/property -n $(JOBS)
+
+random: $(READY)
+	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"
+	HYPOTHESIS_PROFILE=random $(RUN) -m pytest tests/property -m hypothesis -n $(JOBS) \
+		--hypothesis-seed=$(SEED)
 
 integration: $(READY)
 	@echo "== integration: the main job; on real input where ALPHATOKEN_DATA is set"
@@ -85,7 +95,9 @@ bench: $(READY)
 	$(RUN) -m benchmarks.run
 
 nightly: $(READY)
-	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/property -n $(JOBS) --timeout 0
+	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"
+	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/property -n $(JOBS) --timeout 0 \
+		--hypothesis-seed=$(SEED)
 	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/integration/test_checkpoint.py -n $(JOBS)
 
 clean:

@@ -1,4 +1,15 @@
-"""How many examples: HYPOTHESIS_PROFILE is dev (25, default), ci (200, derandomised) or nightly."""
+"""How many examples, and whether they are drawn anew: one profile, HYPOTHESIS_PROFILE.
+
+| profile | examples | drawn | for |
+|---|---|---|---|
+| dev | 25 | derandomised: every run and every machine sees the same | a newcomer (default) |
+| ci | 100 | derandomised | every change |
+| random | 10 | anew from a printed seed | beside ci: ``make random``, ``make random SEED=...`` |
+| nightly | 5,000 | anew from a printed seed | ``make nightly`` |
+
+The seed is ``--hypothesis-seed``; each test draws from it by itself, so a failure is repeated by
+the same seed and the name of that one test.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +17,21 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["budget"]
+__all__ = ["RANDOM", "budget"]
+
+RANDOM = ("random", "nightly")
+"""Profiles that draw anew."""
 
 _COMMON = {
     "deadline": None,
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("dev", max_examples=25, **_COMMON)
-settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
-settings.register_profile("nightly", max_examples=5000, **_COMMON)
+settings.register_profile("dev", max_examples=25, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
+# Without a database a seed alone says what is drawn.
+settings.register_profile("random", max_examples=10, database=None, **_COMMON)
+settings.register_profile("nightly", max_examples=5000, database=None, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "dev")
 
 
