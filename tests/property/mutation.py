@@ -1,7 +1,7 @@
 """How a mutant is made, hunted and shown to be dead for the right reason.
 
-A mutant is the core with one deliberate error: a few words of one function (or of two) replaced.
-While it is applied, every name in the core that means the function means the mutated one; the
+A mutant is the library with one deliberate error: a few words of one function (or of two) replaced.
+While it is applied, every name in the library that means the function means the mutated one; the
 oracles and the tests' own models are out of reach. It counts as killed by a property only if
 
 * the property raised an ``AssertionError`` of its own (not one of the library's, and nothing else),
@@ -53,6 +53,7 @@ __all__ = [
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
 TESTS = Path(__file__).parent
+PACKAGE = Path(alphatoken.__file__).parent
 
 
 # --- what a mutant is ----------------------------------------------------------------------------
@@ -62,8 +63,9 @@ TESTS = Path(__file__).parent
 class Edit:
     """One change: ``old`` occurs exactly once in the source of ``target``, and becomes ``new``.
 
-    ``target`` is "module.function" or "module.Class.method", without the package. With ``body``
-    the whole function is another one, and ``old`` and ``new`` only say what that means.
+    ``target`` is "module.function" or "module.Class.method" without the library's own name; the
+    module may lie in a package ("train.dpo.AlphaDPOTrainer.loss_unit"). With ``body`` the whole
+    function is another one, and ``old`` and ``new`` only say what that means.
     """
 
     target: str
@@ -111,7 +113,7 @@ def _strategy(value: Any) -> st.SearchStrategy[Any]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A named error in the core.
+    """A named error in the library.
 
     Attributes:
         name: unique, in kebab case.
@@ -132,48 +134,53 @@ class Mutant:
 
 
 @functools.cache
-def _core() -> tuple[ModuleType, ...]:
-    """Every module that computes values; imported now, so that none binds a mutated name later."""
+def _import_core() -> None:
+    """Import every module that computes values, so that none binds a mutated name later."""
     for found in pkgutil.iter_modules(alphatoken.__path__, "alphatoken."):
         if not found.ispkg:
             importlib.import_module(found.name)
     importlib.import_module("alphatoken.adapters.optimizers")  # the scorer loads it on demand
-    return tuple(
-        module
-        for name, module in list(sys.modules.items())
-        if (name == "alphatoken" or name.startswith("alphatoken."))
-        and not name.startswith("alphatoken.oracle")
-    )
 
 
 def _readers() -> tuple[ModuleType, ...]:
-    """Modules in which a name may mean a function of the core: the core, and the properties."""
-    properties = [m for n, m in list(sys.modules.items()) if n.startswith("tests.property.prop")]
-    return (*_core(), *properties)
+    """Modules in which a name may mean a mutated function: the library, and the properties."""
+    _import_core()
+    return tuple(
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("tests.property.prop")
+        or name == "alphatoken"
+        or (name.startswith("alphatoken.") and not name.startswith("alphatoken.oracle"))
+    )
+
+
+def _place(target: str) -> tuple[str, list[str]]:
+    """The module's name, and the way from it to the function: a class or none, the function."""
+    parts = target.split(".")
+    for used in range(1, len(parts)):
+        file = PACKAGE.joinpath(*parts[:used]).with_suffix(".py")
+        if file.is_file():
+            return ".".join(("alphatoken", *parts[:used])), parts[used:]
+    raise LookupError(f"no module of the library holds {target}")
 
 
 def _find(target: str) -> tuple[ModuleType, Any, str]:
     """(module, owner, attribute) of a target: the owner is the module or a class in it."""
-    module = importlib.import_module("alphatoken." + target.partition(".")[0])
+    name, (*path, attribute) = _place(target)
+    module = importlib.import_module(name)
     owner: Any = module
-    *path, attribute = target.split(".")[1:]
     for part in path:
         owner = getattr(owner, part)
-        if isinstance(owner, ModuleType):  # a module of a package of the core
-            module = owner
     return module, owner, attribute
 
 
 def source_of(target: str) -> str:
-    """Source of a function of the core, decorators included, dedented."""
-    module, owner, attribute = _find(target)
-    assert module.__file__ is not None
-    text = Path(module.__file__).read_text(encoding="utf-8")
+    """Source of a function of the library, decorators included, dedented; nothing is imported."""
+    name, (*path, attribute) = _place(target)
+    text = PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
     scope: list[ast.stmt] = ast.parse(text).body
-    if owner is not module:
-        scope = next(
-            n for n in scope if isinstance(n, ast.ClassDef) and n.name == owner.__name__
-        ).body
+    for part in path:
+        scope = next(n for n in scope if isinstance(n, ast.ClassDef) and n.name == part).body
     node = next(n for n in scope if isinstance(n, ast.FunctionDef) and n.name == attribute)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
@@ -181,7 +188,7 @@ def source_of(target: str) -> str:
 
 def _mutated(target: str, edits: list[Edit]) -> Any:
     """The function after its edits, living in its own module's namespace."""
-    module, _, attribute = _find(target)
+    module, owner, attribute = _find(target)
     if edits[0].body is not None:
         return edits[0].body
     source = source_of(target)
@@ -192,11 +199,13 @@ def _mutated(target: str, edits: list[Edit]) -> Any:
                 "changed, and the mutant must follow"
             )
         source = source.replace(edit.old, edit.new)
+    if isinstance(owner, type):  # super() of a method looks for its class in the enclosing scope
+        source = f"def _method(__class__):\n{textwrap.indent(source, '    ')}\n    return {attribute}"
     flags = __future__.annotations.compiler_flag
     code = compile(source, f"<mutant of {target}>", "exec", flags=flags)
     names: dict[str, Any] = {}
     exec(code, module.__dict__, names)
-    return names[attribute]
+    return names["_method"](owner) if isinstance(owner, type) else names[attribute]
 
 
 def _counted(function: Any, count: Callable[[], None]) -> Any:
@@ -216,7 +225,7 @@ def _counted(function: Any, count: Callable[[], None]) -> Any:
 
 @contextmanager
 def applied(mutant: Mutant | None) -> Iterator[Counter[str]]:
-    """The core with this error inside; yields how often each mutated function was called."""
+    """The library with this error inside; yields how often each mutated function was called."""
     calls: Counter[str] = Counter()
     targets: dict[str, list[Edit]] = {}
     for edit in mutant.edits if mutant else ():
