@@ -200,7 +200,8 @@ def _mutated(target: str, edits: list[Edit]) -> Any:
             )
         source = source.replace(edit.old, edit.new)
     if isinstance(owner, type):  # super() of a method looks for its class in the enclosing scope
-        source = f"def _method(__class__):\n{textwrap.indent(source, '    ')}\n    return {attribute}"
+        body = textwrap.indent(source, "    ")
+        source = f"def _method(__class__):\n{body}\n    return {attribute}"
     flags = __future__.annotations.compiler_flag
     code = compile(source, f"<mutant of {target}>", "exec", flags=flags)
     names: dict[str, Any] = {}
