@@ -180,12 +180,16 @@ class ObservedForward:
 
     ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
     below pass on a bare tensor, so that ``trunk.start_at`` can stand in for them.
+    ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
+    whose attention came to the recorder.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden: Tensor | None = None
     plain: bool = False
+    blocks: int = 0
+    attended: set[int] = field(default_factory=set)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -205,8 +209,6 @@ class Recorder:
     switch: BackwardSwitch = field(default_factory=BackwardSwitch)
     linears: list[LinearUse] = field(default_factory=list)
     attentions: list[AttentionUse] = field(default_factory=list)
-    execution: int = 0
-    attention_seen: bool = False  # a call was dispatched, recorded or (outside the graph) not
     forward: ObservedForward | None = None  # the pass that is kept
     begun: ObservedForward | None = None  # the pass that began last, with a graph or without
     sharding: Sharding | None = None
@@ -219,8 +221,6 @@ class Recorder:
         """Forget the last forward (and let go of its graph)."""
         self.linears.clear()
         self.attentions.clear()
-        self.execution = 0
-        self.attention_seen = False
         self.forward = self.begun = None
 
     def _keep(self) -> None:
@@ -231,13 +231,29 @@ class Recorder:
             self.forward = self.begun
 
     @property
+    def execution(self) -> int:
+        """Number of the decoder block that runs."""
+        return 0 if self.begun is None else self.begun.blocks
+
+    @property
+    def attention_seen(self) -> bool:
+        """Whether every block of the pass, in the graph or not, brought its attention here.
+
+        Not so where a model calls attention by itself, or a registry entry was put in our place.
+        """
+        seen = self.forward or self.begun
+        if seen is None or not seen.blocks:
+            return False
+        return seen.attended.issuperset(range(1, seen.blocks + 1))
+
+    @property
     def outputs(self) -> list[Tensor]:
         """Outputs of all linear uses, the tensors whose errors are asked for."""
         return [use.s for use in self.linears]
 
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model runs: keep the arguments; forget the pass before if this has a graph."""
-        self.begun, self.execution = ObservedForward(args, kwargs), 0
+        self.begun = ObservedForward(args, kwargs)
         if torch.is_grad_enabled():
             self._keep()
 
@@ -256,7 +272,9 @@ class Recorder:
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a decoder block runs."""
-        self.execution += 1
+        if self.begun is None:  # a part of the model was called by itself
+            self.begun = ObservedForward((), {})
+        self.begun.blocks += 1
 
     def on_call(
         self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
@@ -273,7 +291,8 @@ class Recorder:
 
     def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
         """Run one attention call with the switchable backward and keep it."""
-        self.attention_seen = True
+        if self.begun is not None:
+            self.begun.attended.add(self.execution)
         graph = torch.is_grad_enabled() and any(
             t.requires_grad for t in (call.query, call.key, call.value)
         )

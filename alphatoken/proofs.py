@@ -52,9 +52,10 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
         )
     if not recorder.attention_seen:
         raise UnsupportedError(
-            f"'{estimator}' saw no attention call in the scored layers",
+            f"'{estimator}' saw no attention call in at least one of the scored layers",
             why="the model's attention does not go through the adapter's dispatch",
-            remedy=remedy + ", or another attention implementation",
+            remedy=remedy + ", or another attention implementation; a function that was put into "
+            "transformers' attention registry meanwhile must call the one that it found there",
         )
     dropped = [use for use in recorder.attentions if use.dropout > 0]
     if dropped:

@@ -1,28 +1,28 @@
 """Adapter for transformers decoders, plain or wrapped by PEFT.
 
-Attention is reached through a scoped local override in transformers' attention registry: the
-config, the mask functions and the implementation's name stay as they are (code inside the library
-compares names), and only the calls of the chosen modules are rerouted.
+Attention is reached through transformers' attention registry (see ``dispatch``): the config, the
+mask functions and the implementation's name stay as they are (code inside the library compares
+names), and only the calls of the chosen modules are rerouted.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from alphatoken.adapter import AttentionCall, AttentionOverride, ScoredLinear
-from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.adapter import AttentionOverride, ScoredLinear
+from alphatoken.adapters.dispatch import dispatched
+from alphatoken.errors import ModelError
 
 __all__ = ["TransformersAdapter"]
 
@@ -36,6 +36,31 @@ _LOSS_KEYWORDS = frozenset(
 )  # fmt: skip
 """Keywords of a trainer's call that are not for a scoring pass."""
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass
+class _Paused:
+    """A block's own checkpointing flag (None: it has none), and the contexts that hold it off."""
+
+    flag: bool | None
+    contexts: int = 0
+
+
+_PAUSED: dict[nn.Module, _Paused] = {}
+_PAUSING = threading.Lock()
+
+
+def _resume(module: nn.Module) -> None:
+    """Leave one context; the last one puts the flag back."""
+    paused = _PAUSED[module]
+    paused.contexts -= 1
+    if paused.contexts:
+        return
+    del _PAUSED[module]
+    if paused.flag is None:
+        del module.gradient_checkpointing
+    else:
+        module.gradient_checkpointing = paused.flag  # type: ignore[assignment]
 
 
 class TransformersAdapter:
@@ -149,12 +174,11 @@ class TransformersAdapter:
     def override_attention(
         self, modules: Sequence[nn.Module], override: AttentionOverride
     ) -> Iterator[None]:
-        """Reroute the attention calls of ``modules``; the registry is as before afterwards."""
-        wanted = set(modules)
-        name = self.config._attn_implementation
-        if not wanted:
+        """Reroute the attention calls of ``modules``; contexts may be left in any order."""
+        if not modules:
             yield
             return
+        name = self.config._attn_implementation
         if name not in _SUPPORTED:
             raise ModelError(
                 "this attention implementation is not known to the estimators",
@@ -162,45 +186,25 @@ class TransformersAdapter:
                 why="its mask, and so its weights, cannot be recomputed from the call",
                 remedy="model.set_attn_implementation('sdpa') (or 'eager'), or estimator='path'",
             )
-        local = ALL_ATTENTION_FUNCTIONS._local_mapping
-        missing = object()
-        before = local.get(name, missing)
-        original = None if name == "eager" and before is missing else ALL_ATTENTION_FUNCTIONS[name]
-
-        def rerouted(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor | None]:
-            kernel = original or _eager_function(module)
-            if module not in wanted:
-                result: tuple[Tensor, Tensor | None] = kernel(
-                    module, query, key, value, *args, **kwargs
-                )
-                return result
-            return _call_override(override, kernel, module, (query, key, value), args, kwargs)
-
-        ALL_ATTENTION_FUNCTIONS[name] = rerouted
-        try:
+        with dispatched(name, modules, override):
             yield
-        finally:
-            if before is missing:
-                del ALL_ATTENTION_FUNCTIONS[name]
-            else:
-                ALL_ATTENTION_FUNCTIONS[name] = before
 
     @contextmanager
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Turn gradient checkpointing off on these blocks, and back to what it was."""
-        before = {m: m.__dict__.get("gradient_checkpointing") for m in modules}
-        for module in before:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+        with _PAUSING:
+            for module in modules:
+                paused = _PAUSED.setdefault(
+                    module, _Paused(module.__dict__.get("gradient_checkpointing"))
+                )
+                paused.contexts += 1
+                module.gradient_checkpointing = False  # type: ignore[assignment]
         try:
             yield
         finally:
-            for module, flag in before.items():
-                if flag is None:
-                    del module.gradient_checkpointing
-                else:
-                    module.gradient_checkpointing = flag
+            with _PAUSING:
+                for module in modules:
+                    _resume(module)
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs that shape the logits, without a cache; what shapes a loss is dropped."""
@@ -283,58 +287,3 @@ def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
     if "router" in kind.lower():
         return f"router weight of {kind}, used without a linear of its own"
     return f"{kind} uses this matrix outside any linear"
-
-
-def _eager_function(module: nn.Module) -> Callable[..., Any]:
-    for cls in type(module).__mro__:
-        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
-        if callable(function):
-            return function  # type: ignore[no-any-return]
-    raise UnsupportedError(
-        "no eager attention function beside this module",
-        got=type(module).__qualname__,
-        remedy="use attn_implementation='sdpa', or estimator='path'",
-    )
-
-
-def _call_override(
-    override: AttentionOverride,
-    kernel: Callable[..., Any],
-    module: nn.Module,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Translate one call of the interface to the canonical layout and back."""
-    bound = inspect.signature(kernel).bind_partial(module, *tensors, *args, **kwargs)
-    named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    if named.get("position_bias") is not None:
-        raise UnsupportedError(
-            "attention with a position bias is not covered",
-            got=type(module).__qualname__,
-            remedy="estimator='path'",
-        )
-    mask = named.get("attention_mask")
-    query = tensors[0]
-    if mask is None and getattr(kernel, "__name__", "") == "eager_attention_forward":
-        mask = torch.ones(
-            1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
-        )
-    scale = named.get("scaling")
-    call = AttentionCall(
-        module,
-        *tensors,
-        mask=mask,
-        scale=float(scale) if scale is not None else query.shape[-1] ** -0.5,
-        softcap=named.get("softcap"),
-        sinks=named.get("s_aux"),
-        dropout=float(named.get("dropout") or 0.0),
-    )
-    weights: list[Tensor | None] = [None]
-
-    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output, weights[0] = kernel(module, q, k, v, *args, **kwargs)
-        transposed: Tensor = output.transpose(1, 2)
-        return transposed
-
-    return override(call, native).transpose(1, 2), weights[0]

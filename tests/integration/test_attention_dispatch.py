@@ -1,0 +1,274 @@
+"""Overrides of attention: any number, on any models, entered and left in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.adapter import AttentionCall, NativeAttention
+from alphatoken.adapters.transformers import TransformersAdapter
+from alphatoken.errors import ModelError, UnsupportedError
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.profiles import budget
+from tests.property.strategies import make_batch
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+IDS = torch.tensor([[1, 2, 3]])
+MISSING = object()
+
+
+@cache
+def adapter(index: int) -> TransformersAdapter:
+    """Models 0 and 1 share an implementation, model 2 has the other one."""
+    name, implementation = (("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager"))[index]
+    return TransformersAdapter(BY_NAME[name].build(index, implementation=implementation))
+
+
+def entry(name: str) -> Any:
+    return ALL_ATTENTION_FUNCTIONS._local_mapping.get(name, MISSING)
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """Nothing of a test is left behind, and nothing may be there at the start."""
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    yield
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+
+
+class Log:
+    """Overrides that write down who was called, outermost first."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def override(self, label: Any) -> Callable[[AttentionCall, NativeAttention], Tensor]:
+        def watched(call: AttentionCall, native: NativeAttention) -> Tensor:
+            self.seen.append(label)
+            return native(call.query, call.key, call.value)
+
+        return watched
+
+    def of_forward(self, index: int) -> list[Any]:
+        """Labels seen by one forward of a model."""
+        self.seen.clear()
+        with torch.no_grad():
+            adapter(index).forward({"input_ids": IDS})
+        return list(self.seen)
+
+    def enter(self, index: int, label: Any) -> AbstractContextManager[None]:
+        modules = [m for i in range(depth(index)) for m in adapter(index).attention_modules(i)]
+        context = adapter(index).override_attention(modules, self.override(label))
+        context.__enter__()
+        return context
+
+
+def depth(index: int) -> int:
+    return len(adapter(index).layers())
+
+
+def leave(context: AbstractContextManager[None], *, failing: bool) -> None:
+    if not failing:
+        context.__exit__(None, None, None)
+        return
+    error = KeyError("planned")
+    assert not context.__exit__(KeyError, error, None)
+
+
+@budget(0.4)
+@given(
+    models=st.lists(st.integers(0, 2), min_size=2, max_size=4),
+    order=st.randoms(use_true_random=False),
+    users=st.sets(st.sampled_from(["sdpa", "eager"])),
+    failing=st.booleans(),
+)
+@example(models=[0, 1], order=None, users=set(), failing=False)  # first in, first out
+@example(models=[0, 0], order=None, users={"sdpa"}, failing=True)
+def test_any_order_of_entering_and_leaving(
+    models: list[int], order: Any, users: set[str], failing: bool
+) -> None:
+    """Each forward is seen by the overrides active on its model, the last one entered first."""
+    log, used = Log(), []
+
+    def mine(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        used.append(1)
+        return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+    for name in users:
+        ALL_ATTENTION_FUNCTIONS[name] = mine
+    before = {name: entry(name) for name in ("sdpa", "eager")}
+    waiting = list(enumerate(models))
+    active: list[tuple[int, int, AbstractContextManager[None]]] = []
+    while waiting or active:
+        arrives = bool(waiting) and (order is None or not active or order.random() < 0.5)
+        if arrives:
+            label, index = waiting.pop(0)
+            active.append((label, index, log.enter(index, label)))
+        else:
+            place = 0 if order is None else order.randrange(len(active))
+            leave(active.pop(place)[2], failing=failing)
+        for index in {0, 1, 2}:
+            labels = [label for label, model, _ in reversed(active) if model == index]
+            used.clear()
+            assert log.of_forward(index) == labels * depth(index)
+            name = "eager" if index == 2 else "sdpa"
+            assert len(used) == (depth(index) if name in users else 0)
+    assert before == {name: entry(name) for name in ("sdpa", "eager")}
+
+
+def scorer_of(index: int, estimator: str = "alphatoken") -> Scorer:
+    config = ScorerConfig(estimator=estimator, layers=2)
+    return Scorer(adapter(index).model, VALIDATION, config=config)
+
+
+def seen(scorer: Scorer, observed: Any) -> Tensor:
+    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+    logits = scorer.adapter.model(**inputs, use_cache=False).logits
+    values: Tensor = observed.values(logits, BATCH["labels"]).total
+    return values
+
+
+def test_a_model_left_first_takes_nothing_from_one_that_is_still_observed() -> None:
+    """The finding: leaving A took B's override away, and B's exit put A's back for good."""
+    scorers = [scorer_of(0), scorer_of(1)]
+    expected = [scorer.score(BATCH).total for scorer in scorers]
+    with ExitStack() as first, ExitStack() as second:
+        a = first.enter_context(scorers[0].observe())
+        b = second.enter_context(scorers[1].observe())
+        assert torch.equal(seen(scorers[0], a), expected[0])
+        first.close()
+        assert torch.equal(seen(scorers[1], b), expected[1])
+    assert entry("sdpa") is MISSING
+
+
+def test_one_model_observed_twice_at_a_time() -> None:
+    """Both contexts see the pass, and both value it as one alone does."""
+    scorers = [scorer_of(0), scorer_of(0, "direct")]
+    expected = [scorer.score(BATCH).total for scorer in scorers]
+    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+    with ExitStack() as first, ExitStack() as second:
+        outer = first.enter_context(scorers[0].observe())
+        inner = second.enter_context(scorers[1].observe())
+        logits = adapter(0).model(**inputs, use_cache=False).logits
+        found = [o.values(logits, BATCH["labels"]).total for o in (outer, inner)]
+        for values, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(values, alone, rtol=0, atol=1e-12)
+        first.close()
+        assert torch.equal(seen(scorers[1], inner), expected[1])
+
+
+def test_threads_observe_models_of_their_own() -> None:
+    scorers = [scorer_of(0), scorer_of(1)]
+    expected = [scorer.score(BATCH).total for scorer in scorers]
+    together, found = threading.Barrier(2), [[], []]
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            together.wait(30)
+            with scorers[index].observe() as observed:
+                together.wait(30)
+                found[index].append(seen(scorers[index], observed))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for values, alone in zip(found, expected, strict=True):
+        assert len(values) == 3
+        assert all(torch.equal(value, alone) for value in values)
+    assert entry("sdpa") is MISSING
+
+
+def test_a_second_thread_may_not_override_the_same_model() -> None:
+    """Its passes would be taken for those of the first."""
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with scorer_of(0).observe():
+                pass
+        except ModelError as error:
+            caught.append(error)
+
+    with scorer_of(0).observe() as observed:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        values = seen(scorer_of(0), observed)
+    assert len(caught) == 1
+    assert "another thread" in str(caught[0])
+    torch.testing.assert_close(values, scorer_of(0).score(BATCH).total, rtol=0, atol=1e-12)
+    with scorer_of(0).observe() as observed:  # and nothing is left of the refused one
+        assert torch.equal(seen(scorer_of(0), observed), values)
+
+
+def test_an_entry_that_a_user_puts_in_meanwhile_stays() -> None:
+    """Around ours it works, in the place of ours it is noticed; it is never taken away."""
+    scorer = scorer_of(0)
+    expected = scorer.score(BATCH).total
+    with scorer.observe() as observed:
+        ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return ours(module, *args, **kwargs)
+
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = around
+        assert torch.equal(seen(scorer, observed), expected)
+        with scorer_of(1).observe() as other:
+            seen(scorer_of(1), other)
+        assert entry("sdpa") is around
+    assert entry("sdpa") is around
+    assert torch.equal(scorer.score(BATCH).total, expected)
+    assert entry("sdpa") is around
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["at once", "after a pass that was seen"])
+@pytest.mark.parametrize("layer", [None, 1], ids=["all layers", "one layer"])
+def test_a_pass_that_goes_around_the_override_is_refused(before: bool, layer: int | None) -> None:
+    """Also after a pass that did not, and if one scored layer does."""
+    scorer, model = scorer_of(0), adapter(0).model
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with scorer.observe() as observed:
+        if before:
+            seen(scorer, observed)
+        ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            away = layer is None or module.layer_idx == layer
+            return (plain if away else ours)(module, *args, **kwargs)
+
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = instead
+        with pytest.raises(UnsupportedError, match="saw no attention call"):
+            seen(scorer, observed)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_checkpointing_paused_twice_is_as_before_in_any_order() -> None:
+    blocks = adapter(0).layers()
+    for flag in (True, False):
+        for block in blocks:
+            block.gradient_checkpointing = flag
+        for order in ((0, 1), (1, 0)):
+            contexts = [adapter(0).pause_checkpointing(blocks) for _ in range(2)]
+            for context in contexts:
+                context.__enter__()
+            for place in order:
+                assert not any(block.gradient_checkpointing for block in blocks)
+                contexts[place].__exit__(None, None, None)
+            assert all(block.gradient_checkpointing is flag for block in blocks)
+    for block in blocks:
+        del block.gradient_checkpointing
