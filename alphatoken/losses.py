@@ -9,7 +9,7 @@ from torch import Tensor
 from alphatoken.batch import label_mask, token_losses
 from alphatoken.errors import InputError
 
-__all__ = ["dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"]
+__all__ = ["dpo_coefficient", "masked_dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"]
 
 
 def masked_sft_loss(
@@ -73,11 +73,38 @@ def dpo_coefficient(
     return (beta * torch.sigmoid(-logit)).detach()
 
 
+def masked_dpo_coefficient(
+    chosen: Float[Tensor, "b t"],
+    rejected: Float[Tensor, "b s"],
+    reference_chosen: Float[Tensor, "b t"],
+    reference_rejected: Float[Tensor, "b s"],
+    keep_chosen: Tensor,
+    keep_rejected: Tensor,
+    beta: float,
+) -> Float[Tensor, " b"]:
+    """``omega`` of the masked logit (ablation), detached: masks act on each token's log-ratio.
+
+        s  =  beta [ sum_t m+_t (log pi - log pi_ref)_t  -  sum_t m-_t (log pi - log pi_ref)_t ]
+
+    Arguments are log-probabilities of tokens, 0 off the response, and masks or weights of the same
+    shapes. Where policy and reference agree, omega is ``beta / 2`` under any mask.
+
+    Oracle: ``alphatoken.oracle.preference.masked_dpo_omega``.
+    """
+    return dpo_coefficient(
+        (keep_chosen * (chosen - reference_chosen)).sum(-1),
+        (keep_rejected * (rejected - reference_rejected)).sum(-1),
+        torch.zeros_like(chosen[:, 0]),
+        torch.zeros_like(rejected[:, 0]),
+        beta,
+    )
+
+
 def masked_dpo_loss(
     chosen_losses: Float[Tensor, "b t"],
     rejected_losses: Float[Tensor, "b s"],
-    reference_chosen: Float[Tensor, " b"],
-    reference_rejected: Float[Tensor, " b"],
+    reference_chosen: Float[Tensor, " b"] | Float[Tensor, "b t"],
+    reference_rejected: Float[Tensor, " b"] | Float[Tensor, "b s"],
     keep_chosen: Tensor,
     keep_rejected: Tensor,
     *,
@@ -93,12 +120,19 @@ def masked_dpo_loss(
     Args:
         chosen_losses: token losses of the chosen branch (``token_losses``), 0 off the response.
         rejected_losses: the same for the rejected branch.
-        reference_chosen: reference log-probability of each chosen response.
+        reference_chosen: reference log-probability of each chosen response (b,), or of each of its
+            tokens (b, t), 0 off the response.
         reference_rejected: the same for the rejected ones.
         keep_chosen: mask or weights on the chosen tokens, taken as constant.
         keep_rejected: mask or weights on the rejected tokens.
         beta: DPO's temperature.
-        masked_logit: ablation: take omega from the masked log-probabilities.
+        masked_logit: ablation: take omega from the masked logit, ``beta [sum_t m+ (log pi -
+            log pi_ref)_t - sum_t m- (log pi - log pi_ref)_t]``. The mask acts on policy and
+            reference alike, so that omega is ``beta / 2`` where they agree; it enters as it is
+            given, so scale the loss and not the mask.
+
+    Raises:
+        InputError: ``masked_logit`` with a reference that is summed over the response already.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
@@ -106,9 +140,38 @@ def masked_dpo_loss(
     m_rejected = keep_rejected.detach().to(rejected_losses.dtype)
     kept_chosen = (m_chosen * chosen_losses).sum(-1)
     kept_rejected = (m_rejected * rejected_losses).sum(-1)
-    logit_chosen = kept_chosen if masked_logit else chosen_losses.sum(-1)
-    logit_rejected = kept_rejected if masked_logit else rejected_losses.sum(-1)
-    omega = dpo_coefficient(
-        -logit_chosen, -logit_rejected, reference_chosen, reference_rejected, beta
-    )
+    if masked_logit:
+        _check_tokens("chosen", reference_chosen, chosen_losses)
+        _check_tokens("rejected", reference_rejected, rejected_losses)
+        omega = masked_dpo_coefficient(
+            -chosen_losses,
+            -rejected_losses,
+            reference_chosen,
+            reference_rejected,
+            m_chosen,
+            m_rejected,
+            beta,
+        )
+    else:
+        omega = dpo_coefficient(
+            -chosen_losses.sum(-1),
+            -rejected_losses.sum(-1),
+            _by_response(reference_chosen),
+            _by_response(reference_rejected),
+            beta,
+        )
     return (omega * (kept_chosen - kept_rejected)).mean()
+
+
+def _by_response(log_probs: Tensor) -> Tensor:
+    return log_probs if log_probs.dim() == 1 else log_probs.sum(-1)
+
+
+def _check_tokens(branch: str, reference: Tensor, losses: Tensor) -> None:
+    if reference.shape != losses.shape:
+        raise InputError(
+            "the masked logit needs the reference's log-probability of each token",
+            got=f"{tuple(reference.shape)} for {branch} losses {tuple(losses.shape)}",
+            why="a sum over the response cannot be masked",
+            remedy="log-probabilities (b, t) at token indices, 0 off the response",
+        )

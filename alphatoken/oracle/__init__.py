@@ -52,6 +52,7 @@ from alphatoken.oracle.preference import (
     dpo_omega,
     dpo_token_errors,
     masked_dpo_gradient,
+    masked_dpo_omega,
     preference_objective,
 )
 from alphatoken.oracle.propagation import (
@@ -123,6 +124,7 @@ __all__ = [
     "label_values",
     "leave_one_out_utility",
     "masked_dpo_gradient",
+    "masked_dpo_omega",
     "monte_carlo_fisher",
     "one_hop",
     "one_step_utility",

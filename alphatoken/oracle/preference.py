@@ -30,6 +30,7 @@ __all__ = [
     "dpo_omega",
     "dpo_token_errors",
     "masked_dpo_gradient",
+    "masked_dpo_omega",
     "preference_objective",
 ]
 
@@ -143,16 +144,19 @@ def masked_dpo_gradient(
     keep_chosen: Bool[Tensor, " pairs token_chosen"],
     keep_rejected: Bool[Tensor, " pairs token_rejected"],
     beta: float = 0.1,
+    omega: Float[Tensor, " pairs"] | None = None,
 ) -> dict[str, Tensor]:
     """Gradient of ``mean over pairs of omega sum_t (m+ l+ - m- l-)`` (eq. dpo_masked_loss).
 
     ``keep_*[n, i]`` keeps the token at index i of the branch (False where it is no response has no
-    effect). omega comes from the unmasked margin and is constant. Added up token by token: exact.
+    effect). omega comes from the unmasked margin, unless another one is given (see
+    :func:`masked_dpo_omega`), and is constant. Added up token by token: exact.
     """
     total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     with undisturbed(model, parameters):
         chosen, rejected = _both(forward, pairs)
-        omega = dpo_omega(dpo_margin(chosen, rejected, pairs, beta), beta)
+        if omega is None:
+            omega = dpo_omega(dpo_margin(chosen, rejected, pairs, beta), beta)
         branches = (
             (chosen, pairs.chosen["labels"], keep_chosen, omega),
             (rejected, pairs.rejected["labels"], keep_rejected, -omega),
@@ -166,6 +170,46 @@ def masked_dpo_gradient(
                 for name, part in gradient(loss, parameters).items():
                     total[name] = total[name] + part
     return total
+
+
+def masked_dpo_omega(
+    logits: tuple[Tensor, Tensor],
+    reference_logits: tuple[Tensor, Tensor],
+    pairs: PreferencePairs,
+    keep: tuple[Tensor, Tensor],
+    beta: float,
+) -> Float[Tensor, " pairs"]:
+    """``omega`` of the masked-logit ablation, pair by pair and token by token, detached.
+
+        omega_n  =  beta / (1 + exp(s_n))
+        s_n      =  beta sum over branches (+1 chosen, -1 rejected), over response tokens i, of
+                    +-keep[n, i] log( pi(z_i | z_<i) / pi_ref(z_i | z_<i) )
+
+    Args:
+        logits: of the policy, chosen and rejected, (pairs, t, vocabulary) and (pairs, s, ...).
+        reference_logits: of the reference, the same shapes.
+        pairs: for the labels; the reference's sums in it are not looked at.
+        keep: masks or weights at token indices, chosen and rejected.
+        beta: DPO's temperature.
+
+    Exact. Where both models give the same logits it is ``beta / 2`` under any mask.
+    """
+    found = []
+    for n in range(len(pairs.reference_chosen)):
+        total = torch.zeros((), dtype=torch.float64)
+        for sign, branch, policy, reference, kept in (
+            (1.0, pairs.chosen, logits[0], reference_logits[0], keep[0]),
+            (-1.0, pairs.rejected, logits[1], reference_logits[1], keep[1]),
+        ):
+            labels = branch["labels"][n].tolist()
+            for i in range(1, len(labels)):
+                if labels[i] == IGNORED:
+                    continue
+                ratio = torch.log_softmax(policy[n, i - 1].double(), dim=-1)[labels[i]]
+                ratio = ratio - torch.log_softmax(reference[n, i - 1].double(), dim=-1)[labels[i]]
+                total = total + sign * float(kept[n, i]) * ratio.detach()
+        found.append(beta / (1.0 + torch.exp(beta * total)))
+    return torch.stack(found)
 
 
 def preference_objective(

@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from alphatoken.batch import IGNORE, PreferenceBatch
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
-from alphatoken.losses import dpo_coefficient
+from alphatoken.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
@@ -55,11 +55,23 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
                 why="its loss is a mean over pairs",
                 remedy="'response' or 'kept'",
             )
-        if self.masked_logit and self.loss_type != ["sigmoid"]:
+        if self.masked_logit:
+            self._check_masked_logit()
+
+    def _check_masked_logit(self) -> None:
+        for name, plain in _OWN_LOSS.items():
+            if getattr(self, name) != plain:
+                raise ConfigError(
+                    "masked_logit is the ablation of one loss",
+                    got=f"{name}={getattr(self, name)!r}",
+                    remedy=f"{name}={plain!r}",
+                )
+        if self.precompute_ref_log_probs:
             raise ConfigError(
-                "masked_logit is the ablation of one loss",
-                got=f"loss_type={self.loss_type!r}",
-                remedy="loss_type='sigmoid'",
+                "masked_logit masks the reference's log-probability of each token",
+                got="precompute_ref_log_probs=True",
+                why="what is computed ahead is their sum over a response, which no mask can enter",
+                remedy="precompute_ref_log_probs=False",
             )
 
 
@@ -262,16 +274,23 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def final_coefficients(
         self, gate: TokenGate, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any]
     ) -> Tensor:
-        """Under ``masked_logit``, omega is taken from the masked log-probabilities."""
+        """Under ``masked_logit``, omega is taken from the kept tokens' log-ratios.
+
+        The mask acts on policy and reference alike, as it was chosen: whatever divides the loss
+        scales the update and not the preference.
+        """
         if not self.args.masked_logit:
             return coefficients
         assert gate.log_probs is not None
-        reference = [t.to(coefficients) for t in map(self.own_inputs(inputs).get, _REFERENCE)]  # type: ignore[union-attr]
-        kept = (gate.log_probs.detach() * weights[:, 1:].to(gate.log_probs)).sum(-1)
-        chosen, rejected = kept.chunk(2)
-        omega = dpo_coefficient(chosen, rejected, reference[0], reference[1], self.beta)
-        signed = torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
-        return signed * (coefficients != 0)
+        seen = _LogProbs(self._reference_model())
+        self.compute_ref_log_probs(seen, dict(inputs))  # type: ignore[no-untyped-call]
+        assert seen.log_probs is not None
+        own, other = gate.log_probs.detach().chunk(2), seen.log_probs.chunk(2)
+        kept = weights[:, 1:].to(gate.log_probs).chunk(2)
+        omega = masked_dpo_coefficient(
+            own[0], own[1], other[0], other[1], kept[0], kept[1], self.beta
+        )
+        return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation."""

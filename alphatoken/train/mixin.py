@@ -142,7 +142,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     def final_coefficients(
         self, gate: TokenGate, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any]
     ) -> Tensor:
-        """Coefficients of the update once the weights are known."""
+        """Coefficients of the update once the weights are known, before they are normalised."""
         return coefficients
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
@@ -502,9 +502,8 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     ) -> Tensor:
         mask = label_mask(self.response_labels(inputs))
         self._record(inputs, mask, num_items, scored, weights)
-        weights = self._normalised(weights, mask, num_items)
         final = self.final_coefficients(gate, coefficients, weights, inputs)
-        return gate.surrogate(loss, final, weights)
+        return gate.surrogate(loss, final, self._normalised(weights, mask, num_items))
 
     def _score(
         self,

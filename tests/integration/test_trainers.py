@@ -56,7 +56,7 @@ def dpo(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) ->
     kind = {**ALPHA, **more} if alpha else more
     arguments = {
         "model": model(),
-        "ref_model": None if peft else model(),
+        "ref_model": None if peft else kind.pop("ref_model", None) or model(),
         "train_dataset": preference_rows(96),
         "processing_class": tokenizer(),
         "peft_config": lora() if peft else None,
@@ -208,14 +208,19 @@ def test_sft_step_is_the_masked_loss(tmp_path: Path, estimator: str, own: bool) 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("ablation", ["", "shared_threshold", "masked_logit"])
-def test_dpo_step_is_the_masked_surrogate(tmp_path: Path, ablation: str, own: bool) -> None:
+@pytest.mark.parametrize("normalization", ["response", "kept"])
+def test_dpo_step_is_the_masked_surrogate(
+    tmp_path: Path, ablation: str, own: bool, normalization: str
+) -> None:
     """Omega-scaled values, one threshold a branch, masked_dpo_loss: the trainer's gradient."""
     more = {ablation: True} if ablation else {}
     trainer = dpo(
         tmp_path,
         retention="none",
         beta=0.5,
+        ref_model=model(seed=1),
         scoring_forward="own" if own else "auto",
+        kept_normalization=normalization,
         gradient_checkpointing=False,
         **more,
     )
@@ -231,12 +236,12 @@ def test_dpo_step_is_the_masked_surrogate(tmp_path: Path, ablation: str, own: bo
     assert isinstance(validation, PreferenceBatch)
     scorer = Scorer(twin, validation, None, ScorerConfig(layers=2))
     with torch.no_grad():
-        reference = -token_losses(model()(**arguments).logits, labels).sum(-1)
+        reference = -token_losses(model(seed=1)(**arguments).logits, labels)
     with scorer.observe() as observed:
         logits = twin(**arguments).logits
         token = token_losses(logits, labels)
-        # The policy is the reference at the first step: every pair's logit is 0.
-        omega = torch.full((half, 1), 0.25)
+        ratios = -token.detach().sum(-1) - reference.sum(-1)
+        omega = 0.5 * torch.sigmoid(-0.5 * (ratios[:half] - ratios[half:])).unsqueeze(-1)
         values = observed.values(
             logits, labels, token_weights=torch.cat([omega, -omega]) * (labels != IGNORE)
         )
@@ -256,14 +261,51 @@ def test_dpo_step_is_the_masked_surrogate(tmp_path: Path, ablation: str, own: bo
         beta=0.5,
         masked_logit=ablation == "masked_logit",
     )
+    if normalization == "kept":  # of the update; the preference is not scaled with it
+        loss = loss * (values.mask.sum() / keep.sum())
     loss.backward()
     expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    # The masked logit is a difference of long sums, so its float32 rounding reaches omega.
-    accuracy = 2e-5 if ablation == "masked_logit" else 2e-6
-    assert furthest(found, expected) < accuracy * max(
-        float(g.abs().max()) for g in expected.values()
-    )
+    assert float(omega.max() - omega.min()) > 1e-3
+    assert furthest(found, expected) < 5e-6 * max(float(g.abs().max()) for g in expected.values())
     assert int(keep.sum()) < int(values.mask.sum())
+
+
+def test_the_masked_logit_at_the_reference_is_beta_half(tmp_path: Path) -> None:
+    """Policy = reference: every pair weighs beta / 2, whatever its lengths and its mask."""
+    trainer = dpo(
+        tmp_path, retention="none", beta=0.5, masked_logit=True, kept_normalization="kept"
+    )
+    seen: list[Tensor] = []
+    final = trainer.final_coefficients
+
+    def watched(*args: Any) -> Tensor:
+        found = final(*args)
+        seen.append(found)
+        return found
+
+    trainer.final_coefficients = watched
+    batch = first_batch(trainer)
+    gradients_of_first_step(trainer)
+    lengths = batch["completion_mask"].sum(-1)
+    half = len(lengths) // 2
+    assert bool((lengths[:half] != lengths[half:]).any())
+    assert torch.allclose(seen[0][half:], torch.tensor(0.25 / half), rtol=1e-6, atol=0)
+    assert torch.allclose(seen[0][:half], torch.tensor(-0.25 / half), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"precompute_ref_log_probs": True},
+        {"loss_type": ["ipo"]},
+        {"label_smoothing": 0.1},
+        {"ld_alpha": 0.5},
+    ],
+    ids=str,
+)
+def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(more))):
+        AlphaDPOConfig(**options(tmp_path, **ALPHA, masked_logit=True, **more))
 
 
 def test_branches_keep_half_each(tmp_path: Path) -> None:

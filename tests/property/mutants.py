@@ -147,6 +147,8 @@ STARTED = claim(
 )  # fmt: skip
 MASKED_DPO = claim(algebra.check_masked_dpo_gradient, algebra.pair_cases())
 UNMASKED_DPO = claim(algebra.check_unmasked_dpo_gradient, algebra.pair_cases())
+MASKED_LOGIT = claim(algebra.check_masked_logit_is_the_ablation, algebra.pair_cases())
+MASKED_LOGIT_START = claim(algebra.check_masked_logit_at_the_reference, algebra.pair_cases())
 PAIRS = claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "tokens")
 DIAGONAL_FISHER = claim(
     fisher.test_the_diagonal_is_the_mean_of_squared_sequence_gradients,
@@ -507,16 +509,8 @@ LISTED = (
         "coefficient-from-the-masked-logit",
         "coefficient from the masked logit",
         (
-            Edit(
-                "losses.masked_dpo_loss",
-                "kept_chosen if masked_logit else chosen_losses.sum(-1)",
-                "kept_chosen",
-            ),
-            Edit(
-                "losses.masked_dpo_loss",
-                "kept_rejected if masked_logit else rejected_losses.sum(-1)",
-                "kept_rejected",
-            ),
+            Edit("losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
+            Edit("losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
         ),
         (MASKED_DPO,),
     ),
@@ -1158,6 +1152,35 @@ OWN = (
         "the coefficient is differentiated too",
         (Edit("losses.dpo_coefficient", ".detach()", ""),),
         (UNMASKED_DPO, MASKED_DPO),
+    ),
+    _own(
+        "reference-unmasked-in-the-masked-logit",
+        "the mask acts on the policy's log-probabilities only",
+        (
+            Edit(
+                "losses.masked_dpo_coefficient",
+                "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
+                "(keep_chosen * chosen - reference_chosen).sum(-1)",
+            ),
+            Edit(
+                "losses.masked_dpo_coefficient",
+                "(keep_rejected * (rejected - reference_rejected)).sum(-1)",
+                "(keep_rejected * rejected - reference_rejected).sum(-1)",
+            ),
+        ),
+        (MASKED_LOGIT, MASKED_LOGIT_START),
+    ),
+    _own(
+        "masked-logit-of-all-tokens",
+        "the ablation takes its coefficient from the unmasked logit",
+        (
+            Edit(
+                "losses.masked_dpo_coefficient",
+                "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
+                "(chosen - reference_chosen).sum(-1)",
+            ),
+        ),
+        (MASKED_LOGIT,),
     ),
     _own(
         "mean-over-prompt-and-padding-too",

@@ -543,6 +543,10 @@ class PairCase:
     def logits(self) -> tuple[Tensor, Tensor]:
         return self.chosen.logits(), self.rejected.logits(salt=10)
 
+    def reference_logits(self) -> tuple[Tensor, Tensor]:
+        chosen, rejected = self.chosen.logits(salt=12), self.rejected.logits(salt=13)
+        return chosen.detach(), rejected.detach()
+
 
 @st.composite
 def pair_cases(draw: st.DrawFn) -> PairCase:
@@ -551,9 +555,7 @@ def pair_cases(draw: st.DrawFn) -> PairCase:
     return PairCase(chosen, rejected, draw(st.sampled_from([0.1, 0.5, 2.0])))
 
 
-def surrogate(
-    case: PairCase, logits: tuple[Tensor, Tensor], keep: tuple[Tensor, Tensor], *, masked: bool
-) -> Tensor:
+def surrogate(case: PairCase, logits: tuple[Tensor, Tensor], keep: tuple[Tensor, Tensor]) -> Tensor:
     pairs = case.pairs()
     branches = (pairs.chosen["labels"], pairs.rejected["labels"])
     each = [batch.token_losses(x, y) for x, y in zip(logits, branches, strict=True)]
@@ -563,7 +565,6 @@ def surrogate(
         pairs.reference_rejected,
         *keep,
         beta=case.beta,
-        masked_logit=masked,
     )
 
 
@@ -576,17 +577,16 @@ def check_unmasked_dpo_gradient(case: PairCase) -> None:
     logits = case.logits()
     whole = tuple(torch.ones_like(m) for m in masks_of(case))
     expected = torch.autograd.grad(preference.dpo_loss(*logits, case.pairs(), case.beta), logits)
-    for masked in (False, True):
-        found = torch.autograd.grad(surrogate(case, logits, whole, masked=masked), logits)
-        for got, wanted in zip(found, expected, strict=True):
-            close(got, wanted, case.beta, EXACT, name="DPO, unmasked gradient")
+    found = torch.autograd.grad(surrogate(case, logits, whole), logits)
+    for got, wanted in zip(found, expected, strict=True):
+        close(got, wanted, case.beta, EXACT, name="DPO, unmasked gradient")
 
 
 def check_masked_dpo_gradient(case: PairCase) -> None:
     """omega from the unmasked logit, + on kept chosen, - on kept rejected, mean over pairs."""
     logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
     errors = preference.dpo_token_errors(*logits, pairs, case.beta)
-    found = torch.autograd.grad(surrogate(case, logits, keep, masked=False), logits)
+    found = torch.autograd.grad(surrogate(case, logits, keep), logits)
     for got, error, kept in zip(found, errors, keep, strict=True):
         # keep holds token indices; the error of token i sits at position i - 1.
         at_position = torch.zeros(kept.shape, dtype=torch.float64)
@@ -595,22 +595,45 @@ def check_masked_dpo_gradient(case: PairCase) -> None:
         close(got, expected, case.beta, EXACT, name="DPO, masked gradient")
 
 
+def masked_logit_surrogate(
+    case: PairCase, logits: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]
+) -> Tensor:
+    labels = [part["labels"] for part in (case.pairs().chosen, case.pairs().rejected)]
+    own, other = (
+        [batch.token_losses(x, y) for x, y in zip(both, labels, strict=True)]
+        for both in (logits, reference)
+    )
+    keep = masks_of(case)
+    return losses.masked_dpo_loss(
+        *own, -other[0], -other[1], *keep, beta=case.beta, masked_logit=True
+    )
+
+
 def check_masked_logit_is_the_ablation(case: PairCase) -> None:
-    """masked_logit: the same sum with omega of the kept tokens only."""
-    logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
+    """masked_logit: omega of the kept tokens' log-ratios, by the oracle; the same update."""
+    logits, reference, pairs = case.logits(), case.reference_logits(), case.pairs()
+    keep = masks_of(case)
+    omega = preference.masked_dpo_omega(logits, reference, pairs, keep, case.beta)
     labels = (pairs.chosen["labels"], pairs.rejected["labels"])
     kept = [(loop_losses(x, y) * m).sum(1) for x, y, m in zip(logits, labels, keep, strict=True)]
-    margin = case.beta * (
-        (-kept[0] - pairs.reference_chosen) - (-kept[1] - pairs.reference_rejected)
-    )
-    omega = (case.beta * torch.sigmoid(-margin)).detach()
     expected = (omega * (kept[0] - kept[1])).mean()
-    found = surrogate(case, logits, keep, masked=True)
+    found = masked_logit_surrogate(case, logits, reference)
     scale = 1.0 + case.beta * sum(k.detach().sum() for k in kept)
     close(found, expected, scale, EXACT, name="DPO, masked logit")
     gradients = [torch.autograd.grad(x, logits, retain_graph=True) for x in (found, expected)]
     for got, wanted in zip(*gradients, strict=True):
         close(got, wanted, case.beta, EXACT, name="DPO, masked logit, gradient")
+
+
+def check_masked_logit_at_the_reference(case: PairCase) -> None:
+    """masked_logit with policy = reference: omega is beta / 2 for any mask and any lengths."""
+    logits, pairs, keep = case.logits(), case.pairs(), masks_of(case)
+    half = torch.full((case.chosen.rows,), case.beta / 2, dtype=torch.float64)
+    assert torch.equal(preference.masked_dpo_omega(logits, logits, pairs, keep, case.beta), half)
+    labels = (pairs.chosen["labels"], pairs.rejected["labels"])
+    log_p = [-batch.token_losses(x, y).detach() for x, y in zip(logits, labels, strict=True)]
+    found = losses.masked_dpo_coefficient(*log_p, *log_p, *keep, case.beta)
+    close(found, half, case.beta, EXACT, name="omega at the reference")
 
 
 def check_dpo_coefficient(case: PairCase) -> None:

@@ -62,6 +62,20 @@ def test_the_masked_logit_is_an_ablation(case: PairCase) -> None:
 
 @given(pair_cases())
 @budget(0.5)
+def test_the_masked_logit_at_the_reference(case: PairCase) -> None:
+    claims.check_masked_logit_at_the_reference(case)
+
+
+def test_the_masked_logit_refuses_a_reference_that_is_summed_already() -> None:
+    token = torch.zeros(2, 5)
+    with pytest.raises(InputError, match="each token"):
+        losses.masked_dpo_loss(
+            token, token, token.sum(-1), token.sum(-1), token, token, masked_logit=True
+        )
+
+
+@given(pair_cases())
+@budget(0.5)
 def test_the_coefficient(case: PairCase) -> None:
     claims.check_dpo_coefficient(case)
 
