@@ -61,20 +61,18 @@ def contract_gram(
     delta_v: Float[Tensor, "v o"],
     x_v: Float[Tensor, "v i"],
     *,
-    bias: bool = False,
     chunk: int = 4096,
 ) -> Float[Tensor, "b t"]:
     """Gram contraction: ``sum_v (delta_t . delta_v)(x_t . x_v)``, the direction never built.
 
     Equal to ``contract(delta, x, outer_sum(delta_v, x_v))``. Weights of validation tokens belong
-    in ``delta_v``. With ``bias`` every input gains a constant 1, so the bias gradient takes part.
+    in ``delta_v``. The bias takes no part: its gradient is a vector, and contracted as one.
 
     Args:
         delta: training errors.
         x: training inputs.
         delta_v: validation errors, all positions of all sequences in one axis.
         x_v: validation inputs at the same positions.
-        bias: include the bias of the linear map.
         chunk: validation tokens per block; bounds the workspace to b*t*chunk.
 
     Exactness: exact up to rounding. Source: eq. app_aa_direct. Oracle: ``contract``.
@@ -85,7 +83,7 @@ def contract_gram(
     for start in range(0, delta_v.shape[0], chunk):
         errors = torch.einsum("bto,vo->btv", delta, delta_v[start : start + chunk].to(dtype))
         inputs = torch.einsum("bti,vi->btv", x, x_v[start : start + chunk].to(dtype))
-        total += torch.einsum("btv,btv->bt", errors, inputs + 1 if bias else inputs)
+        total += torch.einsum("btv,btv->bt", errors, inputs)
     return total
 
 
@@ -111,23 +109,21 @@ class ContractionPlan:
     gram_flops: int
 
 
-def plan_contraction(
-    tokens: int, validation_tokens: int, d_out: int, d_in: int, *, preconditioned: bool = False
-) -> ContractionPlan:
+def plan_contraction(tokens: int, validation_tokens: int, d_out: int, d_in: int) -> ContractionPlan:
     """Choose the cheaper route; the value never changes.
 
     Projected: build M once, ``2 N_v d_out d_in``, then ``2 N d_out d_in``. Gram:
     ``2 N N_v (d_out + d_in)``. Hence gram wins iff
-    ``N N_v / (N + N_v) < d_out d_in / (d_out + d_in)``.
+    ``N N_v / (N + N_v) < d_out d_in / (d_out + d_in)``. Under a preconditioner there is no choice:
+    P o G has no rank-1 factors, so only the projected route exists.
 
     Args:
         tokens: training positions contracted per refresh of M (N).
         validation_tokens: validation positions (N_v), prompt included.
         d_out: output width of the linear map.
         d_in: input width.
-        preconditioned: P o G has no rank-1 factors, so only the projected route exists.
     """
     projected = 2 * (tokens + validation_tokens) * d_out * d_in
     gram = 2 * tokens * validation_tokens * (d_out + d_in)
-    route = "gram" if gram < projected and not preconditioned else "projected"
+    route = "gram" if gram < projected else "projected"
     return ContractionPlan(route, projected, gram)

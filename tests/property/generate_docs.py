@@ -229,9 +229,7 @@ def _kills(mutant: Mutant) -> list[Kill]:
 
 def _kill_row(mutant: Mutant, kills: list[Kill]) -> list[str]:
     changes = [
-        f"{code(edit.target)}: {_words(edit.old, edit.body is None)} → "
-        f"{_words(edit.new, edit.body is None)}"
-        for edit in mutant.edits
+        f"{code(edit.target)}: {_words(edit.old)} → {_words(edit.new)}" for edit in mutant.edits
     ]
     refusals = sorted({kill.refused for kill in kills if kill.refused})
     return [
@@ -243,11 +241,8 @@ def _kill_row(mutant: Mutant, kills: list[Kill]) -> list[str]:
     ]
 
 
-def _words(source: str, is_code: bool) -> str:
-    if not source:
-        return "nothing"
-    source = " ".join(source.split())  # a table's row is one line
-    return code(source) if is_code else text(source)
+def _words(source: str) -> str:
+    return code(" ".join(source.split())) if source else "nothing"  # a table's row is one line
 
 
 _CELL = re.compile(r"(?<!\\)\|")

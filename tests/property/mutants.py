@@ -7,16 +7,12 @@ so that a few examples are enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from alphatoken import capture, objective
-from alphatoken.adapter import DecoderAdapter
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as attending
 from tests.property import properties_estimators as estimating
@@ -24,6 +20,7 @@ from tests.property import properties_mutants as besides
 from tests.property import properties_optimizers as real
 from tests.property import properties_options as options
 from tests.property import properties_scorer as scoring
+from tests.property import properties_sharded as sharding
 from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
 from tests.property.mutation import Claim, Edit, Mutant, claim
@@ -35,9 +32,6 @@ __all__ = [
     "CLAIMS",
     "LISTED",
     "MUTANTS",
-    "VALIDATION_GRADIENT",
-    "all_outer_products",
-    "captured_objective",
 ]
 
 
@@ -82,12 +76,13 @@ AMSGRAD = tuple(k for k in real.DOUBLE if k.name == "Adam, amsgrad")
 DIRECT = claim(estimating.check_direct_is_the_diagonal, small())
 PATH = claim(estimating.check_path_is_the_column_sums, small())
 LABEL = claim(estimating.check_label_is_the_row_sums, small())
-PATH_OF_SEVERAL = claim(estimating.check_path_is_the_column_sums, small(validations=SEVERAL))
-GRADIENT_OF_SEVERAL = claim(scoring.check_validation_gradient, small(validations=SEVERAL))
-VALIDATION_GRADIENT = (PATH_OF_SEVERAL, GRADIENT_OF_SEVERAL)
 GRADIENT_OF_BATCHES = claim(
     scoring.check_validation_gradient, small(validations=(("pprr", "prrr"), ("ppr",)))
 )
+SHARDED_OF_SEVERAL = claim(
+    sharding.check_sharded_values_equal_whole_ones,
+    small(validations=SEVERAL), "path", "diagonal", examples=6,
+)  # fmt: skip
 ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
 BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
 SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
@@ -180,72 +175,6 @@ def selection(scope: str) -> Claim:
     return claim(algebra.check_selection, case=cases, hundredths=50, scope=scope, bottom=False)
 
 
-# --- a core that builds G from captured errors ---------------------------------------------------
-
-Outer = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(errors, inputs, token weights) of one use -> (o, i), its part of the validation gradient."""
-
-
-def all_outer_products(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """What is right: no mutant."""
-    return torch.einsum("bto,bti->oi", error, x)
-
-
-def sum_then_outer(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Errors and inputs are summed over the sequences first."""
-    return torch.einsum("to,ti->oi", error.sum(0), x.sum(0))
-
-
-def response_positions_only(error: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Only positions that predict a response token."""
-    places = torch.cat([weights[:, 1:] != 0, torch.zeros_like(weights[:, :1]) != 0], 1)
-    return torch.einsum("bto,bti,bt->oi", error, x, places.to(x.dtype))
-
-
-def captured_objective(outer: Outer) -> Callable[..., tuple[dict[str, Tensor], float]]:
-    """``objective_sums`` as a library would have it that never asks for weight gradients."""
-
-    def objective_sums(
-        adapter: DecoderAdapter,
-        parameters: Mapping[str, Tensor],
-        validation: Iterable[Any],
-        *,
-        first: int | None,
-        **_: Any,
-    ) -> tuple[dict[str, Tensor], float]:
-        names = {id(p): name for name, p in parameters.items()}
-        every = adapter.scored_linears(range(len(adapter.layers())))
-        linears = tuple(linear for linear in every if id(linear.weight) in names)
-        scope = capture.Scope((), linears, first=first or 0)
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        count = 0.0
-        for item in validation:
-            for _, losses, weights, tokens in objective.weighted_losses(adapter, item, first):
-                with capture.record(adapter, scope, attention=False) as recorder:
-                    with objective.scoring_forward(adapter, first):
-                        loss = losses()
-                        with torch.enable_grad():
-                            weighted = (loss * weights.to(loss)).sum()
-                    errors = capture.accumulate_errors(
-                        recorder, weighted, recorder.outputs, "ordinary"
-                    )
-                    for use, error in zip(recorder.linears, errors, strict=True):
-                        if error is None:
-                            continue
-                        m = outer(error, use.x, weights)
-                        total[names[id(use.linear.weight)]] += m.T if use.linear.transposed else m
-                        if id(use.linear.bias) in names:
-                            total[names[id(use.linear.bias)]] += error.sum((0, 1))
-                count += tokens
-        return {name: g.detach() for name, g in total.items()}, count
-
-    return objective_sums
-
-
-def _objective(outer: Outer, old: str, new: str) -> Edit:
-    return Edit("objective.objective_sums", old, new, body=captured_objective(outer))
-
-
 # --- the mutants that were demanded --------------------------------------------------------------
 
 LISTED = (
@@ -265,11 +194,13 @@ LISTED = (
         "sum-then-outer-in-the-validation-gradient",
         "sum-then-outer over validation examples",
         (
-            _objective(
-                sum_then_outer, "sum of outer products", "outer product of sums over sequences"
+            Edit(
+                "readout._terms",
+                "contraction.outer_sum(error, use.x)",
+                "contraction.outer_sum(error.sum(0, True), use.x.sum(0, True))",
             ),
         ),
-        VALIDATION_GRADIENT,
+        (SHARDED_OF_SEVERAL,),
     ),
     Mutant(
         "sum-then-outer-in-the-gram-factors",
@@ -308,11 +239,20 @@ LISTED = (
         "validation-prompt-dropped-from-the-gradient",
         "prompt positions of the validation sequences dropped",
         (
-            _objective(
-                response_positions_only, "outer products of all positions", "of response positions"
+            Edit(
+                "objective.stream_losses",
+                "consume(weighted, recorder)",
+                "vars(recorder)['kept'] = batch.mask.roll(-1, 1).unsqueeze(-1); "
+                "consume(weighted, recorder)",
+            ),
+            Edit(
+                "objective.captured_parts",
+                "captured_gradients(recorder, errors,",
+                "kept = vars(recorder)['kept']; "
+                "captured_gradients(recorder, [e if e is None else e * kept for e in errors],",
             ),
         ),
-        VALIDATION_GRADIENT,
+        (SHARDED_OF_SEVERAL,),
     ),
     Mutant(
         "validation-prompt-dropped-from-the-gram-factors",
@@ -393,8 +333,8 @@ LISTED = (
     Mutant(
         "bias-forgotten-in-the-gram-route",
         "bias forgotten (with score_bias)",
-        (Edit("contraction.contract_gram", "inputs + 1 if bias else inputs", "inputs"),),
-        (claim(algebra.check_gram_is_the_loop, contractions(), True, 4),),
+        (Edit("readout._contract_use", "if bias is not None and bias in matrices:", "if False:"),),
+        (claim(scoring.check_every_route_gives_one_value, BIASED),),
     ),
     Mutant(
         "head-mean-for-per-head",

@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import attention, batch, readout, selection, target
+from alphatoken import selection
 from tests.property import generate_docs, properties_mutants
 from tests.property.decoder import DecoderConfig
-from tests.property.mutants import (
-    BY_NAME,
-    CLAIMS,
-    LISTED,
-    MUTANTS,
-    VALIDATION_GRADIENT,
-    all_outer_products,
-    captured_objective,
+from tests.property.mutants import BY_NAME, CLAIMS, LISTED, MUTANTS
+from tests.property.mutation import (
+    Claim,
+    Edit,
+    Mutant,
+    applied,
+    claim,
+    function_of,
+    hunt,
+    source_of,
 )
-from tests.property.mutation import Claim, Edit, Mutant, applied, claim, hunt, source_of
 from tests.property.profiles import budget
 from tests.property.strategies import configs
 
@@ -40,6 +41,7 @@ arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 def test_a_mutant_is_killed_by_each_of_its_properties(name: str, record_property) -> None:
     """A few examples of each named property are enough; the same example passes unmutated."""
     mutant = BY_NAME[name]
+    require(mutant.needs)
     assert mutant.claims
     for one in mutant.claims:
         kill = hunt(mutant, one)
@@ -50,14 +52,21 @@ def test_a_mutant_is_killed_by_each_of_its_properties(name: str, record_property
         record_property("killed_by", f"{kill.claim}, example {kill.example}: {kill.message}")
 
 
+def require(packages: tuple[str, ...]) -> None:
+    """Skip, with the reason, where a package is missing."""
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+
+
 def killers(mutant: Mutant) -> list[str]:
     """Who else would notice; asked only when a named property did not."""
-    return [one.name for one in CLAIMS if hunt(mutant, one) is not None]
+    return [one.name for one in CLAIMS if not one.needs and hunt(mutant, one) is not None]
 
 
 @pytest.mark.parametrize("one", CLAIMS, ids=[one.name for one in CLAIMS])
 def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
     """What kills a mutant is no property that always fails."""
+    require(one.needs)
     assert hunt(None, one) is None
 
 
@@ -72,53 +81,48 @@ def test_every_mutant_of_the_list_is_there() -> None:
     assert not sentences & wanted
 
 
-def test_the_detour_over_captured_errors_is_right_by_itself() -> None:
-    """Two mutants build G from captured errors; done right, that detour is no mutant."""
-    edit = Edit("objective.objective_sums", "", "", body=captured_objective(all_outer_products))
-    for one in VALIDATION_GRADIENT:
-        assert hunt(Mutant("no mutant", "", (edit,), (one,), listed=False), one) is None
-
-
-def test_names_mean_the_mutant_inside_and_the_core_again_afterwards() -> None:
-    """Imported names, methods and static methods; also when an exception passes through."""
-    before = (
-        attention._band,
-        batch.to_token_index,
-        vars(target.Target)["_current_stamp"],
-        vars(attention._Gate)["backward"],
-    )
+def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
+    """Imported names, methods, static methods, super() and defaults; also past an exception."""
     edits = (
         Edit("attention._band", "(k <= t + window)", "(k < t + window)"),
         Edit("batch.to_token_index", "(1, 0)", "(0, 1)"),
         Edit("target.Target._current_stamp", "tuple(", "list("),
-        Edit("attention._Gate.backward", "None, dq, dk, dv", "None, dq, dk, dv"),
+        Edit("attention._Gate.backward", "None, dq, dk, dv", "dv, dq, dk, None"),
+        Edit("errors.AlphaTokenError.__init__", "super().__init__(", "super().__init__(0, "),
+        Edit("contraction.contract_gram", "chunk: int = 4096", "chunk: int = 3"),
     )
+    before = [_state(edit) for edit in edits]
 
     def inside() -> None:
-        with applied(Mutant("four", "", edits, (), listed=False)):
-            assert attention._band is not before[0]
-            assert readout.to_token_index is batch.to_token_index is not before[1]
-            assert vars(target.Target)["_current_stamp"] is not before[2]
-            assert isinstance(vars(attention._Gate)["backward"], staticmethod)
+        with applied(Mutant("six", "", edits, (), listed=False)) as calls:
+            assert all(_state(e)[0] != one[0] for e, one in zip(edits, before, strict=True))
+            assert function_of("contraction.contract_gram").__kwdefaults__ == {"chunk": 3}
+            assert selection.InputError("no").args[0] == 0
+            assert calls == {"errors.AlphaTokenError.__init__": 1}
             raise KeyError
 
     with pytest.raises(KeyError):
         inside()
-    assert attention._band is before[0]
-    assert readout.to_token_index is batch.to_token_index is before[1]
-    assert vars(target.Target)["_current_stamp"] is before[2]
-    assert vars(attention._Gate)["backward"] is before[3]
+    assert [_state(edit) for edit in edits] == before
+    assert selection.InputError("no").args[0] != 0
+
+
+def _state(edit: Edit) -> tuple[object, ...]:
+    function = function_of(edit.target)
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
-    """When the core changes, its mutants must follow; none turns into a no-op."""
+    """When the library changes, its mutants must follow; none turns into a no-op."""
     edit = Edit("selection.keep_count", "no such text", "x")
     with pytest.raises(LookupError, match="must follow"), applied(Mutant("m", "", (edit,), ())):
         pass
+    with pytest.raises(LookupError, match="must follow"):
+        source_of("selection.no_such_function")
     for mutant in MUTANTS:
         for edit in mutant.edits:
-            assert edit.body is not None or edit.old != edit.new
-            assert edit.body is not None or source_of(edit.target).count(edit.old) == 1
+            assert edit.old != edit.new
+            assert source_of(edit.target).count(edit.old) == 1
 
 
 def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:

@@ -67,7 +67,7 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         contraction, "contract", lambda: algebra.check_projected_is_the_loop(NUMBERS, True)
     ),
     "gram": (
-        contraction, "contract_gram", lambda: algebra.check_gram_is_the_loop(NUMBERS, False, 4)
+        contraction, "contract_gram", lambda: algebra.check_gram_is_the_loop(NUMBERS, 4)
     ),
     "outer sum": (
         contraction, "outer_sum", lambda: algebra.check_outer_sum_is_the_weight_gradient(NUMBERS)
