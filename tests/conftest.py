@@ -60,6 +60,18 @@ def data_dir() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, which `make models` fetches; elsewhere the test skips."""
+    from alphatoken.demo.models import SMOLLM2
+
+    shared = os.environ.get("ALPHATOKEN_MODELS")
+    folder = (Path(shared) if shared else Path(__file__).parents[1] / "models") / SMOLLM2.name
+    if not folder.is_dir():
+        pytest.skip(f"{SMOLLM2.name} is not in {folder.parent}: `make models` reached no registry")
+    return folder
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     tolerance.begin()
