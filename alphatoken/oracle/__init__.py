@@ -74,7 +74,13 @@ from alphatoken.oracle.retention import (
     retention_loss,
 )
 from alphatoken.oracle.shapley import exact_shapley
-from alphatoken.oracle.transfer import TransferBound, transfer_bound, wasserstein
+from alphatoken.oracle.transfer import (
+    TransferBound,
+    lipschitz_constant,
+    prompt_fishers,
+    transfer_bound,
+    wasserstein,
+)
 from alphatoken.oracle.utility import (
     AdamState,
     adam_preconditioner,
@@ -123,6 +129,7 @@ __all__ = [
     "kl_hessian",
     "label_values",
     "leave_one_out_utility",
+    "lipschitz_constant",
     "masked_dpo_gradient",
     "masked_dpo_omega",
     "monte_carlo_fisher",
@@ -131,6 +138,7 @@ __all__ = [
     "output_bounds",
     "per_token_gradients",
     "preference_objective",
+    "prompt_fishers",
     "proxy_bound",
     "residual_after_output",
     "response_tokens",

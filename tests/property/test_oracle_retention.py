@@ -4,8 +4,16 @@ The decoder is small enough for dense Hessians and for listing every response.
 """
 
 from __future__ import annotations
+import __future__
 
+import inspect
+import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +24,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
+from alphatoken.oracle import retention, transfer
 from alphatoken.oracle.enumeration import (
     enumerate_responses,
     enumerated_log_probabilities,
@@ -28,13 +37,13 @@ from alphatoken.oracle.evaluate import displaced, flatten, undisturbed, unflatte
 from alphatoken.oracle.retention import (
     hessian,
     kl_hessian,
-    proxy_bound,
     retention_gradient,
     retention_loss,
     third_derivative_along,
     third_derivative_norm,
 )
-from alphatoken.oracle.transfer import transfer_bound, wasserstein
+from alphatoken.oracle.transfer import prompt_fishers, wasserstein
+from tests.property import tolerance
 from tests.property.profiles import budget
 from tests.property.tiny import SCORED, close, labelled, tiny
 
@@ -346,7 +355,77 @@ def bound_setting(seed: int, others: bool, own_data: bool, scale: float):
     return model, loss, moving, drift, arguments
 
 
-@budget(0.2)
+def spectral(matrix: Tensor) -> float:
+    return float(torch.linalg.svdvals(matrix)[0]) if matrix.numel() else 0.0
+
+
+def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
+    """Each term of the bound by another route than the oracle's, in the order S, others."""
+    names = list(SCORED)
+    ordered = {name: moving[name] for name in names + [n for n in moving if n not in names]}
+    size = sum(moving[name].numel() for name in names)
+    start = flatten({name: arguments["reference"][name] for name in ordered})
+    step = flatten({name: arguments["current"][name] for name in ordered}) - start
+
+    def at(u: float, function):
+        with displaced(ordered, unflatten(start + u * step, ordered)):
+            return function()
+
+    g = lambda: torch.cat([x.reshape(-1) for x in torch.autograd.grad(loss(), [*ordered.values()])])  # noqa: E731
+    h = lambda: hessian(loss, ordered)  # noqa: E731
+    r_0, ideal, curvature = at(0, g), at(1, g), at(0, h)
+    own, cross = curvature[:size, :size], curvature[:size, size:]
+    dagger = torch.diag(flatten({name: arguments["retention_fisher"][name] for name in names}))
+    f_ref = torch.diag(flatten({name: arguments["fisher"][name] for name in names}))
+    diagonal = torch.diag(torch.diag(own))
+    # M_3: the largest slope of H between neighbours on the segment, by differences.
+    grid = torch.linspace(0, 1, 9).tolist()
+    hessians = [at(u, h)[:size] for u in grid]
+    length = float(step.norm())
+    slopes = [spectral(b - a) * 8 / length for a, b in pairwise(hessians)] if length else [0.0]
+    return {
+        "left": float((ideal[:size] - f_ref @ step[:size]).norm()),
+        "residual": float(r_0[:size].norm()),
+        "off_diagonal": spectral(own - diagonal),
+        "calibration": spectral(diagonal - dagger),
+        "transfer": spectral(dagger - f_ref),
+        "drift": float(step[:size].norm()),
+        "cross_curvature": spectral(cross),
+        "other_drift": float(step[size:].norm()),
+        # Taylor's theorem: from gradients, where the oracle integrates Hessians.
+        "remainder": float((ideal - r_0 - curvature @ step)[:size].norm()),
+        "third_derivative": max(slopes),
+    }
+
+
+def check_every_term(seed: int, others: bool, own_data: bool, scale: float) -> None:
+    """The terms one by one, then the inequality that they make."""
+    model, loss, moving, _, arguments = bound_setting(seed, others, own_data, scale)
+    bound = retention.proxy_bound(model, loss, moving, **arguments, points=9)
+    with undisturbed(model, moving):
+        wanted = terms_by_hand(loss, moving, arguments)
+    third, remainder = wanted.pop("third_derivative"), wanted.pop("remainder")
+    size = 1 + sum(wanted.values())
+    for name, value in wanted.items():
+        tolerance.close(getattr(bound, name), value, size, 1e-12, name=name)
+    # The difference of gradients loses digits to r_0 and H dtheta, the quadrature 1e-9 of itself.
+    taylor = 1e-13 * (bound.left + bound.residual + size * (bound.drift + bound.other_drift))
+    tolerance.close(bound.remainder, remainder, remainder + taylor / 1e-7, 1e-7, name="remainder")
+    # Differences over an eighth of the segment see the mean slope between nine points.
+    assert third <= bound.third_derivative * (1.02 if scale <= 1e-2 else 1.5)
+    assert third >= bound.third_derivative * (0.98 if scale <= 1e-2 else 0.5)
+    assert bound.left <= bound.right_integral * (1 + 1e-12)
+    if scale <= 1e-2:  # on so short a segment nine points miss the supremum by little
+        assert bound.remainder <= bound.cubic * 1.02
+        assert bound.holds
+    assert bound.left > 0
+    assert bound.off_diagonal > 0
+    assert (bound.cross > 0) == others
+    assert (bound.residual < 1e-12) == own_data
+    assert (bound.calibration < 1e-10) == own_data
+
+
+@budget(0.1, least=8)
 @given(
     seed=st.integers(0, 2**20),
     others=st.booleans(),
@@ -354,92 +433,130 @@ def bound_setting(seed: int, others: bool, own_data: bool, scale: float):
     scale=st.sampled_from([1e-3, 1e-2, 0.5]),
 )
 @example(seed=1, others=True, own_data=False, scale=0.5)
-def test_bound_holds_with_every_term(seed, others, own_data, scale):
-    model, loss, moving, drift, arguments = bound_setting(seed, others, own_data, scale)
-    bound = proxy_bound(model, loss, moving, **arguments, points=3)
-    rounding = 1 + 1e-12
-    assert bound.left <= bound.right_integral * rounding  # nothing sampled: holds at any distance
-    # By the same triangle inequality the left side is never far from ||r_0||: no vacuous check.
-    assert bound.left >= (2 * bound.residual - bound.right_integral) / rounding
-    assert bound.left > 0
-    assert bound.off_diagonal > 0
-    scored = flatten({name: drift[name] for name in SCORED})
-    assert bound.drift == pytest.approx(float(scored.norm()), rel=1e-12)
-    assert (bound.cross > 0) == others
-    if scale <= 1e-2:
-        # On so short a segment three points miss the supremum by little.
-        assert bound.remainder <= bound.cubic * 1.05
-        assert bound.holds
-    if own_data:
-        assert bound.residual < 1e-12
-        assert bound.calibration < 1e-10
-    else:
-        assert bound.residual > 1e-3
-        assert bound.calibration > 1e-6
+def test_the_bound_holds_and_each_term_is_what_its_name_says(seed, others, own_data, scale):
+    check_every_term(seed, others, own_data, scale)
 
 
-def test_each_term_is_what_its_name_says():
-    model, loss, moving, _, arguments = bound_setting(4, True, False, 0.1)
-    bound = proxy_bound(model, loss, moving, **arguments)
-    names = list(SCORED)
-    rest = [name for name in moving if name not in names]
-    ordered = {name: moving[name] for name in names + rest}
-    size = sum(moving[name].numel() for name in names)
-    with undisturbed(model, moving):
-        r_0 = torch.autograd.grad(loss(), [moving[name] for name in names])
-        full = hessian(loss, ordered)
-    h, cross = full[:size, :size], full[:size, size:]
-    dagger = flatten({name: arguments["retention_fisher"][name] for name in names})
-    f_ref = flatten({name: arguments["fisher"][name] for name in names})
-    spectral = lambda matrix: float(torch.linalg.svdvals(matrix)[0])  # noqa: E731
-    assert bound.residual == pytest.approx(math.sqrt(sum(float((g**2).sum()) for g in r_0)))
-    assert bound.off_diagonal == pytest.approx(spectral(h - torch.diag(torch.diag(h))))
-    assert bound.calibration == pytest.approx(spectral(torch.diag(torch.diag(h) - dagger)))
-    assert bound.transfer == pytest.approx(spectral(torch.diag(dagger - f_ref)))
-    assert bound.cross_curvature == pytest.approx(spectral(cross))
-    step = {name: arguments["current"][name] - arguments["reference"][name] for name in moving}
-    others = math.sqrt(sum(float((step[name] ** 2).sum()) for name in rest))
-    assert bound.cross == pytest.approx(spectral(cross) * others)
-    with undisturbed(model, moving), displaced(moving, arguments["current"]):
-        ideal = torch.autograd.grad(loss(), [moving[name] for name in names])
-    gaps = [
-        g - arguments["fisher"][name] * step[name] for name, g in zip(names, ideal, strict=True)
-    ]
-    assert bound.left == pytest.approx(math.sqrt(sum(float((gap**2).sum()) for gap in gaps)))
-    everything = float(flatten(step).norm())
-    assert bound.cubic == pytest.approx(bound.third_derivative / 2 * everything**2)
-    first = bound.residual + bound.drift * (bound.off_diagonal + bound.calibration + bound.transfer)
-    assert bound.right_without_cross == pytest.approx(first + bound.cubic)
-    assert bound.right == pytest.approx(first + bound.cross + bound.cubic)
-    assert bound.right_integral == pytest.approx(first + bound.cross + bound.remainder)
-    unfolded = proxy_bound(model, loss, pick(moving), **_only_scored(arguments), points=2)
-    above = proxy_bound(
-        model, loss, pick(moving), **_only_scored(arguments), points=2, third="unfolding"
+class Pair(torch.nn.Module):
+    """Two parameters of two entries each: ``scored`` is S, ``rest`` moves beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.rest = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+ATTAINED = {
+    "residual": (lambda s, r: 3 * s[0] + 4 * s[1], (0, 0), (0.5, 0), (0, 0)),
+    "off_diagonal": (lambda s, r: 3 * s[0] * s[1], (0, 0), (0.5, 0), (0, 0)),
+    "calibration": (lambda s, r: 3 * s[0] ** 2, (0, 0), (0.5, 0), (0, 0)),
+    "transfer": (lambda s, r: 0 * s[0], (2.0, 0), (0.5, 0), (0, 0)),
+    "cross_curvature": (lambda s, r: 3 * s[0] * r[0], (0, 0), (0, 0), (0.5, 0)),
+    "third_derivative": (lambda s, r: 3 * s[0] ** 3, (0, 0), (0.5, 0), (0, 0)),
+    "remainder": (lambda s, r: 3 * s[0] ** 3, (0, 0), (0.5, 0), (0, 0)),
+}
+"""Loss, F_ref, steps of S and of the rest: that term alone is the left side."""
+
+
+def attained(name: str) -> retention.ProxyBound:
+    loss, f_ref, *steps = ATTAINED[name]
+    model = Pair()
+    numbers = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
+    return retention.proxy_bound(
+        model,
+        lambda: loss(model.scored, model.rest),
+        dict(model.named_parameters()),
+        reference={},
+        current=dict(zip(("scored", "rest"), map(numbers, steps), strict=True)),
+        fisher={"scored": numbers(f_ref)},
+        retention_fisher={"scored": torch.zeros(2, dtype=torch.float64)},
     )
-    assert unfolded.third_derivative <= above.third_derivative
+
+
+@pytest.mark.parametrize("name", ATTAINED)
+def test_no_term_of_the_bound_can_be_smaller(name: str) -> None:
+    """Equality with this term alone: the bound holds, and with half of the term it fails."""
+    bound = attained(name)
+    right = "right_integral" if name == "remainder" else "right"
+    assert bound.left > 0.5
+    tolerance.close(bound.left, getattr(bound, right), bound.left, 1e-12, name=f"only {name}")
+    assert bound.holds
+    half = replace(bound, **{name: getattr(bound, name) / 2})
+    assert bound.left > 1.3 * getattr(half, right)
+    assert not half.holds
+    if name == "cross_curvature":
+        assert not bound.holds_without_cross
+
+
+WRONG_BOUNDS = {
+    "the remainder's Hessian at theta_ref forgotten": (
+        "taylor_remainder", "total = -curved(0.0)", "total = torch.zeros_like(step)"),
+    "nodes of [-1, 1] on [0, 1]": ("taylor_remainder", "(point + 1) / 2", "point"),
+    "weights of [-1, 1] on [0, 1]": ("taylor_remainder", "weight / 2", "weight"),
+    "Taylor's 1/2 in the remainder": ("taylor_remainder", "first @ step", "first @ step / 2"),
+    "sign of the proxy": ("proxy_bound", "ideal - f_ref", "ideal + f_ref"),
+    "gradient at theta_ref for the ideal": (
+        "proxy_bound", "with displaced(ordered, end)", "with displaced(ordered, start)"),
+    "Hessian at theta": (
+        "proxy_bound", "        with displaced(ordered, start):\n            r_0",
+        "        with displaced(ordered, end):\n            r_0"),
+    "diagonal left in D_off": ("proxy_bound", "own - torch.diag(own.diagonal())", "own"),
+    "D_cal against F_ref": ("proxy_bound", "own.diagonal() - f_dagger", "own.diagonal() - f_ref"),
+    "D_transfer without F_ref": ("proxy_bound", "(f_dagger - f_ref)", "(f_dagger)"),
+    "Frobenius for the operator norm": ("_norm", "tensor, ord=2)", "tensor)"),
+    "cross term forgotten": ("proxy_bound", "_norm(cross) if cross.numel() else 0.0", "0.0"),
+    "M_3 only where the step starts": (
+        "_third_along_segment", "torch.linspace(0, 1, points)", "torch.linspace(0, 0, points)"),
+    "M_3 along the whole drift": (
+        "_third_along_segment", "parameters, unit)[", "parameters, whole)["),
+}  # fmt: skip
+
+
+def edited(module, name: str, old: str, new: str):
+    """A function of a module with some of its words replaced."""
+    source = inspect.getsource(getattr(module, name))
+    assert source.count(old) == 1, f"{name}: {old!r} occurs {source.count(old)} times"
+    flags = __future__.annotations.compiler_flag
+    names: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), "<edited>", "exec", flags=flags), vars(module), names)
+    return names[name]
+
+
+@pytest.mark.parametrize("error", WRONG_BOUNDS)
+def test_an_error_in_the_bound_is_seen(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, old, new = WRONG_BOUNDS[error]
+    monkeypatch.setattr(retention, name, edited(retention, name, old, new))
+    with pytest.raises(AssertionError), tolerance.unrecorded():  # noqa: PT012
+        check_every_term(1, True, False, 0.5)
+        for term in ATTAINED:
+            test_no_term_of_the_bound_can_be_smaller(term)
+
+
+def test_the_unfolding_is_above_the_directional_third_derivative():
+    model, loss, moving, _, arguments = bound_setting(4, False, False, 0.1)
+    directional, above = (
+        retention.proxy_bound(model, loss, moving, **arguments, points=2, third=third)
+        for third in ("directional", "unfolding")
+    )
+    assert directional.third_derivative <= above.third_derivative
     assert above.holds
 
 
-def _only_scored(arguments):
-    return {
-        name: {k: v for k, v in mapping.items() if k in SCORED}
-        for name, mapping in arguments.items()
-    }
-
-
-def test_remainder_is_the_integral_and_shrinks_quadratically():
+def test_the_remainder_shrinks_quadratically():
     model, loss, moving, drift, arguments = bound_setting(6, True, False, 0.2)
     start = arguments["reference"]
 
     def at(factor):
         current = {name: start[name] + factor * drift[name] for name in moving}
-        return proxy_bound(model, loss, moving, **{**arguments, "current": current}, points=3)
+        return retention.proxy_bound(
+            model, loss, moving, **{**arguments, "current": current}, points=3
+        )
 
     bounds = [at(factor) for factor in (1.0, 1e-2, 5e-3)]
     assert bounds[1].remainder / bounds[2].remainder == pytest.approx(4, rel=0.02)
     assert bounds[1].cubic / bounds[2].cubic == pytest.approx(4, rel=0.02)
 
-    # int_0^1 (1 - u) T(start + u drift)[drift, drift] du by Gauss-Legendre, rows in S.
+    # A third form: int_0^1 (1 - u) T(start + u drift)[drift, drift] du, rows in S.
     nodes, weights = np.polynomial.legendre.leggauss(24)
     ordered = {name: moving[name] for name in [*SCORED, *(set(moving) - set(SCORED))]}
     size = sum(moving[name].numel() for name in SCORED)
@@ -457,20 +574,23 @@ def test_remainder_is_the_integral_and_shrinks_quadratically():
 
 def test_without_drift_only_the_residual_is_left():
     model, loss, moving, _, arguments = bound_setting(2, True, False, 0.0)
-    bound = proxy_bound(model, loss, moving, **arguments)
+    bound = retention.proxy_bound(model, loss, moving, **arguments)
     assert bound.left == bound.residual == bound.right
+    assert bound.remainder == 0
     assert bound.holds
 
 
 def test_model_own_data_have_no_calibration_gap_but_a_sample_of_them_has():
     model, loss, moving, _, arguments = bound_setting(9, False, True, 0.1)
-    expected = proxy_bound(model, loss, moving, **arguments)
+    expected = retention.proxy_bound(model, loss, moving, **arguments)
     assert expected.calibration <= 1e-12 * expected.off_diagonal + 1e-14
     xs = some_prompts(9, 2)
     rows = [(x.tolist(), list(enumerate_responses(2, 3, None)[i])) for i, x in enumerate(xs)]
     batch = labelled(rows, pad_left=False)
     model_forward = lambda b: model(b["input_ids"], b["attention_mask"])  # noqa: E731
-    sample = proxy_bound(model, lambda: retention_loss(model_forward, batch), moving, **arguments)
+    sample = retention.proxy_bound(
+        model, lambda: retention_loss(model_forward, batch), moving, **arguments
+    )
     assert sample.calibration > 1e-3
     assert sample.holds
 
@@ -483,7 +603,7 @@ def test_paper_bound_fails_when_weights_outside_the_proxy_move():
         name: value + (0 if name in SCORED else drift[name])
         for name, value in arguments["reference"].items()
     }
-    bound = proxy_bound(model, loss, moving, **arguments, points=3)
+    bound = retention.proxy_bound(model, loss, moving, **arguments, points=3)
     assert bound.drift == 0
     assert bound.left > 10 * bound.right_without_cross
     assert not bound.holds_without_cross
@@ -493,7 +613,7 @@ def test_paper_bound_fails_when_weights_outside_the_proxy_move():
         name: value + drift[name] * (1e-3 if name in SCORED else 1)
         for name, value in arguments["reference"].items()
     }
-    both = proxy_bound(model, loss, moving, **arguments, points=3)
+    both = retention.proxy_bound(model, loss, moving, **arguments, points=3)
     assert both.drift > 0
     assert not both.holds_without_cross
     assert both.holds
@@ -508,44 +628,187 @@ def edit_like(a: Tensor, b: Tensor) -> float:
     return float((a[-n:] != b[-n:]).sum()) + 0.75 * abs(len(a) - len(b))
 
 
+def wasserstein_by_programme(a: list[Tensor], b: list[Tensor], power: int) -> float:
+    cost = np.array([[edit_like(x, y) ** power for y in b] for x in a])
+    rows = [np.kron(np.eye(len(a)), np.ones(len(b))), np.kron(np.ones(len(a)), np.eye(len(b)))]
+    marginals = np.concatenate([np.full(len(a), 1 / len(a)), np.full(len(b), 1 / len(b))])
+    solved = linprog(cost.ravel(), A_eq=np.vstack(rows), b_eq=marginals, method="highs")
+    return float(max(solved.fun, 0.0) ** (1 / power))
+
+
 @given(
     seed=st.integers(0, 2**20), left=st.integers(1, 4), right=st.integers(1, 3),
     power=st.sampled_from([1, 2]),
 )  # fmt: skip
 def test_wasserstein_equals_the_linear_programme(seed, left, right, power):
     a, b = some_prompts(seed, left), some_prompts(seed + 5, right)
-    cost = np.array([[edit_like(x, y) ** power for y in b] for x in a])
-    rows = [np.kron(np.eye(left), np.ones(right)), np.kron(np.ones(left), np.eye(right))]
-    marginals = np.concatenate([np.full(left, 1 / left), np.full(right, 1 / right)])
-    solved = linprog(cost.ravel(), A_eq=np.vstack(rows), b_eq=marginals, method="highs")
     # The linear programme is solved to its own feasibility tolerance of 1e-7.
     found = wasserstein(a, b, edit_like, power)
-    assert found**power == pytest.approx(solved.fun, abs=1e-6)
+    assert found**power == pytest.approx(wasserstein_by_programme(a, b, power) ** power, abs=1e-6)
     assert wasserstein(a, [*a, *a], edit_like, power) == 0
 
 
-@budget(0.5)
-@given(seed=st.integers(0, 2**20), left=st.integers(1, 3), right=st.integers(1, 2))
-def test_transfer_is_below_lipschitz_times_wasserstein(seed, left, right):
+SPACE = [torch.tensor(x) for n in (1, 2) for x in itertools.product(range(3), repeat=n)]
+"""Every prompt of one or two tokens: what the distributions below live on."""
+
+
+@cache
+def fisher_map(seed: int) -> tuple[Any, dict[tuple[int, ...], Tensor]]:
+    """A decoder and its diagonal Fisher at every prompt of ``SPACE``, from scores by hand."""
     model, forward, parameters = tiny(seed)
-    a, b = some_prompts(seed, left), some_prompts(seed + 5, right)
-    scored = pick(parameters)
-    bound = transfer_bound(model, forward, a, b, 1, scored, 3, edit_like)
-    assert bound.holds
-    assert bound.wasserstein_1 <= bound.wasserstein_2 * (1 + 1e-12)
-    gap = flatten(exact_fisher(model, forward, a, 1, scored, 3, diagonal=True)) - flatten(
-        exact_fisher(model, forward, b, 1, scored, 3, diagonal=True)
+    scored, model = pick(parameters), model.eval()
+    images = {}
+    for x in SPACE:
+        log_p = torch.log_softmax(model(x[None])[0, -1], dim=-1)
+        image = torch.zeros(sum(p.numel() for p in scored.values()), dtype=torch.float64)
+        for one in log_p:
+            score = torch.autograd.grad(one, [*scored.values()], retain_graph=True)
+            image += one.detach().exp() * torch.cat([g.reshape(-1) for g in score]) ** 2
+        images[tuple(x.tolist())] = image
+    return (model, forward, scored), images
+
+
+def slope(images: Mapping[tuple[int, ...], Tensor], x: Tensor, y: Tensor) -> float:
+    gap = images[tuple(x.tolist())] - images[tuple(y.tolist())]
+    return float(gap.abs().max()) / edit_like(x, y)
+
+
+def check_transfer(seed: int, left: list[int], right: list[int]) -> None:
+    """Both sides and the constant by other routes; then the inequality, and that L is needed."""
+    (model, forward, scored), images = fisher_map(seed)
+    steepest = max(itertools.combinations(SPACE, 2), key=lambda pair: slope(images, *pair))
+    L = slope(images, *steepest)
+    found = transfer.lipschitz_constant(
+        SPACE, prompt_fishers(model, forward, SPACE, 1, scored, 3), edit_like
     )
-    assert bound.transfer == pytest.approx(float(gap.abs().max()), rel=1e-10, abs=1e-14)
-    if left == right == 1:  # one prompt against one: the bound is attained
+    tolerance.close(found, L, L, 1e-12, name="L_g")
+    for a, b in (([SPACE[i] for i in left], [SPACE[i] for i in right]), ([x] for x in steepest)):
+        bound = transfer.transfer_bound(
+            model, forward, a, b, 1, scored, 3, edit_like, lipschitz=found
+        )
+        mean = lambda xs: torch.stack([images[tuple(x.tolist())] for x in xs]).mean(0)  # noqa: E731
+        gap = float((mean(a) - mean(b)).abs().max())
+        tolerance.close(bound.transfer, gap, L, 1e-12, name="D_transfer")
+        for power in (1, 2):
+            # The programme is solved to its own feasibility tolerance of 1e-7; a root of it is
+            # taken for W_2, so that both are compared before the root.
+            mine = getattr(bound, f"wasserstein_{power}") ** power
+            assert mine == pytest.approx(wasserstein_by_programme(a, b, power) ** power, abs=1e-6)
+        assert bound.wasserstein_1 <= bound.wasserstein_2 * (1 + 1e-12)
+        assert bound.holds
+    # The last pair attains it: no smaller constant is one of this map.
+    tolerance.close(bound.transfer, bound.right, L, 1e-12, name="the steepest pair")
+    assert not replace(bound, lipschitz=L / 2).holds
+
+
+@budget(0.5)
+@given(
+    seed=st.integers(0, 9),
+    left=st.lists(st.integers(0, len(SPACE) - 1), min_size=1, max_size=4),
+    right=st.lists(st.integers(0, len(SPACE) - 1), min_size=1, max_size=3),
+)
+def test_transfer_is_below_lipschitz_times_wasserstein(seed, left, right):
+    check_transfer(seed, left, right)
+
+
+class Scale(torch.nn.Module):
+    """One weight w, token x has the logits (w x, 0, 0, ...): at w = 0 its Fisher is c x^2.
+
+    ``c = (1 / V) (1 - 1 / V)``, the variance of [y = 0] under the uniform distribution.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.vocabulary = vocabulary
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        first = self.w * batch["input_ids"].double()
+        others = torch.zeros(*first.shape, self.vocabulary - 1, dtype=torch.float64)
+        return torch.cat([first[..., None], others], dim=-1)
+
+
+@given(
+    vocabulary=st.integers(3, 7),
+    left=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    right=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+@example(vocabulary=7, left=[6], right=[5])
+def test_transfer_of_a_fisher_in_closed_form(vocabulary, left, right):
+    """F(x) = c x^2: L_g = c (2 V - 3), W from sorted quantiles, nothing from the oracle."""
+    left, right = ([min(x, vocabulary - 1) for x in xs] for xs in (left, right))
+    model, c = Scale(vocabulary), (1 - 1 / vocabulary) / vocabulary
+    bound = transfer.transfer_bound(
+        model,
+        model.forward,
+        [torch.tensor([x]) for x in left],
+        [torch.tensor([x]) for x in right],
+        1,
+        dict(model.named_parameters()),
+        vocabulary,
+        lambda a, b: float((a - b).abs().sum()),
+        lipschitz=c * (2 * vocabulary - 3),
+    )
+    square = lambda xs: sum(x**2 for x in xs) / len(xs)  # noqa: E731
+    largest = c * vocabulary**2
+    tolerance.close(bound.transfer, c * abs(square(left) - square(right)), largest, 1e-12)
+    quantiles = [np.repeat(sorted(xs), 12 // len(xs)) for xs in (left, right)]
+    for power in (1, 2):
+        wanted = float((np.abs(quantiles[0] - quantiles[1]) ** power).mean() ** (1 / power))
+        tolerance.close(getattr(bound, f"wasserstein_{power}"), wanted, vocabulary, 1e-12)
+    assert bound.holds
+    if (left, right) == ([vocabulary - 1], [vocabulary - 2]):
         assert bound.transfer == pytest.approx(bound.right, rel=1e-12)
 
 
+def test_a_lipschitz_constant_of_another_part_of_the_prompts_is_none():
+    """L_g must be of the whole space: the flat part's constant is broken on the steep one."""
+    model = Scale(7)
+    prompts = [torch.tensor([x]) for x in range(7)]
+    distance = lambda a, b: float((a - b).abs().sum())  # noqa: E731
+    named = dict(model.named_parameters())
+    images = prompt_fishers(model, model.forward, prompts, 1, named, 7)
+    whole = transfer.lipschitz_constant(prompts, images, distance)
+    flat = transfer.lipschitz_constant(prompts[:3], images[:3], distance)
+    assert flat == pytest.approx(whole * 3 / 11)
+    steep = transfer.transfer_bound(
+        model, model.forward, prompts[4:], prompts[3:5], 1, named, 7, distance, lipschitz=whole
+    )
+    assert steep.holds
+    assert not replace(steep, lipschitz=flat).holds
+
+
+WRONG_TRANSFERS = {
+    "half of L_g": ("lipschitz_constant", "gap / distance", "gap / distance / 2"),
+    "L_g of the first prompts": (
+        "lipschitz_constant", "zip(prompts, images, strict=True)", "zip(prompts[:3], images)"),
+    "mean slope for the steepest": (
+        "lipschitz_constant", "max(steepest, gap / distance)", "(steepest + gap / distance) / 2"),
+    "Euclidean for the operator norm": ("lipschitz_constant", ".abs().max()", ".norm()"),
+    "W_2 without its root": ("wasserstein", "1.0 / power", "1.0"),
+    "W_1 for W_2": ("wasserstein", "metric(a, b) ** power", "metric(a, b)"),
+    "no transport": ("wasserstein", "costs[rows, columns].mean()", "costs.mean()"),
+    "the dearest transport": (
+        "wasserstein", "linear_sum_assignment(costs)", "linear_sum_assignment(-costs)"),
+    "one Fisher against nothing": ("transfer_bound", "(f_retention - f_reference)", "f_retention"),
+    "both of the same prompts": (
+        "transfer_bound", "(retention_prompts, reference_prompts)\n", "(retention_prompts,) * 2\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", WRONG_TRANSFERS)
+def test_an_error_in_the_transfer_bound_is_seen(error, monkeypatch: pytest.MonkeyPatch):
+    name, old, new = WRONG_TRANSFERS[error]
+    monkeypatch.setattr(transfer, name, edited(transfer, name, old, new))
+    with pytest.raises(AssertionError), tolerance.unrecorded():
+        check_transfer(3, [0, 4, 7, 9], [1, 11])
+
+
 def test_a_metric_that_does_not_separate_prompts_is_refused():
-    model, forward, parameters = tiny(0)
-    a, b = [torch.tensor([0])], [torch.tensor([1])]
+    prompts = [torch.tensor([0]), torch.tensor([1])]
+    images = [torch.zeros(2), torch.ones(2)]
     with pytest.raises(InputError, match="does not separate"):
-        transfer_bound(model, forward, a, b, 1, parameters, 3, lambda x, y: 0.0)
+        transfer.lipschitz_constant(prompts, images, lambda x, y: 0.0)
 
 
 # --- Refusals --------------------------------------------------------------------------------
@@ -580,13 +843,13 @@ def _call(name: str):
         hessian(lambda: torch.zeros(()), {"w": torch.zeros(6000, requires_grad=True)})
     elif name == "fisher names":
         ones = {"head.weight": torch.ones(3, 2)}
-        proxy_bound(
+        retention.proxy_bound(
             model, lambda: retention_loss(forward, batch), pick(parameters),
             reference={}, current={}, fisher=ones, retention_fisher=ones,
         )  # fmt: skip
     else:
         ones = {"head.weight": torch.ones(3, 2)}
-        proxy_bound(
+        retention.proxy_bound(
             model, lambda: retention_loss(forward, batch), parameters,
             reference={}, current={}, fisher=ones, retention_fisher=ones, third="exact",
         )  # fmt: skip
