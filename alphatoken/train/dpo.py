@@ -19,6 +19,7 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
+from alphatoken.train.given import by_name, model_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -49,6 +50,10 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
         """TRL's checks, then ours."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
+
+    def check_alpha(self) -> None:
+        """As for all; and what has no meaning for pairs."""
+        super().check_alpha()
         if self.kept_normalization == "sum":
             raise ConfigError(
                 "kept_normalization='sum' is not defined for DPO",
@@ -111,7 +116,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     loss, margins and metrics are TRL's own.
 
     Args:
-        *args: as for TRL's ``DPOTrainer``; ``args`` an ``AlphaDPOConfig``.
+        *args: as for TRL's ``DPOTrainer``. ``args`` is an ``AlphaDPOConfig``, or whatever TRL takes
+            there (a ``DPOConfig``, None) or ``TrainingArguments``, with our options' defaults.
         validation_dataset: preference pairs; the objective is DPO's own gradient on them.
         retention_dataset: pairs for ``retention="data"``.
         fisher: of the warm-started model; None fits one and caches it.
@@ -139,9 +145,16 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("train_dataset") is not None:
-            check_preference_rows(kwargs["train_dataset"])
-        super().__init__(*args, **kwargs)
+        given = by_name(DPOTrainer, args, kwargs)
+        given["args"] = own_config(
+            given.get("args"),
+            AlphaDPOConfig,
+            DPOConfig,
+            folder=lambda: f"{model_name(given['model'])}-DPO",
+        )
+        if given.get("train_dataset") is not None:
+            check_preference_rows(given["train_dataset"])
+        super().__init__(**given)
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"

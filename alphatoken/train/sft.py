@@ -16,6 +16,7 @@ from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
+from alphatoken.train.given import by_name, model_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -112,7 +113,8 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
     ``policy="all"``) every step equals TRL's, bit for bit.
 
     Args:
-        *args: as for TRL's ``SFTTrainer``; ``args`` an ``AlphaSFTConfig``.
+        *args: as for TRL's ``SFTTrainer``. ``args`` is an ``AlphaSFTConfig``, or whatever TRL takes
+            there (an ``SFTConfig``, ``TrainingArguments``, None), with our options' defaults.
         validation_dataset: rows in any form that TRL takes; what training should serve.
         retention_dataset: rows for ``retention="data"``.
         fisher: of the reference model; None fits one and caches it.
@@ -140,10 +142,16 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
         policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("train_dataset") is not None:
-            field = getattr(kwargs.get("args"), "dataset_text_field", "text")
-            check_sft_rows(kwargs["train_dataset"], text_field=field)
-        super().__init__(*args, **kwargs)
+        given = by_name(SFTTrainer, args, kwargs)
+        given["args"] = own_config(
+            given.get("args"),
+            AlphaSFTConfig,
+            SFTConfig,
+            folder=lambda: f"{model_name(given['model'])}-SFT",
+        )
+        if given.get("train_dataset") is not None:
+            check_sft_rows(given["train_dataset"], text_field=given["args"].dataset_text_field)
+        super().__init__(**given)
         self._refuse()
         self.alpha_setup(
             validation_dataset,

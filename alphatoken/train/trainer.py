@@ -13,6 +13,7 @@ from alphatoken.batch import label_mask
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.train.gate import TokenGate
+from alphatoken.train.given import by_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -38,7 +39,8 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
     is the cross-entropy that causal models compute themselves, built here of the logits.
 
     Args:
-        *args: as for ``Trainer``; ``args`` an ``AlphaConfig``.
+        *args: as for ``Trainer``. ``args`` is an ``AlphaConfig``; or ``TrainingArguments`` or
+            None, with our options' defaults.
         validation_dataset: tokenised rows with ``input_ids`` and ``labels``.
         retention_dataset: the same, for ``retention="data"``.
         fisher: of the reference model; None fits one and caches it.
@@ -64,7 +66,11 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        given = by_name(Trainer, args, kwargs)
+        given["args"] = own_config(
+            given.get("args"), AlphaConfig, TrainingArguments, folder=lambda: "tmp_trainer"
+        )
+        super().__init__(**given)
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.args.label_smoothing_factor > 0,
