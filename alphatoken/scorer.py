@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,7 @@ from alphatoken.estimators import (
 from alphatoken.forward_mode import label_values
 from alphatoken.interaction import token_gram
 from alphatoken.objective import GradientReducer, forward_losses, scoring_forward
+from alphatoken.progress import ProgressSink
 from alphatoken.proofs import CoverageReport, Witness, require_self_rule
 from alphatoken.readout import (
     Columns,
@@ -56,7 +58,7 @@ from alphatoken.values import TokenValues
 if TYPE_CHECKING:
     from alphatoken.fidelity.certificate import Certificate
 
-__all__ = ["AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"]
+__all__ = ["AlphaTokenWarning", "CoverageReport", "Given", "Observed", "Scorer"]
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """(direct, causal, unassigned) of one side, by token; see ``assign_columns``."""
@@ -64,6 +66,29 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 class AlphaTokenWarning(UserWarning):
     """Something is legal but probably not meant; the message says what to look at."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user handed to a scorer, untouched: all that the certificate takes from one.
+
+    Attributes:
+        model: with its wrappers.
+        validation: batches or pairs; None for none.
+        retention: as in ``Scorer``.
+        config: the options.
+        optimizer: as in ``Scorer``.
+        adapter: the user's own; None where it was looked up.
+        whole: no ``reduce`` and no ``sharding``: this process has everything.
+    """
+
+    model: nn.Module
+    validation: Any
+    retention: Any
+    config: ScorerConfig
+    optimizer: torch.optim.Optimizer | None
+    adapter: DecoderAdapter | None
+    whole: bool
 
 
 class Scorer:
@@ -113,6 +138,10 @@ class Scorer:
         sharding: Sharding | None = None,
     ) -> None:
         config = config or ScorerConfig()
+        if isinstance(validation, Iterator):
+            validation = list(validation)
+        whole = reduce is None and sharding is None
+        self.given = Given(model, validation, retention, config, optimizer, adapter, whole)
         self.adapter = adapter or find_adapter(model)
         self.target = Target(
             self.adapter,
@@ -180,17 +209,23 @@ class Scorer:
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]
     ) -> None:
         """Value against other validation batches from now on; the next use builds G anew."""
+        if isinstance(validation, Iterator):
+            validation = list(validation)
         self.target.set_validation(as_batches(validation))
+        self.given = replace(self.given, validation=validation)
 
     def set_retention(
         self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
     ) -> None:
         """Use another retention term from now on; the next use builds V anew."""
         self.target.set_retention(retention)
+        self.given = replace(self.given, retention=retention)
 
     def set_stability_weight(self, stability_weight: float) -> None:
         """Change lambda; nothing is built anew."""
         self.target.config = replace(self.config, stability_weight=stability_weight)
+        config = replace(self.given.config, stability_weight=stability_weight)
+        self.given = replace(self.given, config=config)
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale, by equality; None goes back.
@@ -487,16 +522,48 @@ class Scorer:
                 stacklevel=4,
             )
 
-    def verify(self, batch: Mapping[str, Any], tokens: int = 8, *, seed: int = 0) -> Certificate:
-        """Certify the values on the user's own model and batch; see ``fidelity.certificate``.
+    def verify(
+        self,
+        batch: Mapping[str, Any],
+        tokens: int = 8,
+        *,
+        seed: int = 0,
+        token_weights: Tensor | None = None,
+        step_weights: Tensor | None = None,
+        fisher_file: str | os.PathLike[str] | None = None,
+        progress: bool | ProgressSink | None = None,
+    ) -> Certificate:
+        """Certify what ``score`` and ``observe`` return; see ``fidelity.certificate``.
+
+        The oracle builds scope, labels, G, V, P and M anew from what was handed to this scorer,
+        and compares every component of every sampled token by itself.
 
         Args:
             batch: a labelled batch.
             tokens: response tokens sampled for the per-token oracle (one backward each).
             seed: of that sample.
+            token_weights: as in ``Observed.values``.
+            step_weights: as in ``Observed.values``.
+            fisher_file: where the retention term was read from; the oracle then reads Fisher and
+                reference weights from there, instead of taking the loaded ones.
+            progress: None prints to stderr if that is a terminal, True always, False never; a
+                function gets a :class:`alphatoken.progress.Progress`.
+
+        Raises:
+            UnsupportedError: weights or gradients are spread over processes, or P comes from an
+                optimizer that the oracle does not know.
         """
         module = importlib.import_module("alphatoken.fidelity.certificate")
-        certificate: Certificate = module.certify(self, batch, tokens=tokens, seed=seed)
+        certificate: Certificate = module.certify(
+            self,
+            batch,
+            tokens=tokens,
+            seed=seed,
+            token_weights=token_weights,
+            step_weights=step_weights,
+            fisher_file=fisher_file,
+            progress=progress,
+        )
         return certificate
 
 

@@ -38,6 +38,7 @@ from alphatoken.data import (
     token_texts,
 )
 from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.fidelity.certificate import Certificate
 from alphatoken.layer_choice import read_layers
 from alphatoken.progress import Tracker
 from alphatoken.report import (
@@ -102,13 +103,13 @@ def run(options: argparse.Namespace) -> None:
         "encoded": {name: report.as_dict() for name, report in job.encoded.items()},
         "values": summary.as_dict(),
         "balance": balance,
-        "certificate": certificate,
+        "certificate": None if certificate is None else str(certificate),
         "notes": notes,
         "seconds": round(time.monotonic() - start, 3),
     }
     write_json(folder / "summary.json", document)
     if not options.no_report:
-        shown = settings if certificate is None else settings | {"certificate": certificate}
+        shown = settings if certificate is None else settings | {"certificate": str(certificate)}
         title = f"Token values of {Path(options.train).name}"
         write_report(
             folder / "report.html",
@@ -121,6 +122,14 @@ def run(options: argparse.Namespace) -> None:
     if certificate is not None:
         print(certificate)
     _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
+    if certificate is not None and not certificate.passed:
+        raise ModelError(
+            "the values do not agree with the oracle",
+            got="; ".join(str(check) for check in certificate.failures),
+            why="what is wrong for the verified tokens is wrong for others too",
+            remedy="do not use these values; report the certificate above, which is in "
+            f"{folder / 'summary.json'} as well",
+        )
 
 
 def _kind(options: argparse.Namespace) -> str:
@@ -358,11 +367,17 @@ def _checked(folder: Path, job: Job) -> Iterator[ScoredExample]:
         raise DataError("value files are missing", got=str(folder / "values"))
 
 
-def _certificate(scorer: Scorer, job: Job, options: argparse.Namespace) -> str | None:
+def _certificate(scorer: Scorer, job: Job, options: argparse.Namespace) -> Certificate | None:
     if options.verify is None:
         return None
     batch = next(batches(job.train, min(options.batch_size, 2)))
-    return str(scorer.verify(_moved(batch, job.model), tokens=options.verify, seed=options.seed))
+    return scorer.verify(
+        _moved(batch, job.model),
+        tokens=options.verify,
+        seed=options.seed,
+        fisher_file=options.fisher,
+        progress=not options.quiet,
+    )
 
 
 def _say(

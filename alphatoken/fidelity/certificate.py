@@ -1,36 +1,80 @@
-"""A certificate on the user's own model: estimator against oracle, and against the label value.
+"""A certificate on the user's own model: what a scorer returns, number by number, and an oracle.
 
-Sampled tokens are sent back one by one through the untouched model (the oracle). What the
-estimator claims to compute exactly must agree with that; what it approximates is compared and
-reported. Then the values of the whole batch are ranked against the label value, over the scored
-weights and over all trainable ones.
+The oracle builds scope, labels, G, V, P, lambda and M anew from what the user gave
+(``fidelity.expected``). Every component of ``Scorer.score``, of its total alone and of
+``Scorer.observe`` is then compared entry by entry, relative to that entry's own absolute terms, by
+one table of tolerances (``fidelity.tolerances``). What is off is named: component, token, place.
+
+What an estimator approximates is certified to be what its definition says; how far that lies from
+the exact causal value, and how the values rank beside the label values, is reported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.batch import IGNORE, LabelledBatch, read_batch
-from alphatoken.capture import evaluation_mode
-from alphatoken.errors import InputError
+from alphatoken.batch import LabelledBatch, read_batch
+from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
+from alphatoken.fidelity.expected import SIDES, Entry, Expected, Oracle, evaluating
+from alphatoken.fidelity.localise import values_by_parameter
 from alphatoken.fidelity.metrics import sign_agreement, spearman, top_overlap
+from alphatoken.fidelity.tolerances import tolerance_of
 from alphatoken.forward_mode import label_values
 from alphatoken.objective import objective_gradient
-from alphatoken.oracle import gradients as gradient_oracle
-from alphatoken.oracle import influence as influence_oracle
-from alphatoken.precision import wide
+from alphatoken.oracle.composite import read_drift
+from alphatoken.progress import ProgressSink, Tracker
 from alphatoken.scorer import Scorer
+from alphatoken.values import TokenValues
 
-__all__ = ["Certificate", "certify"]
+__all__ = ["Certificate", "Check", "certify"]
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+@dataclass(frozen=True)
+class Check:
+    """The worst entry of one component.
+
+    Attributes:
+        component: a field of ``TokenValues``; or "scope", "mask", "direction", "attention" and
+            the like.
+        error: difference from the oracle relative to the entry's absolute terms; inf for
+            something that is missing, or not zero where it must be.
+        tolerance: what the model's arithmetic allows.
+        where: the token or row, in words.
+        parameter: the linear map or parameter that the difference comes from, where it is known.
+        found: what the scorer returned.
+        expected: what the oracle says.
+    """
+
+    component: str
+    error: float
+    tolerance: float
+    where: str = ""
+    parameter: str | None = None
+    found: float = math.nan
+    expected: float = math.nan
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is within the tolerance."""
+        return self.error <= self.tolerance  # False for NaN
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (self.where, self.parameter or "") if part)
+        numbers = ""
+        if not math.isnan(self.expected):
+            numbers = f": {self.found:.6g} where the oracle has {self.expected:.6g}"
+        return (
+            f"{self.component}{' at ' if place else ''}{place}{numbers}; off by "
+            f"{self.error:.1e} of the absolute terms (tolerance {self.tolerance:.0e})"
+        )
 
 
 @dataclass(frozen=True)
@@ -39,49 +83,71 @@ class Certificate:
 
     Attributes:
         estimator: its name.
-        tokens: response tokens sent through the oracle.
-        batch_tokens: response tokens ranked.
-        exact_part: which quantity of the estimator is exact and was compared.
-        error: largest difference from the oracle, relative to the sum of absolute terms.
-        tolerance: what the model's dtype allows.
+        checks: the worst entry of each component that was compared.
+        tokens: response tokens sent through the oracle one by one.
+        compared: response tokens of which every component was compared.
+        batch_tokens: response tokens of the batch.
+        arithmetic: row of the table of tolerances.
         causal_error: relative distance of the causal approximation from the exact causal value
-            (Euclidean norm over positions, sampled losses); None where nothing is approximated.
+            (Euclidean norm over the compared tokens); None where nothing is approximated.
         spearman: rank correlation of the total with the label value, same weights, same M.
         sign_agreement: share of tokens with the same sign.
         overlap: share of the kept half in common.
         spearman_all: rank correlation of the adaptation value with the label value over all
             trainable parameters.
         overlap_all: overlap of the kept half with that.
+        passes: forwards and backwards that the oracle took.
+        seconds: that everything took.
         dtype: of the model's weights.
     """
 
     estimator: str
+    checks: tuple[Check, ...]
     tokens: int
+    compared: int
     batch_tokens: int
-    exact_part: str
-    error: float
-    tolerance: float
+    arithmetic: str
     causal_error: float | None
     spearman: float
     sign_agreement: float
     overlap: float
     spearman_all: float
     overlap_all: float
+    passes: int
+    seconds: float
     dtype: str
 
     @property
     def passed(self) -> bool:
-        """True if the exact part agrees with the oracle within the tolerance."""
-        return self.error <= self.tolerance  # False for NaN
+        """True if every component agrees with the oracle within the tolerance."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The components that are off."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    @property
+    def error(self) -> float:
+        """The worst error of all components."""
+        errors = [check.error for check in self.checks]
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors)
+
+    @property
+    def tolerance(self) -> float:
+        """What the model's arithmetic allows."""
+        return self.checks[0].tolerance
 
     def __str__(self) -> str:
-        """A short table with a verdict."""
-        verdict = "agrees" if self.passed else "DOES NOT AGREE"
+        """A short table that ends in the verdict."""
         lines = [
-            f"Certificate for estimator '{self.estimator}' ({self.dtype})",
-            f"  {self.exact_part} {verdict} with the per-token oracle on {self.tokens} tokens: "
-            f"error {self.error:.1e} of the absolute terms (tolerance {self.tolerance:.0e})",
+            f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
+            f"{self.batch_tokens} tokens compared, {self.tokens} of them sent back one by one; "
+            f"{self.passes} passes of the oracle, {self.seconds:.0f} s"
         ]
+        for check in self.checks:
+            off = "" if check.passed else "  <- off"
+            lines.append(f"  {check.component:<22} {check.error:8.1e}{off}")
         if self.causal_error is not None:
             lines.append(
                 f"  causal part: approximate, {self.causal_error:.2f} of the exact one away from it"
@@ -93,6 +159,15 @@ class Certificate:
             f"  adaptation against the label value over all trainable parameters: Spearman "
             f"{_show(self.spearman_all)}, kept-half overlap {_show(self.overlap_all)}",
         ]
+        if self.passed:
+            lines.append(
+                f"  every component agrees with the per-token oracle: error {self.error:.1e} of "
+                f"the absolute terms of its entry (tolerance {self.tolerance:.0e})"
+            )
+        else:
+            lines += [f"  {check}" for check in self.failures]
+            names = ", ".join(check.component for check in self.failures)
+            lines.append(f"  DOES NOT AGREE with the per-token oracle: {names} does not agree")
         return "\n".join(lines)
 
 
@@ -105,132 +180,298 @@ def _show(number: float) -> str:
 
 
 def certify(
-    scorer: Scorer, batch: Mapping[str, Any], *, tokens: int = 8, seed: int = 0
+    scorer: Scorer,
+    batch: Mapping[str, Any],
+    *,
+    tokens: int = 8,
+    seed: int = 0,
+    token_weights: Tensor | None = None,
+    step_weights: Tensor | None = None,
+    fisher_file: str | os.PathLike[str] | None = None,
+    progress: bool | ProgressSink | None = None,
 ) -> Certificate:
     """Check a scorer on ``batch``; see ``Certificate``. The model is left as found.
 
-    Cost: one ordinary backward through the whole model per sampled token, two label passes, one
-    full validation gradient.
+    Cost: a forward and a backward for each validation batch, two or three of both for ``batch``,
+    and one backward for each sampled token; besides three scorings, two label passes and one full
+    validation gradient for the ranks. ``progress`` says the number before the first one.
+
+    Raises:
+        InputError: fewer than one token. UnsupportedError: see ``Scorer.verify``.
     """
     if tokens < 1:
         raise InputError("tokens must be at least 1", got=repr(tokens))
-    adapter = scorer.adapter
-    checked = read_batch(batch, max_length=adapter.max_positions())
-    values = scorer.score(batch)
-    adaptation = values.adaptation
-    assert adaptation is not None  # components are there unless they are declined
-    direction = scorer.direction_for(batch).total()
-    chosen = _sample(checked, tokens, seed)
-    label = label_values(adapter, checked, direction, first=scorer.target.first or 0)
-    causal: float | None = None
-    if scorer.config.estimator == "label":
-        part, error = "label value", _label_error(scorer, checked, chosen, direction, label)
-    else:
-        part, error, causal = _captured_error(scorer, checked, chosen, direction)
-    label_all = _label_over_everything(scorer, checked)
-    dtype = next(iter(scorer.parameters.values())).dtype
+    if not scorer.given.whole:
+        raise UnsupportedError(
+            "a certificate needs whole weights and gradients in one process",
+            got="a scorer with sharding=... or reduce=...",
+            why="the oracle builds everything anew, from what this process was given",
+            remedy="build a Scorer without them, on the whole model and validation set",
+        )
+    start = time.monotonic()
+    found = _ways(scorer, batch, token_weights, step_weights)
+    counter = _Counter()
+    given = scorer.given
+    if fisher_file is not None:
+        given = replace(given, retention=read_drift(fisher_file))
+    oracle = Oracle(given, batch, token_weights, step_weights, counter.tick)
+    sampled = _sample(oracle.mask, tokens, seed)
+    counter.begin(oracle.passes(int(sampled.sum())), int(sampled.sum()), progress)
+    expected = oracle.expect(sampled)
+    counter.end()
+    weights = next(iter(oracle.scope.parameters.values())).dtype
+    row, tolerance = tolerance_of(weights, expected.inside)
+    checks = [
+        replace(c, tolerance=tolerance)
+        for c in _checks(scorer, batch, step_weights, found, expected)
+    ]
+    if not all(check.passed for check in checks):
+        checks = _localised(checks, scorer, batch, expected, token_weights, step_weights)
     return Certificate(
-        estimator=scorer.config.estimator,
-        tokens=int(chosen.sum()),
-        batch_tokens=checked.response_tokens,
-        exact_part=part,
-        error=error,
-        tolerance=_TOLERANCE.get(dtype, 5e-2),
-        causal_error=causal,
-        spearman=spearman(values.total, label, checked.mask),
-        sign_agreement=sign_agreement(values.total, label, checked.mask),
-        overlap=top_overlap(values.total, label.to(values.total), checked.mask),
-        spearman_all=spearman(adaptation, label_all, checked.mask),
-        overlap_all=top_overlap(adaptation, label_all, checked.mask),
-        dtype=str(dtype).removeprefix("torch."),
+        estimator=scorer.given.config.estimator,
+        checks=tuple(checks),
+        tokens=int(sampled.sum()),
+        compared=int(expected.seen.sum()),
+        batch_tokens=int(expected.mask.sum()),
+        arithmetic=row,
+        causal_error=_causal_error(found["score"], expected),
+        passes=counter.done,
+        seconds=time.monotonic() - start,
+        dtype=str(weights).removeprefix("torch."),
+        **_ranks(scorer, batch, found["score"], step_weights),
     )
 
 
-def _sample(batch: LabelledBatch, tokens: int, seed: int) -> Tensor:
+class _Counter:
+    """Counts the oracle's passes; says beforehand how many there will be."""
+
+    def __init__(self) -> None:
+        self.done, self._tracker = 0, Tracker("Certificate", 1, False)
+
+    def begin(self, passes: int, tokens: int, progress: bool | ProgressSink | None) -> None:
+        self._total, self._tracker = passes, Tracker("Certificate", passes, progress)
+        self._tracker.note(f"{passes} forwards and backwards for {tokens} tokens")
+        self._tracker.report(0)
+
+    def tick(self) -> None:
+        self.done += 1
+        if self.done < self._total:
+            self._tracker.report(self.done)
+
+    def end(self) -> None:
+        self._tracker.report(self._total)
+
+
+def _sample(mask: Tensor, tokens: int, seed: int) -> Tensor:
     """(b, t) True at the sampled response tokens; its own generator."""
-    candidates = batch.mask.flatten().nonzero().squeeze(-1).cpu()
+    candidates = mask.flatten().nonzero().squeeze(-1)
     generator = torch.Generator().manual_seed(seed)
     picked = candidates[torch.randperm(len(candidates), generator=generator)[:tokens]]
-    chosen = torch.zeros(batch.mask.numel(), dtype=torch.bool)
+    chosen = torch.zeros(mask.numel(), dtype=torch.bool)
     chosen[picked] = True
-    return chosen.view(batch.mask.shape).to(batch.mask.device)
+    return chosen.view(mask.shape)
 
 
-def _plain_forward(adapter: DecoderAdapter) -> Any:
-    """The untouched model, dropout off: nothing of the capture machinery takes part."""
-
-    def forward(inputs: Mapping[str, Any]) -> Tensor:
-        with evaluation_mode(adapter.model), torch.enable_grad():
-            return adapter.forward(inputs)
-
-    return forward
-
-
-def _only(batch: LabelledBatch, chosen: Tensor) -> dict[str, Any]:
-    return {**batch.inputs, "labels": batch.labels.masked_fill(~chosen, IGNORE)}
-
-
-def _label_error(
+def _ways(
     scorer: Scorer,
-    batch: LabelledBatch,
-    chosen: Tensor,
-    direction: dict[str, Tensor],
-    found: Tensor,
-) -> float:
-    adapter = scorer.adapter
-    one = _only(batch, chosen)
-    forward = _plain_forward(adapter)
-    exact = gradient_oracle.label_values(adapter.model, forward, one, direction)
-    scale = torch.zeros_like(exact)
-    parameters = {n: p for n, p in scorer.parameters.items() if n in direction}
-    picked = [(int(b), int(i)) for b, i in chosen.nonzero().tolist()]
-    rows = gradient_oracle.per_token_gradients(adapter.model, forward, one, parameters, picked)
-    for (b, i), gradient in zip(picked, rows, strict=True):
-        for name, g in gradient.items():
-            scale[b, i] += (g.double() * direction[name].double()).abs().sum().to(scale.device)
-    return _worst(found.double() - exact, scale, chosen)
+    batch: Mapping[str, Any],
+    token_weights: Tensor | None,
+    step_weights: Tensor | None,
+) -> dict[str, TokenValues]:
+    """What the user gets, by every way to it."""
+    weights = {"token_weights": token_weights, "step_weights": step_weights}
+    found = {
+        "score": scorer.score(batch, components=True, **weights),
+        "score, total alone": scorer.score(batch, components=False, **weights),
+    }
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with evaluating(scorer.adapter.model), scorer.observe() as observed:
+        with torch.enable_grad():
+            scores = scorer.adapter.forward(inputs)
+        found["observe"] = observed.values(
+            scores, batch["labels"], components=True, keep_errors=False, **weights
+        )
+    return found
 
 
-def _captured_error(
-    scorer: Scorer, batch: LabelledBatch, chosen: Tensor, direction: dict[str, Tensor]
-) -> tuple[str, float, float | None]:
-    """Exact part, its error, and the distance of the causal approximation."""
-    adapter = scorer.adapter
-    modules = {linear.name: linear.module for linear in scorer.scope.linears}
-    psi = influence_oracle.exact_influence(
-        adapter.model,
-        _plain_forward(adapter),
-        _only(batch, chosen),
-        modules,
-        {**direction},
-        score_bias=scorer.config.score_bias,
-        transposed=[linear.name for linear in scorer.scope.linears if linear.transposed],
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def _checks(
+    scorer: Scorer,
+    batch: Mapping[str, Any],
+    step_weights: Tensor | None,
+    found: Mapping[str, TokenValues],
+    expected: Expected,
+) -> list[Check]:
+    """The worst entry of each component over all ways; tolerances are filled in later."""
+    every = [
+        check for way, values in found.items() for check in _of_values(way, values, batch, expected)
+    ]
+    every += _of_direction(scorer, batch, step_weights, expected)
+    every.append(Check("attention", expected.attention_error, 0.0))
+    every.append(Check("oracle", expected.own_error, 0.0))
+    worst: dict[str, Check] = {}
+    for check in every:
+        before = worst.setdefault(check.component, check)
+        if not check.error <= before.error:  # also for NaN
+            worst[check.component] = check
+    return list(worst.values())
+
+
+def _of_values(
+    way: str, values: TokenValues, batch: Mapping[str, Any], expected: Expected
+) -> Iterator[Check]:
+    mask = values.mask.cpu()
+    yield Check("mask", 0.0 if torch.equal(mask, expected.mask) else math.inf, 0.0, way)
+    alone = way == "score, total alone"
+    for name, entry in expected.components.items():
+        got = getattr(values, name)
+        if (got is None) != (entry is None or (alone and name != "total")):
+            yield Check(name, math.inf, 0.0, f"{way}, missing or not asked for")
+        elif got is not None and entry is not None:
+            yield _of_tokens(name, way, got, entry, batch, expected)
+    rows = values.unassigned.double().cpu()
+    row, error = _worst(rows, expected.unassigned.value, expected.unassigned.scale)
+    yield Check(
+        "unassigned", error, 0.0, f"row {row} ({way})", None, float(rows[row]),
+        float(expected.unassigned.value[row]),
+    )  # fmt: skip
+    for name, (value, scale) in expected.sums.items():
+        got = getattr(values, name)
+        if got is not None:
+            total = float(got.double().sum())
+            _, error = _worst(*(torch.tensor([x]) for x in (total, value, scale)))
+            yield Check(name, error, 0.0, f"its sum over all tokens ({way})", None, total, value)
+
+
+def _of_tokens(
+    name: str,
+    way: str,
+    got: Tensor,
+    entry: Entry,
+    batch: Mapping[str, Any],
+    expected: Expected,
+) -> Check:
+    """Every compared token, and every place that is no response token, which must hold 0."""
+    values = got.detach().double().cpu()
+    compared = expected.seen | ~expected.mask
+    places = compared.nonzero()
+    at, error = _worst(values[compared], entry.value[compared], entry.scale[compared])
+    row, token = places[at].tolist()
+    where = f"row {row}, token {token} (id {int(batch['input_ids'][row, token])}; {way})"
+    return Check(
+        name, error, 0.0, where, None, float(values[row, token]), float(entry.value[row, token])
     )
-    matrix, scale = psi.matrix, psi.absolute_scale
-    columns = scorer.columns(batch, weights=chosen.to(wide(matrix.dtype)), direction=direction)
-    direct, causal = columns.direct.double().cpu(), columns.causal.double().cpu()
-    diagonal, column = influence_oracle.diagonal(matrix), influence_oracle.column_sums(matrix)
-    if scorer.config.estimator in ("path", "paper_literal"):
-        part, error = "path value", _worst(direct - column, scale.sum(1), None)
-        exact_causal = None
-    else:
-        every = torch.diagonal(scale, dim1=1, dim2=2)
-        part, error = "direct value", _worst(direct - diagonal, every, None)
-        exact_causal = column - diagonal
-    if exact_causal is None or scorer.config.estimator == "direct":
-        return part, error, None
-    norm = float(exact_causal.norm())
-    away = float((causal - exact_causal).norm())
-    return part, error, away / norm if norm > 0 else (0.0 if away == 0 else math.inf)
 
 
-def _worst(difference: Tensor, scale: Tensor, mask: Tensor | None) -> float:
-    """Largest |difference| over the largest scale; NaN stays NaN."""
-    if mask is not None:
-        difference, scale = difference[mask], scale[mask]
-    whole = float(scale.max())
-    worst = float(difference.abs().max())
-    return worst / whole if whole > 0 else worst
+def _worst(found: Tensor, expected: Tensor, scale: Tensor) -> tuple[int, float]:
+    """(index, error) of the entry that is farthest off, relative to its own scale."""
+    away = (found.double() - expected.double()).abs()
+    relative = torch.where(away == 0, 0.0, away / scale.double())
+    relative = relative.masked_fill(relative.isnan(), torch.inf)
+    index = int(relative.argmax())
+    return index, float(relative[index])
+
+
+def _of_direction(
+    scorer: Scorer, batch: Mapping[str, Any], step_weights: Tensor | None, expected: Expected
+) -> Iterator[Check]:
+    """The scorer's own M against the oracle's, parameter by parameter."""
+    direction = scorer.direction_for(batch, step_weights=step_weights)
+    owners = {alias: name for name, aliases in expected.names.items() for alias in aliases}
+    sides = (direction.adaptation or None, direction.stability)
+    for name, side, wanted in zip(SIDES, sides, expected.direction, strict=True):
+        found, exact = side or {}, wanted or {}
+        keys = {owners.get(n, n): n for n in found}
+        missing = set(keys) ^ set(exact)
+        where = f"{name}, {min(missing)}" if missing else ""
+        yield Check("scope", math.inf if missing else 0.0, 0.0, where)
+        for parameter, m in exact.items() if not missing else ():
+            size = float(m.norm())
+            away = float((found[keys[parameter]].double() - m).norm())
+            error = away / size if size > 0 else (math.inf if away else 0.0)
+            yield Check(f"direction ({name})", error, 0.0, "", parameter)
+
+
+# --- naming the place ----------------------------------------------------------------------------
+
+
+def _localised(
+    checks: list[Check],
+    scorer: Scorer,
+    batch: Mapping[str, Any],
+    expected: Expected,
+    token_weights: Tensor | None,
+    step_weights: Tensor | None,
+) -> list[Check]:
+    """Failed token checks with the linear map that most of the difference comes from."""
+    try:
+        inside = values_by_parameter(scorer, batch, token_weights, step_weights)
+    except (AlphaTokenError, RuntimeError, LookupError):
+        return checks  # the fault that is to be named may stop this as well
+    return [check if check.passed else _named(check, inside, expected) for check in checks]
+
+
+def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: Expected) -> Check:
+    entry = expected.components.get(check.component)
+    if entry is None or check.parameter is not None:
+        return check
+    sides = [s for s in SIDES if check.component in ("total", s) or check.component.startswith(s)]
+    away: dict[str, float] = {}
+    for component, parts in inside.items():
+        side, _, part = component.partition("_")
+        if side not in sides or (
+            check.component.startswith(f"{side}_") and component != check.component
+        ):
+            continue
+        wanted = expected.components.get(component)
+        for parameter, values in parts.items():
+            if wanted is not None and parameter in wanted.by:
+                moved = values if not part else _shifted(values)
+                difference = (moved - wanted.by[parameter])[expected.seen].abs()
+                away[parameter] = away.get(parameter, 0.0) + float(difference.sum())
+    worst = max(away, key=lambda name: away[name], default=None)
+    return check if worst is None or away[worst] == 0 else replace(check, parameter=worst)
+
+
+def _shifted(columns: Tensor) -> Tensor:
+    moved = torch.zeros_like(columns)
+    moved[:, 1:] = columns[:, :-1]
+    return moved
+
+
+# --- what is reported beside ---------------------------------------------------------------------
+
+
+def _causal_error(values: TokenValues, expected: Expected) -> float | None:
+    if expected.causal is None or values.adaptation_causal is None:
+        return None
+    assert values.stability_causal is not None
+    found = values.adaptation_causal + values.stability_weight * values.stability_causal
+    exact = expected.causal[expected.mask]
+    away = float((found.double().cpu()[expected.mask] - exact).norm())
+    norm = float(exact.norm())
+    return away / norm if norm > 0 else (0.0 if away == 0 else math.inf)
+
+
+def _ranks(
+    scorer: Scorer, batch: Mapping[str, Any], values: TokenValues, step_weights: Tensor | None
+) -> dict[str, float]:
+    """How the values rank beside the library's label values; no part of the verdict."""
+    checked = read_batch(batch, max_length=scorer.adapter.max_positions())
+    direction = scorer.direction_for(batch, step_weights=step_weights).total()
+    label = label_values(scorer.adapter, checked, direction, first=scorer.target.first or 0)
+    everything = _label_over_everything(scorer, checked)
+    adaptation = values.adaptation
+    assert adaptation is not None  # components are there unless they are declined
+    return {
+        "spearman": spearman(values.total, label, checked.mask),
+        "sign_agreement": sign_agreement(values.total, label, checked.mask),
+        "overlap": top_overlap(values.total, label.to(values.total), checked.mask),
+        "spearman_all": spearman(adaptation, everything, checked.mask),
+        "overlap_all": top_overlap(adaptation, everything, checked.mask),
+    }
 
 
 def _label_over_everything(scorer: Scorer, batch: LabelledBatch) -> Tensor:

@@ -1,0 +1,547 @@
+"""What a scorer must return, by the oracles, from what its user gave and nothing else.
+
+The scorer's scope, parameters, direction, labels and errors are not looked at. Model, validation,
+retention, optimizer, weights and configuration are taken as they were handed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.adapter import DecoderAdapter, find_adapter
+from alphatoken.fidelity.tolerances import Narrowest
+from alphatoken.oracle import composite, readouts, scope
+from alphatoken.scorer import Given
+
+__all__ = ["SIDES", "Entry", "Expected", "Oracle"]
+
+SIDES = ("adaptation", "stability")
+_SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+_SPLIT = (*_SELF_ONLY, "paper_literal")
+_NOT_INPUTS = frozenset(
+    (
+        "labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "logits_to_keep",
+        "return_dict", "use_cache",
+    )
+)  # fmt: skip
+"""Keys of a trainer's batch that shape a loss, or the output's form, and no logits."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One component: values and sums of absolute terms, whole and by parameter or linear map."""
+
+    value: Tensor
+    scale: Tensor
+    by: dict[str, Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: Entry) -> Entry:
+        names = {*self.by, *other.by}
+        zero = torch.zeros_like(self.value)
+        by = {n: self.by.get(n, zero) + other.by.get(n, zero) for n in sorted(names)}
+        return Entry(self.value + other.value, self.scale + other.scale, by)
+
+    def times(self, factor: float) -> Entry:
+        """Scaled."""
+        by = {n: factor * v for n, v in self.by.items()}
+        return Entry(factor * self.value, abs(factor) * self.scale, by)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Entry:
+        """The same function of all three."""
+        return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's answer.
+
+    Attributes:
+        mask: response tokens (b, t).
+        seen: tokens that are compared, (b, t).
+        sampled: tokens that were sent back one by one, (b, t).
+        components: name (as in ``TokenValues``) -> entry by token; None where it must be None.
+        unassigned: by row.
+        sums: name -> (value, scale) of a component's sum over all tokens.
+        direction: (P o G, P o V) by parameter name, None for a side that is not built.
+        names: parameter name -> all its names.
+        causal: exact causal value, all hops, along M: by token; None where it was not taken.
+        own_error: largest difference of the two oracles of the direct part.
+        attention_error: of the recomputed attention from the model's own kernel.
+        inside: narrowest dtype of the forward.
+    """
+
+    mask: Tensor
+    seen: Tensor
+    sampled: Tensor
+    components: dict[str, Entry | None]
+    unassigned: Entry
+    sums: dict[str, tuple[float, float]]
+    direction: tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
+    names: dict[str, list[str]]
+    causal: Tensor | None
+    own_error: float
+    attention_error: float
+    inside: torch.dtype
+
+
+@dataclass
+class Oracle:
+    """Everything that ``Expected`` is computed from.
+
+    Args:
+        given: what the scorer's user handed over.
+        batch: labelled, as the user has it.
+        token_weights: (b, t) factors on token losses, or None.
+        step_weights: (b, t) derivative of the step's loss by each token loss, or None.
+        tick: called after each forward and backward.
+    """
+
+    given: Given
+    batch: Mapping[str, Any]
+    token_weights: Tensor | None
+    step_weights: Tensor | None
+    tick: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        """Find the scope."""
+        given, config = self.given, self.given.config
+        self.model = scope.bare_model(given.model)
+        if given.adapter is not None:
+            self.model = given.adapter.model
+        self.adapter: DecoderAdapter = given.adapter or find_adapter(self.model)
+        self.scope = scope.find_scored(
+            self.model,
+            config.layers,
+            blocks=None if given.adapter is None else given.adapter.layers(),
+            parameters=config.parameters,
+            score_bias=config.score_bias,
+            loose=config.uncovered == "error",
+        )
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.names = {n: names[id(p)] for n, p in self.scope.parameters.items()}
+        self.mask = composite.counted_tokens(self.batch)
+        self.inside = Narrowest()
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits of the untouched model."""
+        if self.given.adapter is not None:
+            return self.given.adapter.forward(inputs)
+        kept = {k: v for k, v in inputs.items() if k not in _NOT_INPUTS}
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            kept["use_cache"] = False
+        output = self.model(**kept)
+        self.tick()
+        logits = output if isinstance(output, Tensor) else output.logits
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def passes(self, tokens: int) -> int:
+        """Forwards and backwards that ``expect`` will take."""
+        config, count = self.given.config, 0
+        for items in (self.given.validation, self.given.retention):
+            if not isinstance(items, composite.Drift):
+                listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items or []
+                count += sum(2 if isinstance(item, Mapping) else 4 for item in listed)
+        count += 1 + int(config.preconditioner == "full")
+        if config.estimator == "label":
+            return count + tokens + 1
+        if config.estimator == "path":
+            return count + 1
+        return count + 3 + (tokens if config.estimator in _SELF_ONLY else 0)
+
+    # --- M -------------------------------------------------------------------------------------
+
+    def direction(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """``G`` and ``V`` by parameter name, before P."""
+        given, parameters = self.given, self.scope.parameters
+        gain = keep = None
+        if given.config.objective != "stability":
+            gain = self._gradient(given.validation)
+        if given.config.objective != "adaptation" and given.retention is not None:
+            if isinstance(given.retention, composite.Drift):
+                keep = composite.fisher_drift(given.retention, parameters, self.names.__getitem__)
+            else:
+                keep = self._gradient(given.retention)
+        return gain, keep
+
+    def _gradient(self, items: Any) -> dict[str, Tensor]:
+        listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
+        return composite.objective_gradient(
+            self.forward, listed, self.scope.parameters, seen=self.tick
+        )
+
+    def scale(self, losses: Tensor, places: Tensor) -> dict[str, Tensor]:
+        """P by parameter name; where it is missing, 1."""
+        config, parameters = self.given.config, self.scope.parameters
+        kind = config.preconditioner
+        if isinstance(kind, Mapping):
+            return {
+                n: p for n in parameters for a in self.names[n] if (p := kind.get(a)) is not None
+            }
+        if kind is None:
+            return {}
+        gradients = None
+        if kind == "full":
+            weights = losses.new_full(losses.shape, 1 / len(losses))
+            if self.step_weights is not None:
+                weights = self.step_weights[tuple(places.T)].to(losses)
+            found = torch.autograd.grad(
+                (weights * losses).sum(),
+                list(parameters.values()),
+                retain_graph=True,
+                allow_unused=True,
+            )
+            self.tick()
+            gradients = {
+                n: torch.zeros_like(p) if g is None else g
+                for (n, p), g in zip(parameters.items(), found, strict=True)
+            }
+        found_scale = composite.adam_scale(
+            self.given.optimizer, parameters, gradients, after=config.precondition_after
+        )
+        return found_scale or {}
+
+    # --- values --------------------------------------------------------------------------------
+
+    def expect(self, sampled: Tensor) -> Expected:
+        """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
+        with only_trainable(self.model, self.scope.parameters), evaluating(self.model):
+            gain, keep = self.direction()
+            captured = self.given.config.estimator != "label"
+            with (
+                readouts.traced(
+                    self.scope if captured else _unhooked(self.scope), self._shape
+                ) as t,
+                self.inside,
+            ):
+                losses, places = composite.losses_of(self.forward, self.batch)
+            p = self.scale(losses, places)
+            sides = [
+                None if side is None else {n: m * p[n] if n in p else m for n, m in side.items()}
+                for side in (gain, keep)
+            ]
+            find = self._columns if captured else self._rows
+            components, rest, found = find(sides, t, losses, places, sampled)
+        return Expected(
+            mask=self.mask,
+            sampled=sampled,
+            components=self._components(components),
+            unassigned=self._total(rest),
+            direction=(sides[0], sides[1]),
+            names=self.names,
+            inside=self.inside.dtype,
+            **found,
+        )
+
+    @property
+    def _shape(self) -> torch.Size:
+        shape: torch.Size = self.batch["input_ids"].shape
+        return shape
+
+    def _weights(self, losses: Tensor, places: Tensor) -> Tensor:
+        if self.token_weights is None:
+            return torch.ones_like(losses)
+        return self.token_weights[tuple(places.T)].to(losses)
+
+    def _rows(
+        self,
+        sides: Sequence[dict[str, Tensor] | None],
+        trace: readouts.Trace,
+        losses: Tensor,
+        places: Tensor,
+        sampled: Tensor,
+    ) -> tuple[list[Entry | None], list[Entry | None], dict[str, Any]]:
+        """Label values: ``<grad l_k, M>``, one backward a token; and their sum by one more."""
+        weights, parameters = self._weights(losses, places), self.scope.parameters
+
+        def along(loss: Tensor) -> list[dict[str, tuple[float, float]] | None]:
+            found = torch.autograd.grad(
+                loss, list(parameters.values()), retain_graph=True, allow_unused=True
+            )
+            self.tick()
+            gradients = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+            return [None if side is None else _inner(gradients, side) for side in sides]
+
+        entries: list[Entry | None] = [
+            None if side is None else _empty(self._shape, parameters) for side in sides
+        ]
+        for (row, token), loss, weight in zip(places.tolist(), losses, weights, strict=True):
+            if not bool(sampled[row, token]):
+                continue
+            for entry, parts in zip(entries, along(weight * loss), strict=True):
+                if entry is not None and parts is not None:
+                    for name, (value, size) in parts.items():
+                        entry.by[name][row, token] = value
+                        entry.value[row, token] += value
+                        entry.scale[row, token] += size
+        sums = {}
+        whole = along((weights * losses).sum())
+        for name, parts in zip(SIDES, whole, strict=True):
+            if parts is not None:
+                value, size = (sum(each) for each in zip(*parts.values(), strict=True))
+                sums[name] = (float(value), float(size))
+        rows = self._shape[:1]
+        nothing: list[Entry | None] = [None if s is None else _empty(rows, ()) for s in sides]
+        found = {
+            "seen": sampled,
+            "sums": sums,
+            "causal": None,
+            "own_error": 0.0,
+            "attention_error": 0.0,
+        }
+        return [*entries, None, None], nothing, found
+
+    def _columns(
+        self,
+        sides: Sequence[dict[str, Tensor] | None],
+        trace: readouts.Trace,
+        losses: Tensor,
+        places: Tensor,
+        sampled: Tensor,
+    ) -> tuple[list[Entry | None], list[Entry | None], dict[str, Any]]:
+        """Direct and causal columns of every position; direct ones of ``sampled`` one by one."""
+        config = self.given.config
+        weights = self._weights(losses, places)
+        parameters = self.scope.parameters
+        by_id = [
+            None if side is None else {id(parameters[n]): m for n, m in side.items()}
+            for side in sides
+        ]
+
+        def read(
+            trace: readouts.Trace,
+            errors: Sequence[Tensor | None],
+            spread: Sequence[Tensor] | None = None,
+        ) -> list[Entry | None]:
+            return [
+                None
+                if m is None
+                else _entry(
+                    readouts.contract(
+                        trace, errors, m, score_bias=config.score_bias, spread=spread
+                    ),
+                    self._shape,
+                )
+                for m in by_id
+            ]
+
+        ordinary = read(trace, self._errors(trace, (weights * losses).sum()))
+        none: list[Entry | None] = [None if m is None else _empty(self._shape, ()) for m in by_id]
+        own_error, attention_error = 0.0, 0.0
+        direct, causal, self_only = ordinary, none, none
+        if config.estimator != "path":
+            split = config.estimator in _SELF_ONLY
+            with readouts.traced(
+                self.scope, self._shape, split=split, override=self._override
+            ) as second:
+                again, _ = composite.losses_of(self.forward, self.batch)
+            attention_error = max((use.error for use in second.attentions), default=0.0)
+            loss = (weights * again).sum()
+            outputs = [use.output for use in second.attentions]
+            errors = self._errors(second, loss, outputs)
+            heads = errors[len(second.linears) :]
+            direct = read(second, errors[: len(second.linears)])
+            if config.estimator == "same_layer_hop":
+                later = readouts.hop_errors(second, heads)
+                # The library takes its own k = t terms away from the kernel's backward.
+                causal = [
+                    None if c is None or d is None else Entry(c.value, c.scale + d.scale, c.by)
+                    for c, d in zip(read(second, later), direct, strict=True)
+                ]
+            elif config.estimator != "direct":
+                mean = config.estimator == "paper_literal"
+                later, spread = readouts.propagated_errors(
+                    second,
+                    heads,
+                    window=config.window,
+                    head_reduction="mean" if mean else config.head_reduction,
+                )
+                causal = read(second, later, spread)
+            if split:
+                self_only = direct
+                direct, own_error = self._one_by_one(direct, by_id, trace, losses, places, sampled)
+        exact = None
+        if config.estimator in ("alphatoken", "same_layer_hop"):
+            whole, own = self._total(ordinary), self._total(self_only)
+            exact = self._by_token(Entry(whole.value - own.value, whole.scale), causal=True).value
+        if config.path == "direct":
+            causal = none
+        if config.path == "causal":
+            direct = none
+        one = [None if e is None else self._by_token(e, causal=False) for e in direct]
+        two = [None if e is None else self._by_token(e, causal=True) for e in causal]
+        rest = [
+            None if d is None or c is None else _rest(d + c, a.value + b.value)  # type: ignore[union-attr]
+            for d, c, a, b in zip(direct, causal, one, two, strict=True)
+        ]
+        found = {
+            "seen": self.mask,
+            "sums": {},
+            "causal": exact,
+            "own_error": own_error,
+            "attention_error": attention_error,
+        }
+        return [*one, *two], rest, found
+
+    def _one_by_one(
+        self,
+        direct: Sequence[Entry | None],
+        by_id: Sequence[dict[int, Tensor] | None],
+        trace: readouts.Trace,
+        losses: Tensor,
+        places: Tensor,
+        sampled: Tensor,
+    ) -> tuple[list[Entry | None], float]:
+        """The direct part of sampled tokens from the untouched model, one backward each."""
+        entries = [None if e is None else e.map(lambda x: x.clone()) for e in direct]
+        worst = 0.0
+        for (row, token), loss in zip(
+            places.tolist(), self._weights(losses, places) * losses, strict=True
+        ):
+            if not bool(sampled[row, token]):
+                continue
+            place = (row, token - 1)
+            errors = self._errors(trace, loss)
+            for entry, m in zip(entries, by_id, strict=True):
+                if entry is None or m is None:
+                    continue
+                parts = readouts.contract(
+                    trace, errors, m, score_bias=self.given.config.score_bias, rows=place
+                )
+                one = _entry(parts, torch.Size([]))
+                size = float(one.scale)
+                away = abs(float(entry.value[place] - one.value))
+                worst = max(worst, away / size if size > 0 else (torch.inf if away else 0.0))
+                entry.value[place], entry.scale[place] = one.value, one.scale
+                for name, value in one.by.items():
+                    entry.by[name][place] = value
+        return list(entries), worst
+
+    def _errors(
+        self, trace: readouts.Trace, loss: Tensor, also: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        targets = [*(use.s for use in trace.linears), *also]
+        found = torch.autograd.grad(loss, targets, retain_graph=True, allow_unused=True)
+        self.tick()
+        return list(found)
+
+    @property
+    def _override(self) -> Any:
+        """Sends the attention calls of every block that a scored weight lies at or below."""
+        scored = {id(p) for p in self.scope.parameters.values()}
+        first = next(
+            index
+            for index, block in enumerate(self.scope.blocks)
+            if any(id(p) in scored for p in block.parameters())
+        )
+        modules = [
+            module
+            for layer in range(first, len(self.scope.blocks))
+            for module in self.adapter.attention_modules(layer)
+        ]
+        return partial(self.adapter.override_attention, modules)
+
+    # --- assembling ----------------------------------------------------------------------------
+
+    def _by_token(self, entry: Entry, *, causal: bool) -> Entry:
+        """Columns by position to values by token; 0 off the response."""
+        stays = causal and self.given.config.causal_position == "context"
+
+        def move(columns: Tensor) -> Tensor:
+            moved = torch.zeros_like(columns)
+            moved[:, 1:] = columns[:, 1:] if stays else columns[:, :-1]
+            return moved * self.mask.to(moved)
+
+        return entry.map(move)
+
+    def _total(self, sides: Sequence[Entry | None]) -> Entry:
+        """Adaptation + lambda stability."""
+        gain, keep = sides[0], sides[1]
+        weighted = None if keep is None else keep.times(self.given.config.stability_weight)
+        both = [entry for entry in (gain, weighted) if entry is not None]
+        return both[0] if len(both) == 1 else both[0] + both[1]
+
+    def _components(self, entries: Sequence[Entry | None]) -> dict[str, Entry | None]:
+        zero = _empty(self._shape, ())
+        config = self.given.config
+        split = config.estimator in _SPLIT
+        found: dict[str, Entry | None] = {}
+        sides: list[Entry] = []
+        for index, side in enumerate(SIDES):
+            direct, causal = entries[index] or zero, entries[index + 2] or zero
+            sides.append(direct + causal)
+            found[side] = sides[-1]
+            found[f"{side}_direct"] = direct if split else None
+            found[f"{side}_causal"] = causal if split else None
+        found["total"] = sides[0] + sides[1].times(config.stability_weight)
+        return found
+
+
+def _inner(
+    gradients: Mapping[str, Tensor], side: Mapping[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    """By parameter: ``<g, M>`` and the sum of its absolute terms."""
+    found = {}
+    for name, g in gradients.items():
+        terms = g.double() * side[name]
+        found[name] = (float(terms.sum()), float(terms.abs().sum()))
+    return found
+
+
+def _empty(shape: torch.Size, names: Any) -> Entry:
+    def zero() -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+    return Entry(zero(), zero(), {name: zero() for name in names})
+
+
+def _entry(parts: readouts.Parts, shape: torch.Size) -> Entry:
+    value, scale = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for name in parts.value:
+        value = value + parts.value[name].cpu()
+        scale = scale + parts.scale[name].cpu()
+    return Entry(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
+
+
+def _rest(columns: Entry, assigned: Tensor) -> Entry:
+    return Entry(columns.value.sum(-1) - assigned.sum(-1), columns.scale.sum(-1))
+
+
+def _unhooked(scored: scope.ScoredModel) -> scope.ScoredModel:
+    """The same without linears to hook: rows of Psi need none."""
+    return scope.ScoredModel(scored.model, (), scored.layers, (), scored.loose, scored.parameters)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside; each module's own flag afterwards."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+@contextmanager
+def only_trainable(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, no other parameter asks for gradients: the graph begins at the first scored one."""
+    kept = {id(p) for p in parameters.values()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

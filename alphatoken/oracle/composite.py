@@ -1,0 +1,281 @@
+"""The direction M = P o (G + lambda V), built anew from what the user gave.
+
+Labels are shifted here, validation tokens pooled here, omega taken here; V and P are their
+formulas. Gradients are autograd's, in the model's own arithmetic, summed in float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.oracle.gradients import IGNORED, Forward
+
+__all__ = [
+    "Drift",
+    "Pairs",
+    "adam_scale",
+    "counted_tokens",
+    "fisher_drift",
+    "losses_of",
+    "objective_gradient",
+    "read_drift",
+]
+
+EPSILON_FLOOR = 1e-16
+"""v^ is no smaller than this: a LoRA factor A has none after the first step."""
+
+
+@runtime_checkable
+class Pairs(Protocol):
+    """Preference pairs as the library takes them; see its ``PreferenceBatch``."""
+
+    chosen: Mapping[str, Any]
+    rejected: Mapping[str, Any]
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    beta: float
+    normalization: str
+
+
+@runtime_checkable
+class Drift(Protocol):
+    """A Fisher and its reference weights by parameter name; see the library's ``FisherDrift``."""
+
+    @property
+    def fisher(self) -> Mapping[str, Tensor]:
+        """Diagonal Fisher; empty if there are factors."""
+        ...
+
+    @property
+    def reference(self) -> Mapping[str, Tensor]:
+        """Reference weights."""
+        ...
+
+    @property
+    def factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """(left, right) of ``V = left (W - W_ref) right``."""
+        ...
+
+
+@dataclass(frozen=True)
+class _ReadDrift:
+    """A drift as its file has it."""
+
+    fisher: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def read_drift(path: str | os.PathLike[str]) -> Drift:
+    """Fisher and reference from a file that ``FisherDrift.save`` wrote, by safetensors alone."""
+    found = _ReadDrift()
+    with safe_open(os.fspath(path), framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - the handle is no mapping
+            kind, _, name = key.partition("/")
+            if kind == "left":
+                found.factors[name] = (file.get_tensor(key), file.get_tensor(f"right/{name}"))
+            elif kind in ("fisher", "reference"):
+                getattr(found, kind)[name] = file.get_tensor(key)
+    return found
+
+
+def counted_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """(b, t) True at index i where token i is learned and a real position predicts it.
+
+    It has a label, it is not the first of its row, and position i - 1 is no padding.
+    """
+    labels, attention = batch["labels"], batch.get("attention_mask")
+    counted = torch.zeros_like(labels, dtype=torch.bool)
+    counted[:, 1:] = labels[:, 1:] != IGNORED
+    if isinstance(attention, Tensor) and attention.dim() == 2:
+        counted[:, 1:] &= attention[:, :-1] != 0
+    return counted
+
+
+def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """One forward: (losses (n,), places (n, 2)) of the counted tokens, row by row.
+
+    ``l = -log pi(z_i | z_<i)`` from the logits at position i - 1, in float32 or wider.
+    """
+    places = counted_tokens(batch).nonzero()
+    with torch.enable_grad():
+        logits = forward({k: v for k, v in batch.items() if k != "labels"})
+        rows, tokens = places.unbind(1)
+        predicted = logits[rows, tokens - 1]
+        wide = torch.promote_types(predicted.dtype, torch.float32)
+        every = -torch.log_softmax(predicted.to(wide), dim=-1)
+        labels = batch["labels"][rows, tokens].to(every.device)
+        return every.gather(1, labels.unsqueeze(1)).squeeze(1), places
+
+
+def _gradient(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+        if g is None
+        else g.double()
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
+
+
+def objective_gradient(
+    forward: Forward,
+    items: Iterable[Any],
+    parameters: Mapping[str, Tensor],
+    *,
+    seen: Callable[[], None] = lambda: None,
+) -> dict[str, Tensor]:
+    """Gradient of the mean token loss of labelled batches, or of the preference objective.
+
+        labelled:     sum of grad l over all counted tokens of all batches, / their number
+        preference:   sum over pairs of omega (grad sum l+ - grad sum l-), / response tokens of
+                      both branches ("tokens") or pairs ("pairs"), omega = beta sigmoid(-s)
+
+    Args:
+        forward: batch without labels -> logits.
+        items: labelled batches or :class:`Pairs`.
+        parameters: by name.
+        seen: called after each backward.
+
+    Returns:
+        parameter name -> gradient, float64.
+
+    Source: eqs. grad_alignment, composite_val.
+    """
+    total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+    count = 0.0
+
+    def add(loss: Tensor) -> None:
+        for name, g in _gradient(loss, parameters).items():
+            total[name] += g
+        seen()
+
+    for item in items:
+        if isinstance(item, Mapping):
+            losses, _ = losses_of(forward, item)
+            add(losses.sum())
+            count += len(losses)
+        else:
+            count += _add_pairs(forward, item, add)
+    if count == 0:
+        raise InputError("the objective has no token", why="the mean over nothing has no gradient")
+    return {name: g.detach() / count for name, g in total.items()}
+
+
+def _add_pairs(forward: Forward, pairs: Pairs, add: Callable[[Tensor], None]) -> float:
+    branches = [losses_of(forward, branch) for branch in (pairs.chosen, pairs.rejected)]
+    size = pairs.chosen["input_ids"].shape[0]
+    sums = [
+        losses.new_zeros(size).index_add(0, places[:, 0], losses) for losses, places in branches
+    ]
+    ratios = [
+        -one.detach() - reference.to(one)
+        for one, reference in zip(
+            sums, (pairs.reference_chosen, pairs.reference_rejected), strict=True
+        )
+    ]
+    omega = pairs.beta * torch.sigmoid(-pairs.beta * (ratios[0] - ratios[1]))
+    add((omega * sums[0]).sum())
+    add(-(omega * sums[1]).sum())
+    if pairs.normalization == "pairs":
+        return float(size)
+    return float(sum(len(losses) for losses, _ in branches))
+
+
+def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
+    """``V = F o (W - W_ref)``, or ``left (W - W_ref) right``, by parameter name, float64.
+
+    Args:
+        drift: Fisher and reference.
+        parameters: by name.
+        names: parameter name -> all names of that parameter; the drift may use any.
+
+    Source: eq. V_layer.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        known = next(n for n in names(name) if n in drift.reference)
+        weight = parameter.detach()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        away = weight.to(wide).double() - drift.reference[known].to(weight.device).double()
+        if drift.fisher:
+            found[name] = drift.fisher[known].to(weight.device).double() * away
+        else:
+            left, right = (f.to(weight.device).double() for f in drift.factors[known])
+            columns = away if away.dim() == 2 else away.unsqueeze(1)
+            found[name] = (left @ columns @ right).reshape(away.shape)
+    return found
+
+
+def adam_scale(
+    optimizer: Any,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor] | None,
+    *,
+    after: int,
+) -> dict[str, Tensor] | None:
+    """P of Adam and AdamW from their state, float64; None (P = 1) before ``after`` steps.
+
+        frozen:  c / (sqrt(v^) + eps), v^ of the state before the step
+        full:    c / (sqrt(v^) + eps) - m^ (1 - b2) g / ((1 - b2^s) sqrt(v^) (sqrt(v^) + eps)^2),
+                 m^ and v^ after a step with gradient g
+
+    with s the number of the step and c = (1 - b1) / (1 - b1^s). Where amsgrad's maximum (or the
+    floor of v^) holds the denominator, it does not move with g.
+
+    Args:
+        optimizer: torch's Adam or AdamW, or accelerate's wrapper of one.
+        parameters: by name.
+        gradients: what the step will see, for "full"; None for "frozen".
+        after: P is used from this many steps on.
+
+    Raises:
+        UnsupportedError: another optimizer, whose step this oracle does not know.
+    """
+    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedError(
+            "the certificate knows the steps of Adam and AdamW only",
+            got=type(optimizer).__qualname__,
+            why="P is computed anew from the optimizer's state, and for others there is no second "
+            "formula to compare with",
+            remedy="verify with preconditioner=None, or hand P over as a mapping",
+        )
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    scale = {}
+    for name, parameter in parameters.items():
+        group, state = groups[id(parameter)], optimizer.state.get(parameter, {})
+        if not state or int(state["step"]) < after:
+            return None
+        g = None if gradients is None else gradients[name].double()
+        if g is not None and not group.get("decoupled_weight_decay"):
+            g = g + group["weight_decay"] * parameter.detach().double()
+        scale[name] = _adam(group, state, g)
+    return scale
+
+
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any], g: Tensor | None) -> Tensor:
+    (b1, b2), eps, taken = group["betas"], group["eps"], int(state["step"])
+    m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
+    largest = state["max_exp_avg_sq"].double() if group.get("amsgrad") else torch.zeros_like(v)
+    c = (1 - b1) / (1 - b1 ** (taken + 1))
+    if g is None:
+        held = (largest if group.get("amsgrad") else v) / (1 - b2**taken)
+        scale: Tensor = c / (held.clamp(min=EPSILON_FLOOR).sqrt() + eps)
+        return scale
+    m = (b1 * m + (1 - b1) * g) / (1 - b1 ** (taken + 1))
+    v = (b2 * v + (1 - b2) * g.square()) / (1 - b2 ** (taken + 1))
+    largest = largest / (1 - b2 ** (taken + 1))
+    moves = (v > EPSILON_FLOOR) & (v > largest)
+    root = torch.maximum(v, largest).clamp(min=EPSILON_FLOOR).sqrt()
+    second = m * (1 - b2) * g / ((1 - b2 ** (taken + 1)) * root * (root + eps).square())
+    return torch.as_tensor(c / (root + eps) - torch.where(moves, second, 0.0))

@@ -1,0 +1,325 @@
+"""Every value that the library returns, by plain autograd on a model whose attention is split.
+
+Letters: b batch, k query position, t key position, h query head, g key/value head, o d_out, i d_in.
+
+The self-only backward is the *ordinary* backward of another function with the same value: softmax
+attention in which every key and value off the diagonal is held constant,
+
+    s_kt = c q_k . [k_t]  for t < k,    s_kk = c q_k . k_k
+    o_k  = sum_{t < k} alpha_kt [v_t] + alpha_kk v_k
+
+where [x] is a constant of the value of x. The same with the diagonal (and the query) held constant
+and the rest free gives all hops within the layer. Nothing is written down of a backward formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+from alphatoken.oracle.scope import Linear, ScoredModel
+
+__all__ = [
+    "AttentionUse",
+    "Call",
+    "Parts",
+    "Trace",
+    "contract",
+    "hop_errors",
+    "propagated_errors",
+    "split_attention",
+    "traced",
+]
+
+
+@runtime_checkable
+class Call(Protocol):
+    """What one softmax-attention call computes with; see the library's ``AttentionCall``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class LinearUse:
+    """One call of a scored linear map: input (b, t, i), output (b, t, o) in the graph."""
+
+    linear: Linear
+    x: Tensor
+    s: Tensor
+    execution: int
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """One attention call of a block.
+
+    Attributes:
+        value: (b, g, t, d) in the graph.
+        output: (b, h, t, d) in the graph.
+        alpha: (b, h, k, t), no graph.
+        hop: (b, h, t, d): the output as a function of other positions' keys and values alone.
+        error: largest difference of the output from the model's own kernel, relative to
+            ``sum_t alpha_kt |v_t|``.
+    """
+
+    value: Tensor
+    output: Tensor
+    alpha: Tensor
+    hop: Tensor
+    error: float
+    execution: int
+
+
+@dataclass
+class Trace:
+    """What one forward left: uses of the scored linear maps and attention calls, in order."""
+
+    shape: torch.Size
+    linears: list[LinearUse] = field(default_factory=list)
+    attentions: list[AttentionUse] = field(default_factory=list)
+    execution: int = 0
+
+    def on_block(self, module: nn.Module, args: Any) -> None:
+        """Before a decoder block runs."""
+        self.execution += 1
+
+    def on_linear(
+        self, linear: Linear, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        """After a scored linear map ran; what follows may work in place, not on the record."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not output.requires_grad:
+            output.requires_grad_()
+        s = output.reshape(*self.shape, -1)
+        if x.numel() // x.shape[-1] != self.shape.numel():
+            raise InputError(
+                "a scored linear map is not called once on every position",
+                got=f"{linear.name}: input {tuple(x.shape)}",
+                why="its uses cannot be assigned to positions",
+                remedy="estimator='label'",
+            )
+        self.linears.append(
+            LinearUse(linear, x.detach().reshape(*self.shape, -1), s, self.execution)
+        )
+        return s.reshape(output.shape).clone()
+
+    def on_attention(
+        self, split: bool, call: Call, native: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Instead of one attention call."""
+        with torch.no_grad():
+            kernel = native(call.query, call.key, call.value)
+        self_only, hop, alpha = split_attention(call)
+        values = _per_head(call.value, call.query).detach().to(alpha).abs()
+        size = (alpha @ values).amax().clamp(min=1e-30)
+        error = float((self_only.detach() - kernel).abs().amax() / size)
+        if split:  # the kernel's own numbers, the split function's derivatives
+            output = kernel + (self_only - self_only.detach()).to(kernel.dtype)
+        else:
+            output = native(call.query, call.key, call.value)
+        self.attentions.append(AttentionUse(call.value, output, alpha, hop, error, self.execution))
+        return output
+
+
+@contextmanager
+def traced(
+    scope: ScoredModel,
+    shape: torch.Size,
+    *,
+    split: bool | None = None,
+    override: Callable[[Any], Any] | None = None,
+) -> Iterator[Trace]:
+    """Record the forwards inside; hooks go with the context.
+
+    Args:
+        scope: what is scored.
+        shape: (b, t) of the batch.
+        split: attention as :func:`split_attention` has it (True), the model's own (False); None
+            leaves attention alone.
+        override: context manager that sends every attention call through a function of the call
+            and the model's own kernel.
+    """
+    trace = Trace(shape)
+    with ExitStack() as stack:
+        for block in dict.fromkeys(scope.blocks):
+            stack.callback(block.register_forward_pre_hook(trace.on_block).remove)
+        for linear in scope.linears:
+            hook = partial(trace.on_linear, linear)
+            handle = linear.module.register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        if split is not None:
+            assert override is not None
+            stack.enter_context(override(partial(trace.on_attention, split)))
+        yield trace
+
+
+def _per_head(keys: Tensor, query: Tensor) -> Tensor:
+    """(b, g, t, d) -> (b, h, t, d): query head h reads key/value head h // (H // G)."""
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+def split_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The head outputs as functions of own, and of others', keys and values; and alpha.
+
+    Returns:
+        (self-only output (b, h, t, d), hop output (b, h, t, d), alpha (b, h, k, t) without
+        graph). Both outputs have the value of ordinary attention, in float32 or wider.
+    """
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    query = call.query.to(wide)
+    key, value = (_per_head(x, query).to(wide) for x in (call.key, call.value))
+    logits = call.scale * query @ key.detach().mT
+    own = call.scale * (query.detach() * (key - key.detach())).sum(-1)
+    alpha = _softmax(call, logits + torch.diag_embed(own))
+    diagonal = torch.diagonal(alpha, dim1=-2, dim2=-1).unsqueeze(-1)
+    self_only = alpha @ value.detach() + diagonal.detach() * (value - value.detach())
+    cross = call.scale * query.detach() @ key.mT - torch.diag_embed(own)
+    others = _softmax(call, cross)
+    hop = others @ value - diagonal.detach() * (value - value.detach())
+    return self_only, hop, alpha.detach()
+
+
+def _softmax(call: Call, logits: Tensor) -> Tensor:
+    """Soft-cap, mask, sinks, softmax over the last axis; a query that sees nothing gets zeros."""
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    mask = call.mask
+    if mask is None:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask.dtype == torch.bool:
+        blind = ~mask.any(-1, keepdim=True)
+        logits = logits.masked_fill(~mask, -torch.inf).masked_fill(blind, 0.0)
+    else:
+        blind = torch.zeros((), dtype=torch.bool, device=logits.device)
+        logits = logits + mask.to(logits.dtype)
+    if call.sinks is not None:
+        column = call.sinks.detach().to(logits).view(1, -1, 1, 1)
+        logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], -1)
+    alpha = logits.softmax(-1)[..., : call.key.shape[2]]
+    return alpha.masked_fill(blind, 0.0)
+
+
+def propagated_errors(
+    trace: Trace,
+    errors: Sequence[Tensor | None],
+    *,
+    window: int | None,
+    head_reduction: str,
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Value-Propagation: errors at the linear uses, from errors at the heads' outputs.
+
+    ``e~_t = sum_{k in (t, t+W]} sum_{h in g} alpha_kt^h e_k^h`` at the value states ("mean": alpha
+    averaged over all heads, errors summed over those of g), sent back to the same block's uses.
+
+    Returns:
+        The errors, and by how much the absolute terms of e~ exceed it, (b, t) of each use.
+
+    Source: eqs. app_causal_rank1, phi_tgt_causal.
+    """
+    found: list[Tensor | None] = [None] * len(trace.linears)
+    spread = [torch.ones(trace.shape, device=use.x.device) for use in trace.linears]
+    for use, error in zip(trace.attentions, errors, strict=True):
+        if error is None:
+            continue
+        k = torch.arange(use.alpha.shape[-1], device=use.alpha.device)
+        later = k.unsqueeze(-1) > k
+        if window is not None:
+            later = later & (k.unsqueeze(-1) - k <= window)
+        alpha = use.alpha * later
+        if head_reduction == "mean":
+            alpha = alpha.mean(1, keepdim=True).expand_as(alpha)
+        groups = use.value.shape[1]
+        summed, size = (
+            (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2) for e in (error, error.abs())
+        )
+        ratio = size.sum((1, 3)) / summed.abs().sum((1, 3)).clamp(min=1e-30)
+        for n, linear in enumerate(trace.linears):
+            if linear.execution == use.execution:
+                spread[n] = ratio.clamp(1.0, 1e6)
+        _send(trace, use, use.value, summed.to(use.value.dtype), found)
+    return found, spread
+
+
+def hop_errors(trace: Trace, errors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """All hops within each layer, score path included: errors at the linear uses."""
+    found: list[Tensor | None] = [None] * len(trace.linears)
+    for use, error in zip(trace.attentions, errors, strict=True):
+        if error is not None:
+            _send(trace, use, use.hop, error.to(use.hop.dtype), found)
+    return found
+
+
+def _send(
+    trace: Trace, use: AttentionUse, end: Tensor, error: Tensor, found: list[Tensor | None]
+) -> None:
+    """Send an error back from ``end`` to the uses of the same execution of a block."""
+    places = [n for n, u in enumerate(trace.linears) if u.execution == use.execution]
+    if not places or not end.requires_grad:
+        return
+    outputs = [trace.linears[n].s for n in places]
+    parts = torch.autograd.grad(end, outputs, error, retain_graph=True, allow_unused=True)
+    for n, part in zip(places, parts, strict=True):
+        if part is not None:
+            before = found[n]
+            found[n] = part if before is None else before + part
+
+
+@dataclass
+class Parts:
+    """Values by position of use (b, t) per linear map, and the sums of their absolute terms."""
+
+    value: dict[str, Tensor] = field(default_factory=dict)
+    scale: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor, scale: Tensor) -> None:
+        """Add one use."""
+        for mine, more in ((self.value, value), (self.scale, scale)):
+            mine[name] = mine[name] + more if name in mine else more
+
+
+def contract(
+    trace: Trace,
+    errors: Sequence[Tensor | None],
+    direction: Mapping[int, Tensor],
+    *,
+    score_bias: bool,
+    rows: Any = slice(None),
+    spread: Sequence[Tensor] | None = None,
+) -> Parts:
+    """``sum_o delta_o (M x + m_b)_o`` of every use, by linear map, in float64.
+
+    Args:
+        trace: of the forward.
+        errors: at its linear uses.
+        direction: id of a parameter -> M.
+        score_bias: biases take part.
+        rows: index of (b, t); with it values and scales have the index's shape.
+        spread: factors (b, t) on the absolute terms of each use.
+    """
+    parts = Parts()
+    for n, (use, error) in enumerate(zip(trace.linears, errors, strict=True)):
+        if error is None:
+            continue
+        module = use.linear.module
+        m = direction[id(module.weight)].double()
+        moved = use.x[rows].double() @ (m if use.linear.transposed else m.mT)
+        bias = getattr(module, "bias", None)
+        if score_bias and id(bias) in direction:
+            moved = moved + direction[id(bias)].double()
+        terms = error[rows].double() * moved
+        size = terms.abs().sum(-1)
+        parts.add(use.linear.name, terms.sum(-1), size if spread is None else size * spread[n])
+    return parts

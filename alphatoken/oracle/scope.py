@@ -1,0 +1,202 @@
+"""What is valued, found again from the model alone: decoder blocks, their linear maps, parameters.
+
+Nothing is asked of the library's adapters. Blocks are the items of the outermost ``ModuleList`` of
+the decoder; a linear map is a module that is seen to compute ``x W^T + b`` or ``x W + b``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ModelError
+
+__all__ = ["Linear", "ScoredModel", "bare_model", "decoder_blocks", "find_scored"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One scored linear map; ``transposed`` if its weight is stored as (d_in, d_out)."""
+
+    name: str
+    module: nn.Module
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """The scope of a valuation.
+
+    Attributes:
+        model: what names are relative to.
+        blocks: all decoder blocks, first to last.
+        layers: indices of the scored ones, ascending.
+        linears: trainable linear maps of the scored blocks, each module once.
+        loose: their other trainable matrices, by name: experts, routers, DoRA's factors.
+        parameters: name -> parameter that values are inner products over, a tied one once.
+    """
+
+    model: nn.Module
+    blocks: tuple[nn.Module, ...]
+    layers: tuple[int, ...]
+    linears: tuple[Linear, ...]
+    loose: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or DeepSpeed's engine; PEFT's wrapper stays."""
+    while type(model).__module__.startswith(("torch.nn.parallel", "deepspeed")):
+        model = model.get_submodule("module")
+    return model
+
+
+def decoder_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The decoder blocks, first to last.
+
+    Raises:
+        ModelError: the model has no list of blocks.
+    """
+    for step in ("get_base_model", "get_decoder"):
+        inner = getattr(model, step, None)
+        model = model if inner is None else inner()
+    found = list(_outermost_lists(model))
+    depth = _depth(model)
+    fitting = [blocks for blocks in found if len(blocks) == depth] or found
+    if not fitting:
+        raise ModelError(
+            "no list of decoder blocks was found",
+            got=type(model).__qualname__,
+            why="the oracle finds the scored layers by itself",
+            remedy="pass the adapter that knows them: Scorer(..., adapter=...)",
+        )
+    return tuple(max((_numbers(blocks), n, list(blocks)) for n, blocks in enumerate(fitting))[2])
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            if len(child):
+                yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def _depth(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    return getattr(config, "num_hidden_layers", None)
+
+
+def find_scored(
+    model: nn.Module,
+    layers: int | str | Sequence[int],
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    parameters: str = "linears",
+    score_bias: bool = False,
+    loose: bool = True,
+) -> ScoredModel:
+    """The scope that these options mean.
+
+    Args:
+        model: without wrappers; see :func:`bare_model`.
+        layers: K for the last K blocks, "all", or indices (negative ones from the end).
+        blocks: the decoder blocks, where the user has named them.
+        parameters: "linears", or "all" trainable parameters of the model.
+        score_bias: biases of the linear maps take part.
+        loose: trainable matrices that are no linear map take part.
+    """
+    every = tuple(decoder_blocks(model) if blocks is None else blocks)
+    chosen = _indices(layers, len(every))
+    names = {module: name for name, module in model.named_modules()}
+    dora = _dora_factors(model)
+    linears: dict[nn.Module, Linear] = {}
+    others: dict[str, Tensor] = {}
+    for module in (m for index in chosen for m in every[index].modules()):
+        turned = None if module in dora else _orientation(module)
+        if turned is not None:
+            linears.setdefault(module, Linear(names[module], module, turned))
+        elif not isinstance(module, (nn.Embedding, nn.Conv1d)):
+            others |= {
+                f"{names[module]}.{name}": p
+                for name, p in module.named_parameters(recurse=False)
+                if p.requires_grad and p.dim() >= 2
+            }
+    named: dict[str, Tensor]
+    if parameters == "all":
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    else:
+        named = {f"{linear.name}.weight": _weight(linear.module) for linear in linears.values()}
+        if score_bias:
+            named |= {
+                f"{linear.name}.bias": bias
+                for linear in linears.values()
+                if (bias := getattr(linear.module, "bias", None)) is not None and bias.requires_grad
+            }
+        named |= others if loose else {}
+    once: dict[int, str] = {}
+    for name, parameter in named.items():
+        once.setdefault(id(parameter), name)
+    kept = {name: named[name] for name in once.values()}
+    return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept)
+
+
+def _indices(layers: int | str | Sequence[int], depth: int) -> tuple[int, ...]:
+    if layers == "all":
+        return tuple(range(depth))
+    if isinstance(layers, int):
+        return tuple(range(depth))[-layers:]
+    return tuple(sorted({int(i) % depth for i in layers}))
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _orientation(module: nn.Module) -> bool | None:
+    """Whether a trainable linear map stores (d_in, d_out); None if it is no such map.
+
+    Two random inputs are sent through it: a square weight does not tell by its shape.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not weight.requires_grad:
+        return None
+    if isinstance(module, (nn.Embedding, nn.Conv1d)):
+        return None
+    errors = {}
+    for turned in (False, True):
+        matrix = weight.detach().mT if turned else weight.detach()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 2, matrix.shape[1], generator=generator).to(weight)
+        try:
+            with torch.no_grad():
+                found = module.forward(x)
+                wanted = nn.functional.linear(x, matrix, bias)
+            errors[turned] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            continue
+    fitting = [turned for turned in errors if errors[turned] < 0.05]
+    return min(fitting, key=lambda turned: errors[turned]) if fitting else None
+
+
+def _dora_factors(model: nn.Module) -> set[nn.Module]:
+    """LoRA factors whose weights DoRA also uses outside their own call."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        dora = getattr(module, "use_dora", None)
+        if isinstance(dora, dict) and any(dora.values()):
+            for part in ("lora_A", "lora_B"):
+                found.update(module.get_submodule(part).modules())
+    return found

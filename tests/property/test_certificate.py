@@ -1,0 +1,485 @@
+"""The certificate: right code passes with room to spare, and every fault that shows is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.fidelity.certificate import Certificate
+from tests.property import properties_options as options
+from tests.property.mutants import BY_NAME
+from tests.property.mutation import Edit, Mutant, applied, without_proofs
+from tests.property.properties import Setup, make_scorer, quiet, setups
+from tests.property.strategies import make_case
+from tests.property.tolerance import close
+
+ROWS = ("pprrrr", "..prrr")
+VALIDATION = (("pprr", "prrr"), ("ppr",))
+ESTIMATORS = ("label", "direct", "alphatoken", "same_layer_hop", "path", "paper_literal")
+
+
+# --- cases that faults are tried on --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a fault is shown: what is built with it inside, and the component that must be off."""
+
+    component: str
+    estimator: str = "alphatoken"
+    structure: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    build: Callable[[Trial], tuple[Scorer, dict[str, Any]]] | None = None
+
+    @property
+    def setup(self) -> Setup:
+        """A small case with this structure: two rows, one padded, several validation rows."""
+        structure = dict(self.structure)
+        layers = structure.pop("scored", "all")
+        score_bias = structure.pop("score_bias", False)
+        rows = structure.pop("rows", ROWS)
+        case = make_case(rows, structure.pop("validation", VALIDATION), seed=3, **structure)
+        return Setup(case, layers, score_bias)
+
+    def certificate(self) -> Certificate:
+        """Of a scorer that is built and run here."""
+        with quiet():
+            if self.build is None:
+                scorer, extra = make_scorer(self.setup, self.estimator, **dict(self.options)), {}
+            else:
+                scorer, extra = self.build(self)
+            return scorer.verify(self.setup.case.batch, tokens=3, progress=False, **extra)
+
+
+def trial(component: str, estimator: str = "alphatoken", **rest: Any) -> Trial:
+    """Structure and options by name: those of ``ScorerConfig`` are options."""
+    build = rest.pop("build", None)
+    known = set(ScorerConfig.__dataclass_fields__) - {"score_bias"}
+    chosen = tuple((k, v) for k, v in rest.items() if k in known)
+    structure = tuple((k, v) for k, v in rest.items() if k not in known)
+    return Trial(component, estimator, structure, chosen, build)
+
+
+def weighted(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """Token weights of any sign, as omega on chosen and rejected rows."""
+    labels = one.setup.case.batch["labels"]
+    weights = torch.linspace(-1.0, 2.0, labels.numel(), dtype=torch.float64).view(labels.shape)
+    return make_scorer(one.setup, one.estimator, **dict(one.options)), {"token_weights": weights}
+
+
+def on_pairs(one: Trial, normalization: str = "tokens") -> tuple[Scorer, dict[str, Any]]:
+    """Preference pairs as validation."""
+    model, (chosen, rejected) = one.setup.case.model(), one.setup.case.validation
+    reference = torch.tensor([-7.0, -9.0], dtype=torch.float64)
+    pairs = PreferenceBatch(
+        chosen, rejected, reference, reference.flip(0) * 1.2, beta=0.5, normalization=normalization
+    )
+    config = ScorerConfig(one.estimator, layers=one.setup.layers, **dict(one.options))
+    return Scorer(model, pairs, None, config), {}
+
+
+def per_pair(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """The same, divided by the pairs."""
+    return on_pairs(one, "pairs")
+
+
+PAIRS = {"validation": (("pprr", "prrr"), ("ppr", "prr"))}
+
+
+def preconditioned(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """P as a mapping."""
+    scorer = make_scorer(one.setup, one.estimator)
+    p = {n: 0.5 + torch.rand_like(w).detach() for n, w in scorer.parameters.items()}
+    return make_scorer(one.setup, one.estimator, preconditioner=p), {}
+
+
+def adam(one: Trial, kind: str, name: str = "AdamW") -> tuple[Scorer, dict[str, Any]]:
+    """P from the optimizer's state after two steps; a step of its own scale under "full"."""
+    model, optimizer = options.stepped(one.setup, 2, name)
+    labels = one.setup.case.batch["labels"]
+    scorer = make_scorer(
+        one.setup,
+        one.estimator,
+        model=model,
+        optimizer=optimizer,
+        preconditioner=kind,
+        precondition_after=1,
+    )
+    weights = torch.full(labels.shape, 0.3, dtype=torch.float64)
+    return scorer, {"step_weights": weights if kind == "full" else None}
+
+
+def full(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """P = du/dg."""
+    return adam(one, "full")
+
+
+def frozen(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """P with its denominator held."""
+    return adam(one, "frozen")
+
+
+def coupled(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """Adam's own weight decay."""
+    return adam(one, "full", "Adam, L2")
+
+
+def adaptation_only(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """No retention term."""
+    return make_scorer(one.setup, one.estimator, retention=False, **dict(one.options)), {}
+
+
+def moved(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """Values are taken, then the weights move, then values are asked for again."""
+    model = one.setup.case.model()
+    scorer = make_scorer(one.setup, one.estimator, model=model)
+    scorer.score(one.setup.case.batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return scorer, {}
+
+
+def replaced(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """Another validation set after values were taken."""
+    scorer = make_scorer(one.setup, one.estimator)
+    scorer.score(one.setup.case.batch)
+    scorer.set_validation(list(one.setup.case.validation)[:1])
+    return scorer, {}
+
+
+def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
+    """A retention term 2^60 times the adaptation: the dual forward runs along M / ||M||."""
+    scorer = make_scorer(one.setup, one.estimator)
+    drift = scorer.given.retention
+    scaled = {n: f * 2.0**60 for n, f in drift.fisher.items()}
+    scorer.set_retention(FisherDrift(scaled, drift.reference, exact_names=True))
+    return scorer, {}
+
+
+# --- which mutant shows, and where ---------------------------------------------------------------
+
+DIRECT = trial("adaptation_direct", "direct")
+HEADS = {"heads": 4, "kv_heads": 2}
+CAUSAL = trial("adaptation_causal", **HEADS)
+GRAM = trial("adaptation", "path", contraction="gram", validation=VALIDATION[:1])
+PATH = trial("adaptation", "path")
+LABEL = trial("adaptation", "label")
+BIAS = trial("adaptation", "path", bias=True, score_bias=True)
+WINDOW = trial("adaptation_causal", window=2)
+G = trial("direction (adaptation)", "path")
+V = trial("direction (stability)", "path")
+FULL = trial("direction (adaptation)", "path", build=full)
+HOP = trial("adaptation_causal", "same_layer_hop")
+TOTAL = trial("total", "path")
+
+SEEN = {
+    "sum-then-outer-in-the-gram-factors": GRAM,
+    "aggregated-errors-as-direct": DIRECT,
+    "label-shift-off-by-one-in-the-losses": PATH,
+    "label-shift-off-by-one-in-the-values": DIRECT,
+    "validation-prompt-dropped-from-the-gram-factors": GRAM,
+    "padding-leaks-into-the-attention-weights": DIRECT,
+    "padding-leaks-into-the-losses": PATH,
+    "mean-for-sum-of-the-losses": PATH,
+    "mean-for-sum-over-the-heads-of-a-group": CAUSAL,
+    "last-token-dropped": PATH,
+    "bias-forgotten-in-the-contraction": BIAS,
+    "head-mean-for-per-head": CAUSAL,
+    "grouped-heads-in-the-wrong-order": trial("adaptation_direct", **HEADS),
+    "alpha-with-the-value-projections-own-error": trial("adaptation_causal"),
+    "window-one-too-short": WINDOW,
+    "window-one-too-long": WINDOW,
+    "alpha-of-the-wrong-direction": CAUSAL,
+    "soft-cap-factor-left-out-of-the-self-only-backward": trial(
+        "adaptation_direct", "direct", softcap=2.0
+    ),
+    "soft-cap-factor-left-out-of-the-forward-mode": trial("adaptation", "label", softcap=2.0),
+    "sink-left-out": trial("adaptation_direct", "direct", sinks=True),
+    "sign-missing-on-rejected-in-the-objective": trial(
+        "direction (adaptation)", "path", build=on_pairs, **PAIRS
+    ),
+    "preconditioner-applied-twice": trial("direction (adaptation)", "path", build=preconditioned),
+    "twice-called-module-overwritten": trial("adaptation", "path", repeated_linear=True),
+    "tied-module-overwritten": trial("adaptation", "path", tied_linears=True),
+    "stale-direction": trial("direction (adaptation)", "path", build=moved),
+    "float32-in-the-contraction": PATH,
+    "bfloat16-in-the-contraction": PATH,
+    "float32-in-the-attention-weights": CAUSAL,
+    "bfloat16-in-the-self-only-backward": DIRECT,
+    "cross-mode-keeps-the-self-terms": HOP,
+    "cross-mode-without-the-score-path": HOP,
+    "gate-passes-dk-in-self-mode": DIRECT,
+    "self-mode-without-dq": DIRECT,
+    "scale-forgotten-in-dk": DIRECT,
+    "softmax-mean-forgotten-in-dk": DIRECT,
+    "forward-mode-without-dv": LABEL,
+    "forward-mode-without-the-mean": LABEL,
+    "forward-mode-without-the-sinks": trial("adaptation", "label", sinks=True),
+    "forward-mode-without-the-sinks-tangent": trial(
+        "adaptation", "label", sinks=True, parameters="all", build=adaptation_only,
+    ),
+    "tied-weight-moved-in-one-place-only": trial("adaptation", "label", tied_linears=True),
+    "context-column-at-the-label-position": trial(
+        "adaptation_causal", causal_position="context"
+    ),
+    "unassigned-dropped": trial("unassigned", "path"),
+    "lambda-on-the-adaptation": TOTAL,
+    "reference-sign": V,
+    "fisher-forgotten-in-the-drift": V,
+    "mean-of-batch-means": G,
+    "gram-factors-not-divided": GRAM,
+    "token-weights-ignored": trial("adaptation", "path", build=weighted),
+    "epsilon-inside-adams-root": FULL,
+    "no-bias-correction-in-adam": FULL,
+    "full-preconditioner-without-its-second-term": FULL,
+    "curvature-added-in-the-full-preconditioner": FULL,
+    "gradient-left-out-of-the-second-moment": FULL,
+    "gradient-left-out-of-the-first-moment": FULL,
+    "coupled-decay-left-out-of-the-gradient": trial(
+        "direction (adaptation)", "path", build=coupled
+    ),
+    "stability-counted-twice": TOTAL,
+    "summed-direction-without-lambda": TOTAL,
+    "summed-direction-without-stability": TOTAL,
+    "stability-in-spite-of-the-objective": trial(
+        "stability", "path", objective="adaptation"
+    ),
+    "streamed-errors-of-another-mode": DIRECT,
+    "direct-part-in-spite-of-the-path": trial("adaptation_direct", path="causal"),
+    "step-weights-ignored": FULL,
+    "gradient-missing-from-the-full-preconditioner": FULL,
+    "full-preconditioner-on-one-side": trial("direction (stability)", "path", build=full),
+    "old-validation-set": trial("direction (adaptation)", "path", build=replaced),
+    "wrong-start-believed": trial("adaptation", "label", scored=1),
+    "first-layers-for-the-last": trial("scope", "path", scored=1, build=adaptation_only),
+    "hops-into-lower-layers": HOP,
+    "label-values-not-scaled-back": trial("stability", "label", build=far),
+    "pairs-counted-twice": trial("direction (adaptation)", "path", build=per_pair, **PAIRS),
+    "one-part-in-a-billion": PATH,
+}  # fmt: skip
+
+UNSEEN = {
+    "sum-then-outer-in-the-weight-gradient": "only the proof of coverage and sharded weights form "
+    "G from captured errors, and a certificate of sharded weights is refused",
+    "sum-then-outer-in-the-validation-gradient": "as above: sharded weights only",
+    "validation-prompt-dropped-from-the-gradient": "as above: sharded weights only",
+    "bias-forgotten-in-the-gram-route": "no scorer hands a bias to contract_gram",
+    "diagonal-ignores-the-mask": "a position that cannot attend to itself is in masks only that "
+    "no decoder makes",
+    "log-sum-exp-taken-as-a-constant": "values take first derivatives of the losses only",
+    "amsgrads-maximum-forgotten": "shows with amsgrad alone; see test_full_preconditioners",
+    "clip-factor-left-out": "scorers pass no clip factor; step_weights carry it",
+    "errors-beside-the-way-forgotten": "where blocks add to one stream nothing lies beside the way"
+    "; in a model that is cut the scorer refuses (no error reaches a linear)",
+    "pin-ignored": "the certificate is of the current weights, so a pinned direction that follows "
+    "them is what it asks for",
+    "modes-not-put-back": "changes the user's model, no value",
+    "self-only-mode-not-put-back": "changes what training sends back afterwards, no value",
+}
+ELSEWHERE = {
+    "fisher": "the Fisher is taken as it was given",
+    "moments": "the Fisher is taken as it was given",
+    "losses.masked": "training losses, no values",
+    "losses.dpo_coefficient": "omega is constant in every value",
+    "selection": "selection starts from values",
+    "weights": "soft weights start from values",
+    "schedule": "schedules are the trainer's",
+    "interaction": "products of token gradients are no part of a value",
+    "train": "the trainer's own",
+    "policies": "other methods",
+}
+"""Prefixes of what a mutant may change that no value of a scorer passes through."""
+
+
+def elsewhere(mutant: Mutant) -> bool:
+    """All its edits lie where no value of a scorer passes."""
+    return all(any(edit.target.startswith(prefix) for prefix in ELSEWHERE) for edit in mutant.edits)
+
+
+def test_each_mutant_shows_in_a_certificate_or_is_explained() -> None:
+    """No mutant is forgotten, none is in two places."""
+    outside = {name for name, mutant in BY_NAME.items() if elsewhere(mutant)}
+    assert not set(SEEN) & set(UNSEEN)
+    assert not (set(SEEN) | set(UNSEEN)) & outside
+    assert set(SEEN) | set(UNSEEN) | outside == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", sorted(SEEN))
+def test_a_mutant_does_not_agree(name: str) -> None:
+    """With the fault inside the certificate fails and names the component."""
+    with applied(BY_NAME[name]) as calls, without_proofs():
+        found = SEEN[name].certificate()
+    assert calls.total() > 0
+    assert not found.passed, str(found)
+    assert SEEN[name].component in {check.component for check in found.failures}, str(found)
+    assert str(found).endswith("does not agree")
+
+
+@pytest.mark.parametrize("one", list(dict.fromkeys(SEEN.values())), ids=lambda one: one.component)
+def test_without_a_fault_the_same_certificate_agrees(one: Trial) -> None:
+    """What a fault is shown on is no case that always fails."""
+    found = one.certificate()
+    assert found.passed, str(found)
+    assert "every component agrees" in str(found)
+
+
+# --- faults that no mutant is --------------------------------------------------------------------
+
+
+def edit(target: str, old: str, new: str) -> Mutant:
+    """A fault of this file alone."""
+    return Mutant(f"{target}: {new}", "", (Edit(target, old, new),), (), listed=False)
+
+
+PLANTED = {
+    "another lambda": (
+        edit("readout.combine", "gain + stability_weight *", "gain + 0.9 * stability_weight *"),
+        TOTAL,
+    ),
+    "a layer fewer": (
+        edit("capture.resolve_layers", "(depth - layers, depth)", "(depth - layers + 1, depth)"),
+        trial("scope", "path", scored=2),
+    ),
+    "a validation batch fewer": (
+        edit("target.Target.set_validation", "= validation", "= validation[:-1]"),
+        G,
+    ),
+    "the validation gradient in bfloat16": (
+        edit("objective.mean_gradient", "total / count", "(total / count).bfloat16().to(total)"),
+        G,
+    ),
+    "one value too many in the mean": (
+        edit("objective.stream_losses", "count += tokens", "count += tokens + 1"), G,
+    ),
+    "omega forgotten in the objective": (
+        edit("objective.weighted_losses", "(sign * omega)", "(sign * torch.ones_like(omega))"),
+        trial("direction (adaptation)", "path", build=on_pairs, **PAIRS),
+    ),
+    "omega of the other sign": (
+        edit("objective.preference_weights", "pairs.beta,", "-pairs.beta,"),
+        trial("direction (adaptation)", "path", build=on_pairs, **PAIRS),
+    ),
+    "no reference in omega": (
+        edit(
+            "objective.preference_weights", "pairs.reference_chosen.to(chosen)",
+            "0 * pairs.reference_chosen.to(chosen)",
+        ),
+        trial("direction (adaptation)", "path", build=on_pairs, **PAIRS),
+    ),
+    "token weights squared in the backward": (
+        edit("scorer.Scorer._errors", "* weights.to(losses)", "* weights.to(losses) ** 2"),
+        trial("adaptation_direct", "direct", build=weighted),
+    ),
+    "token weights forgotten by label": (
+        edit("scorer.Scorer._label", "values * weights.token.to(values)", "values"),
+        trial("adaptation", "label", build=weighted),
+    ),
+    "values where nothing is learned": (
+        edit("readout.assign_columns", "direct).masked_fill(~mask, 0.0)", "direct)"),
+        PATH,
+    ),
+    "stability squared": (
+        edit("direction.diagonal_drift", "fisher.to(dtype) *", "fisher.to(dtype) ** 2 *"),
+        V,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_a_planted_fault_does_not_agree(name: str) -> None:
+    """Lambda, scope, G, omega, weights, the zeros off the response."""
+    mutant, one = PLANTED[name]
+    assert one.certificate().passed
+    with applied(mutant) as calls, without_proofs():
+        found = one.certificate()
+    assert calls.total() > 0
+    assert not found.passed, str(found)
+    assert one.component in {check.component for check in found.failures}, str(found)
+
+
+def test_stale_directions_do_not_agree() -> None:
+    """Weights written past their version counters; a Fisher and a reference that were replaced."""
+    one = trial("direction", "path")
+    case = one.setup.case
+    with quiet():
+        scorer = make_scorer(one.setup, "path", model=(model := case.model()))
+        assert scorer.verify(case.batch).passed
+        model.layers[0].mlp.up_proj.weight.data.mul_(1.05)  # type: ignore[operator, union-attr]
+        found = scorer.verify(case.batch)
+        stale = {check.component: check for check in found.failures}
+        assert "direction (stability)" in stale
+        assert stale["direction (stability)"].parameter == "layers.0.mlp.up_proj.weight"
+        assert "total" in stale
+        scorer.refresh()
+        assert scorer.verify(case.batch).passed
+        drift = scorer.given.retention
+        doubled = {n: 2 * f for n, f in drift.fisher.items()}
+        scorer.set_retention(FisherDrift(doubled, drift.reference, exact_names=True))
+        assert scorer.verify(case.batch).passed
+        scorer.target.retention = drift  # the Fisher before
+        scorer.refresh()
+        off = scorer.verify(case.batch)
+    assert {"direction (stability)", "stability", "total"} <= {c.component for c in off.failures}
+    assert "adaptation" not in {c.component for c in off.failures}
+
+
+def test_the_linear_that_is_off_is_named() -> None:
+    """A contraction that is wrong in one linear map only."""
+    fault = edit(
+        "readout._contract_use",
+        "return contraction.contract(",
+        "return (1.01 if linear.name.endswith('0.mlp.down_proj') else 1.0) * contraction.contract(",
+    )
+    with applied(fault), without_proofs():
+        found = DIRECT.certificate()
+    off = {check.component: check for check in found.failures}
+    assert off["adaptation_direct"].parameter == "layers.0.mlp.down_proj"
+    assert "layers.0.mlp.down_proj" in str(found)
+
+
+def test_token_weights_are_certified_and_their_absence_is_noticed() -> None:
+    """Omega on chosen, minus omega on rejected rows: for every estimator."""
+    for estimator in ESTIMATORS:
+        one = trial("total", estimator, build=weighted)
+        assert one.certificate().passed
+        with quiet():
+            scorer, extra = weighted(one)
+            plain = dict.fromkeys(extra)
+            assert scorer.verify(one.setup.case.batch, tokens=2, **plain).passed
+
+
+# --- right code ----------------------------------------------------------------------------------
+
+
+@given(
+    setup=setups(),
+    estimator=st.sampled_from(ESTIMATORS),
+    window=st.sampled_from([None, 0, 1, 3]),
+    position=st.sampled_from(["label", "context"]),
+    reduction=st.sampled_from(["per_head", "mean"]),
+    objective=st.sampled_from(["both", "adaptation", "stability"]),
+    path=st.sampled_from(["both", "direct", "causal"]),
+)
+def test_right_code_agrees(
+    setup: Setup, estimator: str, window: int | None, position: str, reduction: str,
+    objective: str, path: str,
+) -> None:  # fmt: skip
+    """Every structure and option; what is left of the tolerance is recorded."""
+    if estimator in ("label", "path") or (estimator == "direct" and path == "causal"):
+        path = "both"
+    with quiet():
+        scorer = make_scorer(
+            setup, estimator, window=window, causal_position=position,
+            head_reduction=reduction, objective=objective, path=path,
+        )  # fmt: skip
+        found = scorer.verify(setup.case.batch, tokens=2, progress=False)
+    assert found.passed, str(found)
+    close(found.error, 0.0, 1.0, found.tolerance, name="certificate of right code")
