@@ -2,8 +2,10 @@
 
 A batch is what transformers uses: ``input_ids``, optionally ``attention_mask``, ``position_ids``
 and the like, and ``labels``, unshifted, -100 where nothing is to be learned. Token ``i`` is
-predicted from position ``p = i - 1`` (its *label position*). Everything that the library returns
-per token sits at index ``i``.
+predicted from position ``p = i - 1`` (its *label position*). A token has a value if it is labelled
+and its label position is real: the first token of a row has none, and one after padding on the
+left would be predicted from the pad token. Everything that the library returns per token sits at
+index ``i``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ __all__ = [
     "LabelledBatch",
     "PreferenceBatch",
     "label_mask",
+    "predicted_labels",
     "read_batch",
     "to_label_position",
     "to_token_index",
@@ -46,6 +49,25 @@ def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
     return mask
 
 
+def predicted_labels(
+    labels: Int[Tensor, "b t"], attention_mask: Tensor | None
+) -> Int[Tensor, "b t"]:
+    """``labels`` with -100 where the label position is masked: ``attention_mask[:, i - 1] == 0``.
+
+    What the model says there is a function of the pad token, so nothing is to be learned from it
+    and the token has no value. Packed documents are told apart by ``position_ids``, whose
+    first tokens ``read_batch`` does not take as labels at all.
+
+    Args:
+        labels: unshifted.
+        attention_mask: (b, t), 0 at padding; None or of another form (a mask of pairs) hides none.
+    """
+    if attention_mask is None or attention_mask.shape != labels.shape:
+        return labels
+    hidden = F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)
+    return labels.masked_fill(hidden.to(labels.device), IGNORE)
+
+
 def to_token_index(by_position: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """Move values from label positions to token indices: ``out[:, i] = in[:, i - 1]``."""
     return F.pad(by_position[:, :-1], (1, 0))
@@ -60,6 +82,7 @@ def token_losses(
     scores: Float[Tensor, "b p vocabulary"] | Float[Tensor, "b s"],
     labels: Int[Tensor, "b t"],
     *,
+    attention_mask: Tensor | None = None,
     role: str = "batch",
 ) -> Float[Tensor, "b t"]:
     """Loss of every response token: index i holds ``-log pi(z_i | z_<i)``, 0 elsewhere.
@@ -68,6 +91,8 @@ def token_losses(
         scores: logits (b, t, vocabulary), or token log-probabilities: (b, t) with index i for
             token i, or (b, t - 1) with index i - 1 for token i (TRL's layout).
         labels: unshifted labels, -100 ignored.
+        attention_mask: (b, t); tokens after padding on the left have no loss. Not needed for the
+            labels of a ``LabelledBatch``.
         role: how messages call this batch.
 
     Returns:
@@ -76,6 +101,7 @@ def token_losses(
     Raises:
         InputError: a label that is no token of the vocabulary.
     """
+    labels = predicted_labels(labels, attention_mask)
     mask = label_mask(labels)
     if scores.dim() == 3:
         if scores.shape[:2] != labels.shape:
@@ -114,7 +140,7 @@ class LabelledBatch:
 
     Attributes:
         inputs: keyword arguments of the forward, without labels.
-        labels: (b, t), unshifted.
+        labels: (b, t), unshifted; -100 too where the label position is padding.
         mask: (b, t) boolean, True at response tokens.
     """
 
@@ -156,7 +182,7 @@ class LabelledBatch:
 def read_batch(
     batch: Mapping[str, Any], *, max_length: int | None = None, role: str = "batch"
 ) -> LabelledBatch:
-    """Check a batch and split labels from inputs; nothing is copied or moved.
+    """Check a batch and split labels from inputs; no input is copied or moved.
 
     Args:
         batch: mapping with ``input_ids`` and ``labels``, both (b, t).
@@ -194,11 +220,12 @@ def read_batch(
             why="positions past the limit have no meaning to the model",
             remedy="truncate, or split the conversation",
         )
+    labels = predicted_labels(labels, batch.get("attention_mask"))
     mask = label_mask(labels)
     if not bool(mask.any()):
         raise InputError(
             f"the {role} has no response token",
-            got="labels are -100 everywhere, or only at index 0",
+            got="labels are -100 everywhere, or only at index 0 and after padding",
             why="there is nothing to value, and means would divide by zero",
             remedy="check the prompt/response split and truncation",
         )

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from alphatoken.batch import label_mask, token_losses
+from alphatoken.batch import label_mask, predicted_labels, token_losses
 from alphatoken.errors import InputError
 
 __all__ = ["dpo_coefficient", "masked_dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"]
@@ -19,6 +19,7 @@ def masked_sft_loss(
     *,
     normalization: str = "response",
     num_tokens: int | Tensor | None = None,
+    attention_mask: Tensor | None = None,
 ) -> Float[Tensor, ""]:
     """Cross-entropy over the kept response tokens: ``sum_t keep_t l_t / normaliser``.
 
@@ -32,6 +33,8 @@ def masked_sft_loss(
             ``keep``; "sum" not at all (the paper, eq. sft_masked_loss).
         num_tokens: normaliser over a whole accumulation step or over ranks, instead of this
             batch's own count.
+        attention_mask: (b, t) of the batch, where rows are padded on the left: a label predicted
+            from padding is then no response token, as in ``TokenValues.mask``.
 
     Raises:
         InputError: shapes that differ or an unknown normalization.
@@ -40,6 +43,7 @@ def masked_sft_loss(
         raise InputError(
             "keep must have the shape of labels", got=f"{tuple(keep.shape)}, {tuple(labels.shape)}"
         )
+    labels = predicted_labels(labels, attention_mask)
     losses = token_losses(scores, labels)
     weights = keep.detach().to(losses.dtype)
     total = (losses * weights).sum()

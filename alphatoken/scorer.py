@@ -666,7 +666,7 @@ class Observed:
         weights = Weights.read(batch.mask, token_weights, step_weights)
         needed = scorer.target.captured or self._switched or scorer.config.preconditioner == "full"
         with nullcontext() if needed else torch.no_grad():
-            losses = token_losses(scores, labels)
+            losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
         errors = None
         if scorer.target.captured and (keep_errors or self._kept):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alphatoken.errors import InputError, NumericalError
-from alphatoken.oracle.gradients import Batch, Forward, token_losses
+from alphatoken.oracle.gradients import Batch, Forward, known_labels, token_losses
 
 __all__ = [
     "IGNORED",
@@ -37,8 +37,8 @@ IGNORED = -100
 
 
 def batch_mask(batch: Batch) -> Bool[Tensor, " batch token"]:
-    """Which tokens are predicted and counted: label not -100 and not the first of its row."""
-    mask = batch["labels"] != IGNORED
+    """Which tokens are predicted and counted: a label, a token before it, and that one is read."""
+    mask = known_labels(batch) != IGNORED
     mask[:, 0] = False  # nothing predicts a row's first token
     return mask
 
@@ -49,7 +49,7 @@ def batch_losses(forward: Forward, batch: Batch) -> Float[Tensor, " batch token"
     ``forward`` gets the batch without its labels.
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return token_losses(forward(inputs), batch["labels"])
+    return token_losses(forward(inputs), known_labels(batch))
 
 
 def sequence_log_probabilities(forward: Forward, batch: Batch) -> Float[Tensor, " batch"]:

@@ -23,6 +23,7 @@ __all__ = [
     "Forward",
     "Token",
     "directed_parameters",
+    "known_labels",
     "label_values",
     "per_token_gradients",
     "response_tokens",
@@ -52,6 +53,20 @@ def response_tokens(labels: Int[Tensor, "b t"]) -> list[Token]:
         for i, label in enumerate(row)
         if i >= 1 and label != IGNORED
     ]
+
+
+def known_labels(batch: Batch) -> Int[Tensor, "b t"]:
+    """``labels`` of a batch, -100 too where the token before is masked (``attention_mask`` 0).
+
+    Such a token, the first one after padding on the left, is predicted from a position that the
+    model does not read: its loss is a function of the pad id.
+    """
+    labels, real = batch["labels"].clone(), batch.get("attention_mask")
+    if real is not None and real.dim() == 2:
+        for b, i in response_tokens(labels):
+            if real[b, i - 1] == 0:
+                labels[b, i] = IGNORED
+    return labels
 
 
 def scalar_losses(
@@ -98,7 +113,7 @@ def run_losses(forward: Forward, batch: Batch) -> dict[Token, Tensor]:
     """One forward pass with gradients on, and its scalar token losses."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     with torch.enable_grad():
-        return scalar_losses(forward(inputs), batch["labels"])
+        return scalar_losses(forward(inputs), known_labels(batch))
 
 
 def _chosen(losses: Mapping[Token, Tensor], tokens: Sequence[Token] | None) -> list[Token]:
@@ -151,7 +166,7 @@ def per_token_gradients(
         forward: batch without labels -> logits (b, t, vocabulary).
         batch: with ``labels``.
         parameters: what to differentiate by, by name; a tied parameter once is enough.
-        tokens: (row, token index) pairs; None means ``response_tokens(labels)``.
+        tokens: (row, token index) pairs; None means all response tokens.
 
     Yields:
         In the order of the tokens, a dict of gradients in each parameter's shape and dtype; zeros
@@ -238,7 +253,7 @@ def label_values(
     parameters in the direction. Oracle of: the ``label`` estimator.
     """
     parameters = directed_parameters(model, direction)
-    chosen = response_tokens(batch["labels"]) if tokens is None else list(tokens)
+    chosen = response_tokens(known_labels(batch)) if tokens is None else list(tokens)
     values = torch.zeros(batch["labels"].shape, dtype=torch.float64, device=batch["labels"].device)
     gradients = per_token_gradients(model, forward, batch, parameters, chosen)
     for (b, i), gradient in zip(chosen, gradients, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.oracle.evaluate import IGNORED, check_finite, gradient, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import Batch, Forward, known_labels
 
 __all__ = [
     "PreferencePairs",
@@ -60,7 +60,7 @@ class PreferencePairs:
         if len(set(counts)) != 1:
             raise InputError("the parts of the preference pairs differ in number", got=str(counts))
         for name, batch in (("chosen", self.chosen), ("rejected", self.rejected)):
-            empty = (batch["labels"][:, 1:] == IGNORED).all(dim=1)
+            empty = (known_labels(batch)[:, 1:] == IGNORED).all(dim=1)
             if bool(empty.any()):
                 raise InputError(
                     "a preference pair has an empty response",
@@ -84,8 +84,8 @@ def dpo_margin(
     chosen_logits: Tensor, rejected_logits: Tensor, pairs: PreferencePairs, beta: float
 ) -> Float[Tensor, " pairs"]:
     """``s``, the preference logit of each pair, from the policy's logits of both branches."""
-    chosen = branch_log_probabilities(chosen_logits, pairs.chosen["labels"])
-    rejected = branch_log_probabilities(rejected_logits, pairs.rejected["labels"])
+    chosen = branch_log_probabilities(chosen_logits, known_labels(pairs.chosen))
+    rejected = branch_log_probabilities(rejected_logits, known_labels(pairs.rejected))
     return beta * ((chosen - pairs.reference_chosen) - (rejected - pairs.reference_rejected))
 
 
@@ -113,8 +113,8 @@ def dpo_token_errors(
     """
     omega = dpo_omega(dpo_margin(chosen_logits, rejected_logits, pairs, beta), beta)
     return (
-        _errors(chosen_logits, pairs.chosen["labels"], omega),
-        _errors(rejected_logits, pairs.rejected["labels"], -omega),
+        _errors(chosen_logits, known_labels(pairs.chosen), omega),
+        _errors(rejected_logits, known_labels(pairs.rejected), -omega),
     )
 
 
@@ -158,8 +158,8 @@ def masked_dpo_gradient(
         if omega is None:
             omega = dpo_omega(dpo_margin(chosen, rejected, pairs, beta), beta)
         branches = (
-            (chosen, pairs.chosen["labels"], keep_chosen, omega),
-            (rejected, pairs.rejected["labels"], keep_rejected, -omega),
+            (chosen, known_labels(pairs.chosen), keep_chosen, omega),
+            (rejected, known_labels(pairs.rejected), keep_rejected, -omega),
         )
         for branch_logits, labels, keep, weight in branches:
             for row, token in keep.nonzero().tolist():
@@ -201,7 +201,7 @@ def masked_dpo_omega(
             (1.0, pairs.chosen, logits[0], reference_logits[0], keep[0]),
             (-1.0, pairs.rejected, logits[1], reference_logits[1], keep[1]),
         ):
-            labels = branch["labels"][n].tolist()
+            labels = known_labels(branch)[n].tolist()
             for i in range(1, len(labels)):
                 if labels[i] == IGNORED:
                     continue
@@ -235,7 +235,8 @@ def preference_objective(
     if normalisation == "pairs":
         return mean
     tokens = sum(
-        int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in (pairs.chosen, pairs.rejected)
+        int((known_labels(batch)[:, 1:] != IGNORED).sum())
+        for batch in (pairs.chosen, pairs.rejected)
     )
     return mean * count / tokens
 

@@ -23,6 +23,7 @@ from alphatoken.oracle.gradients import (
     Batch,
     Forward,
     directed_parameters,
+    known_labels,
     label_values,
     response_tokens,
     run_losses,
@@ -206,7 +207,7 @@ def equation_causal_decomp(
         )
     )
     values = torch.zeros_like(own)
-    for b, i in response_tokens(batch["labels"]):
+    for b, i in response_tokens(known_labels(batch)):
         values[b, i] = own[b, i] + propagated[b, i].to(own.device)
     return values
 

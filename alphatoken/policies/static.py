@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.adapter import find_adapter
-from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, token_losses
+from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, predicted_labels, token_losses
 from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.progress import Tracker
@@ -292,7 +292,7 @@ def row_inputs(
         name: tensor.to(device) for name, tensor in batch.items() if isinstance(tensor, Tensor)
     }
     labels = tensors.pop("labels", tensors["input_ids"])
-    return tensors, labels
+    return tensors, predicted_labels(labels, tensors.get("attention_mask"))
 
 
 def _stacked(pairs: PreferenceBatch) -> dict[str, Tensor]:

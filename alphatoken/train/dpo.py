@@ -13,7 +13,7 @@ from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from alphatoken.batch import IGNORE, PreferenceBatch
+from alphatoken.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.losses import masked_dpo_coefficient
@@ -207,7 +207,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
         labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return labels
+        return predicted_labels(labels, inputs.get("attention_mask"))
 
     def pools(self, rows: int) -> list[slice]:
         """Chosen and rejected by themselves, unless ``shared_threshold``."""

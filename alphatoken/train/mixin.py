@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.adapter import find_adapter
-from alphatoken.batch import label_mask
+from alphatoken.batch import label_mask, predicted_labels
 from alphatoken.capture import find_scope
 from alphatoken.drift import FisherDrift
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
@@ -108,8 +108,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""
-        labels: Tensor = inputs["labels"]
-        return labels
+        return predicted_labels(inputs["labels"], inputs.get("attention_mask"))
 
     def pools(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""
@@ -518,8 +517,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         mask = label_mask(labels)
         empty = not bool(mask.any())
         if empty:  # on another process there is a response; this one takes part, and counts nothing
-            labels = labels.clone()
-            labels[0, -1] = inputs["input_ids"][0, -1]
+            labels = _with_one_label(labels, inputs)
         assert gate.log_probs is not None
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.valuation.scorer.target.first is not None
@@ -775,3 +773,13 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         if "loss" in logs and self._alpha_active:
             logs = {**logs, **self.monitor.logs()}
         super().log(logs, start_time)
+
+
+def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Some token that the model predicts, labelled: values are taken of at least one."""
+    ids = inputs["input_ids"]
+    every = label_mask(predicted_labels(ids, inputs.get("attention_mask")))
+    row, index = every.nonzero()[0].tolist()
+    labels = labels.clone()
+    labels[row, index] = ids[row, index]
+    return labels

@@ -190,7 +190,12 @@ def truth(setup: Setup) -> Truth:
     fisher, reference = drift_of(setup, model)
     keep = {n: fisher[n] * (p.detach() - reference[n]) for n, p in parameters.items()}
     both = (oracle_influence(setup, model, gain), oracle_influence(setup, model, keep))
-    return Truth(tuple(parameters), (gain, keep), both, response_mask(setup.case.batch["labels"]))
+    return Truth(
+        tuple(parameters),
+        (gain, keep),
+        both,
+        response_mask(gradients.known_labels(setup.case.batch)),
+    )
 
 
 def summed_gradient(setup: Setup, model: ReferenceDecoder) -> dict[str, Tensor]:

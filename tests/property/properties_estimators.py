@@ -280,7 +280,7 @@ def check_label_over_all_parameters(setup: Setup) -> None:
     m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, everything)
     expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
     scale = torch.zeros_like(expected)
-    tokens = gradients.response_tokens(setup.case.batch["labels"])
+    tokens = gradients.response_tokens(gradients.known_labels(setup.case.batch))
     each = gradients.per_token_gradients(model, forward_of(model), setup.case.batch, everything)
     for (b, i), gradient in zip(tokens, each, strict=True):
         scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())

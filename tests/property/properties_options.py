@@ -143,7 +143,7 @@ def random_weights(setup: Setup) -> Tensor:
 
 def mean_weights(batch: Mapping[str, Tensor]) -> Tensor:
     """The default step: the mean over response tokens."""
-    tokens = gradients.response_tokens(batch["labels"])
+    tokens = gradients.response_tokens(gradients.known_labels(batch))
     weights = torch.zeros(batch["labels"].shape, dtype=torch.float64)
     for b, i in tokens:
         weights[b, i] = 1 / len(tokens)
@@ -155,7 +155,7 @@ def step_gradient(
 ) -> dict[str, Tensor]:
     """Gradient of the weighted token losses, by the oracle's token gradients."""
     total = {n: torch.zeros_like(p) for n, p in parameters.items()}
-    places = gradients.response_tokens(batch["labels"])
+    places = gradients.response_tokens(gradients.known_labels(batch))
     rows = gradients.per_token_gradients(model, forward_of(model), batch, parameters, places)
     for (b, i), row in zip(places, rows, strict=True):
         for name, g in row.items():
@@ -201,7 +201,7 @@ def check_full_values_are_the_steps_derivative(
     g = step_gradient(model, batch, chosen, weights)
     state = adam_state(optimizer, chosen, steps)
     current = {n: p.detach() for n, p in chosen.items()}
-    places = gradients.response_tokens(batch["labels"])
+    places = gradients.response_tokens(gradients.known_labels(batch))
     rows = gradients.per_token_gradients(model, forward_of(model), batch, chosen, places)
     for (b, i), row in zip(places, rows, strict=True):
         move = utility.adam_step_derivative(g, row, state, current)
@@ -225,7 +225,7 @@ def check_full_values_predict_a_real_step(setup: Setup, steps: int, kind: str) -
     with quiet():
         values = scorer.score(batch)
     by = 1e-9
-    places = gradients.response_tokens(batch["labels"])
+    places = gradients.response_tokens(gradients.known_labels(batch))
     before, saved = _state(model), copy.deepcopy(optimizer.state_dict())
     parameters = list(model.parameters())
     uphill = torch.autograd.grad(_objective(model, setup), parameters, allow_unused=True)

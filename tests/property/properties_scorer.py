@@ -270,7 +270,8 @@ def check_preference_validation(setup: Setup, beta: float, normalization: str) -
         own = len(item.reference_chosen)
         if normalization == "tokens":
             own = sum(
-                len(gradients.response_tokens(b["labels"])) for b in (item.chosen, item.rejected)
+                len(gradients.response_tokens(gradients.known_labels(b)))
+                for b in (item.chosen, item.rejected)
             )
         objective = preference.preference_objective(
             forward_of(model), pairs, beta, normalisation=normalization
@@ -387,6 +388,26 @@ def check_layout_does_not_matter(setup: Setup, estimator: str, extra: int) -> No
                 close(alone, expected, size, MODEL, name=f"{estimator}, alone")
 
 
+def other_padding(batch: Mapping[str, Tensor], shift: int) -> dict[str, Tensor]:
+    """The batch with another token wherever nothing is read."""
+    if "attention_mask" not in batch:
+        return dict(batch)
+    ids = batch["input_ids"]
+    other = torch.where(batch["attention_mask"] == 0, (ids + shift) % 3, ids)
+    return {**batch, "input_ids": other}
+
+
+def check_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None:
+    """Values and G are the same, bit for bit, whatever token stands in the padding."""
+    model, case = setup.case.model(), setup.case
+    scorer = make_scorer(setup, estimator, model=model)
+    given = quiet_score(scorer, case.batch)
+    scorer.set_validation([other_padding(v, shift) for v in case.validation])
+    found = quiet_score(scorer, other_padding(case.batch, shift))
+    for name in ("total", "adaptation", "stability", "unassigned", "mask"):
+        assert torch.equal(getattr(found, name), getattr(given, name)), f"{estimator}, {name}"
+
+
 # --- one forward for both ------------------------------------------------------------------------
 
 
@@ -404,7 +425,7 @@ def check_observed_equals_scored(setup: Setup, estimator: str) -> None:
         values = observed.values(logits, batch["labels"])
     assert torch.equal(values.total, expected.total)
     assert torch.equal(values.unassigned, expected.unassigned)
-    losses = gradients.scalar_losses(logits, batch["labels"])
+    losses = gradients.scalar_losses(logits, gradients.known_labels(batch))
     torch.stack(list(losses.values())).sum().backward()
     for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name

@@ -485,11 +485,11 @@ def recorded_gram(
     """``token_gram`` of one recorded forward of a real decoder."""
     adapter = ReferenceAdapter(model)
     scope = capture.find_scope(adapter, setup.layers)
-    mask = response_mask(batch["labels"])
+    mask = response_mask(gradients.known_labels(batch))
     with capture.record(adapter, scope) as recorder:
         with capture.graph_from_layer(adapter, scope.first):
             logits = adapter.forward({k: v for k, v in batch.items() if k != "labels"})
-        loss = batches.token_losses(logits, batch["labels"]).sum()
+        loss = batches.token_losses(logits, gradients.known_labels(batch)).sum()
         errors = estimators.token_errors(
             recorder, loss, "direct", window=None, head_reduction="per_head"
         )

@@ -5,13 +5,14 @@ A batch is written as rows of characters, one a token, so that a failing structu
     p  prompt token (label -100)        .  padding
     r  response token (labelled)        |  next token starts another packed document
 
-``("pprr", "..pr")`` is two rows, the second padded on the left. The repr of a ``Case`` is the
+``("pprr", "..pr")`` is two rows, the second padded on the left. In ``"..rr"`` the first ``r`` is
+labelled and has no value: it would be predicted from padding. The repr of a ``Case`` is the
 ``make_case`` call that rebuilds it, ready to be pinned with ``@example``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
@@ -59,12 +60,17 @@ def _check_rows(lines: Rows) -> None:
     if any("|" in line for line in lines) and any("." in line for line in lines):
         raise ValueError(f"packed rows carry no padding: {lines}")
     for line in lines:
-        if set(line) - set("pr.|") or ".r" in line or "|r" in line or line.startswith("|"):
-            raise ValueError(f"not a row: {line!r} (a document's first token is never labelled)")
+        if set(line) - set("pr.|") or "|r" in line or line.startswith("|"):
+            raise ValueError(f"not a row: {line!r} (a later document's first token is no label)")
         if "." in line.strip("."):
             raise ValueError(f"padding inside a row: {line!r}")
-    if not any("r" in line.replace("|", "")[1:] for line in lines):
+    if not _responds(lines):
         raise ValueError(f"no response token: {lines}")
+
+
+def _responds(lines: Sequence[str]) -> bool:
+    """Whether a label is predicted from a real position; one after padding or at 0 is not."""
+    return any("rr" in line or "pr" in line for line in (x.replace("|", "") for x in lines))
 
 
 def _positions(line: str) -> list[int]:
@@ -151,7 +157,7 @@ def _draw_rows(draw: st.DrawFn, mode: str, max_length: int, max_rows: int) -> Ro
             left = min(left, width - 2)
             right = min(right, width - 2 - left) if index == 0 else right
             lines.append(_row(width, labels, left, right))
-    if not any("r" in line.replace("|", "")[1:] for line in lines):
+    if not _responds(lines):
         lines[0] = _respond(lines[0])
     return tuple(lines)
 
@@ -162,8 +168,6 @@ def _char(labels: int, column: int) -> str:
 
 def _row(width: int, labels: int, left: int, right: int) -> str:
     real = [_char(labels, column) for column in range(left, width - right)]
-    if left:
-        real[0] = "p"  # it would be predicted from padding
     return "." * left + "".join(real) + "." * right
 
 

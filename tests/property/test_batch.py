@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, PreferenceBatch, batch
+from alphatoken import InputError, NumericalError, PreferenceBatch, batch, losses
 from alphatoken.oracle import gradients, influence
 from tests.property.properties_algebra import LossCase, loss_cases
 from tests.property.strategies import MODES, make_batch, rows
@@ -41,7 +43,9 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(lines: tuple[st
     data = make_batch(lines, vocabulary=7, seed=0)
     found = batch.read_batch(data)
     plain = [line.replace("|", "") for line in lines]
-    assert found.response_tokens == sum(line[1:].count("r") for line in plain)
+    predicted = [a != "." and b == "r" for line in plain for a, b in pairwise(line)]
+    assert found.response_tokens == sum(predicted)
+    assert torch.equal(found.labels, gradients.known_labels(data))
     assert found.positions == sum(c != "." for line in plain for c in line)
     assert "labels" not in found.inputs
     assert found.inputs["input_ids"] is data["input_ids"]
@@ -54,6 +58,24 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(lines: tuple[st
             assert starts[b].nonzero().flatten().tolist() == expected
     else:
         assert starts is None
+
+
+def test_a_label_after_padding_has_neither_loss_nor_weight() -> None:
+    """By the mask in the batch, for losses too; a mask of pairs says nothing about it."""
+    data = make_batch(("..rrr", "rprrr"), vocabulary=7, seed=0)
+    real, labels = data["attention_mask"], data["labels"].clone()
+    logits = torch.randn(2, 5, 7, dtype=torch.float64)
+    expected = gradients.token_losses(logits, gradients.known_labels(data))
+    assert float(expected[0, 2]) == 0.0
+    assert torch.equal(batch.token_losses(logits, labels, attention_mask=real), expected)
+    assert torch.equal(batch.token_losses(logits, batch.read_batch(data).labels), expected)
+    keep = torch.ones_like(labels)
+    mean = losses.masked_sft_loss(logits, labels, keep, attention_mask=real)
+    torch.testing.assert_close(mean, expected.sum() / 5)
+    assert torch.equal(data["labels"], labels)
+    pairs = real[:, None, None, :] * torch.ones(5, 5, dtype=torch.long).tril()
+    for other in (None, pairs):
+        assert batch.predicted_labels(labels, other) is labels
 
 
 def test_one_row_of_position_ids_serves_all_rows() -> None:

@@ -138,6 +138,23 @@ def test_packed_documents_are_valued_as_if_alone(setup: Setup, estimator: str, e
     whole.check_layout_does_not_matter(setup, estimator, extra)
 
 
+PADDED_LABELS = make_case(("..rrpr", "pprrr."), ((".rpr", "rr.."), ("..rr",)))
+"""The row that has a label which only padding precedes, on both sides."""
+
+
+@given(
+    setups(mode=st.sampled_from(["left", "ragged"]), max_length=6),
+    st.sampled_from(whole.EVERY),
+    st.integers(1, 2),
+)
+@example(Setup(PADDED_LABELS), "alphatoken", 1)
+@example(Setup(PADDED_LABELS), "label", 2)
+@example(Setup(PADDED_LABELS, 1), "path", 1)
+@budget(0.3, least=8)
+def test_the_token_in_the_padding_does_not_matter(setup: Setup, estimator: str, shift: int) -> None:
+    whole.check_padding_holds_nothing(setup, estimator, shift)
+
+
 # --- one forward, and the model afterwards -------------------------------------------------------
 
 

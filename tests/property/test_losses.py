@@ -105,7 +105,7 @@ def test_dpo_through_a_model(case: Case, masked: bool) -> None:
     each = []
     for one in (chosen, rejected):
         inputs = {k: v for k, v in one.items() if k != "labels"}
-        each.append(batch.token_losses(model(**inputs), one["labels"]))
+        each.append(batch.token_losses(model(**inputs), gradients.known_labels(one)))
     loss = losses.masked_dpo_loss(*each, *reference, *keep, beta=0.1)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     for wanted, got in zip(expected.values(), found, strict=True):

@@ -74,7 +74,7 @@ def test_gap_02_the_gradient_of_one_token_has_a_rank_up_to_its_position() -> Non
         int(torch.linalg.matrix_rank(one[name], rtol=1e-9))
         for one in gradients.per_token_gradients(model, forward_of(model), case.batch, weight)
     ]
-    positions = [i - 1 for _, i in gradients.response_tokens(case.batch["labels"])]
+    positions = [i - 1 for _, i in gradients.response_tokens(gradients.known_labels(case.batch))]
     assert ranks == [p + 1 for p in positions]  # positions 0 .. p, one outer product each
     top = {n: p for n, p in model.named_parameters() if n == "layers.2.mlp.down_proj.weight"}
     for one in gradients.per_token_gradients(model, forward_of(model), case.batch, top):

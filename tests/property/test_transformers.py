@@ -472,7 +472,7 @@ def test_label_values_over_all_parameters(name: str) -> None:
     direction = gradients.validation_gradient(plain, forward, setup.validations, parameters)
     expected = gradients.label_values(plain, forward, batch, direction)
     scale = torch.zeros_like(expected)
-    tokens = gradients.response_tokens(batch["labels"])
+    tokens = gradients.response_tokens(gradients.known_labels(batch))
     each = gradients.per_token_gradients(plain, forward, batch, parameters, tokens)
     for (b, i), gradient in zip(tokens, each, strict=True):
         scale[b, i] = sum(
