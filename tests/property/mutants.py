@@ -94,6 +94,8 @@ BRANCHES = (("pprr", "prrr"), ("ppr", "prr"))
 TIED = small(tied_linears=True, mlp="gated")
 TWICE = small(repeated_linear=True)
 PADDED = small(train=("pprrrr", "..prrr"))
+AFTER_PADDING = small(train=("..rrpr", "pprrr."), validations=((".rpr", "rr.."),))
+"""A label that only padding precedes, on both sides."""
 
 
 def alphatoken(
@@ -293,6 +295,30 @@ LISTED = (
             Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
         ),
         (LOSSES, PATH),
+    ),
+    Mutant(
+        "label-after-padding-valued",
+        "padding leaking in",
+        (
+            Edit(
+                "batch.predicted_labels",
+                "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
+                "return labels",
+            ),
+        ),
+        (claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "path", 1),),
+    ),
+    Mutant(
+        "mask-of-the-token-for-that-of-its-label-position",
+        "padding leaking in",
+        (
+            Edit(
+                "batch.predicted_labels",
+                "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
+                "attention_mask == 0",
+            ),
+        ),
+        (claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "label", 1),),
     ),
     Mutant(
         "mean-for-sum-of-the-losses",
