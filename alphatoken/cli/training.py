@@ -125,6 +125,8 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     first = trainer.accelerator.is_main_process
     for note in notes if first else ():
         _note(note)
+    from alphatoken.train.manifest import RESULTS
+
     args = arguments.training
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
     try:
@@ -140,6 +142,9 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
+        results = Path(args.output_dir) / RESULTS
+        if results.is_dir():
+            print(f"values and report, which quote training rows: {results}")
     trainer.end()
 
 

@@ -36,6 +36,7 @@ from alphatoken.train.identity import (
     option_values,
 )
 from alphatoken.train.manifest import (
+    RESULTS,
     RUN,
     Manifest,
     checkpoints,
@@ -58,6 +59,9 @@ __all__ = ["CheckpointMixin", "library_versions"]
 
 STAGING = "_alphatoken-saving"
 """Where a checkpoint grows. The underscore keeps it out of uploads to the hub."""
+PUSHING = "_alphatoken-pushing"
+"""Where what may be uploaded of a checkpoint is put together."""
+_OWN = "alphatoken-rank{}.safetensors"
 
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 _WRITING = re.compile(
@@ -161,7 +165,12 @@ class CheckpointMixin(_Base):
     def _note_run(self, output_dir: Path, run: str) -> None:
         """Leave in the folder which run it belongs to, and what that run is."""
         output_dir.mkdir(parents=True, exist_ok=True)
-        content = {"run": run, "identity": self._identity, "versions": library_versions()}
+        content = {
+            "run": run,
+            "identity": self._identity,
+            "versions": library_versions(),
+            "results": RESULTS,
+        }
         with replacing(output_dir / RUN) as temporary:
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -240,7 +249,7 @@ class CheckpointMixin(_Base):
 
     def _own_file(self, folder: Path, process: int | None = None) -> Path:
         index = self.args.process_index if process is None else process
-        return folder / f"alphatoken-rank{index}.safetensors"
+        return folder / _OWN.format(index)
 
     def _save_own(self, folder: Path) -> None:
         """The trainer's state, and what transformers and TRL have gathered since the last log."""
@@ -299,6 +308,28 @@ class CheckpointMixin(_Base):
                 shutil.rmtree(run_dir / STAGING, ignore_errors=True)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As in transformers, but for own state: it names tokens of the training rows.
+
+        ``hub_strategy="checkpoint"`` uploads a whole folder, at some later time; it is given one of
+        hard links to the rest of the checkpoint.
+        """
+        if self.is_world_process_zero():
+            place = Path(str(self.args.output_dir)) / PUSHING
+            going_on = getattr(self, "push_in_progress", None)
+            if going_on is None or going_on.is_done():
+                shutil.rmtree(place, ignore_errors=True)
+            view = place / Path(checkpoint_folder).name
+            _link_without(Path(checkpoint_folder), view, _OWN.format("*"))
+            checkpoint_folder = str(view)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        """As in transformers; what was put together for uploads goes."""
+        super()._finish_current_push()
+        if self.is_world_process_zero():
+            shutil.rmtree(Path(str(self.args.output_dir)) / PUSHING, ignore_errors=True)
 
     def _write(self, model: nn.Module, trial: Any, staged: Path) -> None:
         """Everything of this process, into the staging folder."""
@@ -437,6 +468,20 @@ def _current_run(output_dir: Path) -> str | None:
         return str(run)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _link_without(folder: Path, view: Path, pattern: str) -> None:
+    """``view`` becomes ``folder`` without the files of that name; linked, or copied where not."""
+    shutil.rmtree(view, ignore_errors=True)
+    for path in folder.rglob("*"):
+        if path.is_dir() or path.match(pattern):
+            continue
+        linked = view / path.relative_to(folder)
+        linked.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            linked.hardlink_to(path)
+        except OSError:  # a file system without hard links
+            shutil.copy2(path, linked)
 
 
 def _is_about_writing(problem: BaseException | None) -> bool:

@@ -22,6 +22,7 @@ from alphatoken.storage import replacing
 
 __all__ = [
     "MANIFEST",
+    "RESULTS",
     "RUN",
     "Manifest",
     "checkpoints",
@@ -37,6 +38,9 @@ __all__ = [
 MANIFEST = "alphatoken.json"
 RUN = "alphatoken-run.json"
 """In the run's own folder: the run that its newest checkpoints belong to, with its options."""
+RESULTS = "_alphatoken"
+"""In the run's own folder: token values and the page about the run. They hold the text of training
+rows; the underscore keeps them out of what the trainers upload to the hub."""
 
 _KIND, _FORMAT = "alphatoken checkpoint", 1
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -132,7 +136,8 @@ def verify(folder: Path) -> Manifest:
                 f"the checkpoint '{folder}' is damaged",
                 got=f"{name}: {problem}",
                 why="training would go on from other weights or state than those saved",
-                remedy="copy it again, or resume from another checkpoint",
+                remedy="copy it again, or resume from another checkpoint; one that was pushed to "
+                "the hub lacks alphatoken-rank*.safetensors, which names tokens of training rows",
             )
     return manifest
 

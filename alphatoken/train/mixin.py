@@ -56,6 +56,7 @@ from alphatoken.train.fisher_cache import (
 )
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.manifest import RESULTS
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_mixin import PolicyMixin
@@ -172,8 +173,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the checkpointing trainer; at the end, values and a page about the run are written.
 
-        ``output_dir/values`` holds one record a training token, ``alphatoken-report.html`` the
-        curves and the most and least valuable tokens (needs ``alphatoken[report]``).
+        ``output_dir/_alphatoken`` holds them: ``values`` one record a training token,
+        ``alphatoken-report.html`` the curves and the most and least valuable tokens (needs
+        ``alphatoken[report]``). Both quote training rows; ``push_to_hub`` uploads neither.
         """
         result = super().train(*args, **kwargs)
         if self._alpha_active:
@@ -194,7 +196,8 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
                 whole.merge(one)
             rows = self.train_dataset if hasattr(self.train_dataset, "__len__") else None
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            whole.export(folder / "values", rows, tokenizer=tokenizer, **self.export_arguments())
+            place = folder / RESULTS / "values"
+            whole.export(place, rows, tokenizer=tokenizer, **self.export_arguments())
         if find_spec("jinja2") is not None:
             write_run_report(folder, history=self.state.log_history)
 

@@ -194,7 +194,11 @@ class AlphaOptions:
         "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
     )
-    export_values: bool = _option(True, "Write accumulated values per training token at the end.")
+    export_values: bool = _option(
+        True,
+        "Write accumulated values per training token at the end, into output_dir/_alphatoken. They "
+        "quote the training rows; push_to_hub leaves them out.",
+    )
     value_seed: int = _option(0, "Seed of pool order, random policy and unbiased weights.")
 
     def check_alpha(self) -> None:

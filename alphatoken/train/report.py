@@ -22,13 +22,17 @@ from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
 from alphatoken.report.build import environment, page_variables
 from alphatoken.storage import replacing
 from alphatoken.train.curves import charts
-from alphatoken.train.manifest import RUN, checkpoints
+from alphatoken.train.manifest import RESULTS, RUN, checkpoints
 
 __all__ = ["REPORT", "RunRecord", "read_run", "write_run_report"]
 
-REPORT = "alphatoken-report.html"
+REPORT = f"{RESULTS}/alphatoken-report.html"
 _STATE = "trainer_state.json"
-_VALUES = ("values.parquet", "values.jsonl", "values/values.parquet", "values/values.jsonl")
+_VALUES = tuple(
+    f"{place}values.{kind}"
+    for place in (f"{RESULTS}/values/", "", "values/")  # the last two as older runs left them
+    for kind in ("parquet", "jsonl")
+)
 _ROWS_SHOWN = 60
 _STRETCH = 10_000
 
@@ -118,15 +122,18 @@ def write_run_report(
     Args:
         folder: the run's ``output_dir``.
         history: the trainer's ``log_history`` where it is newer than what the folder holds.
-        path: of the page; ``alphatoken-report.html`` in the folder by default.
+        path: of the page; by default ``alphatoken-report.html`` in the folder's ``_alphatoken``,
+            which ``push_to_hub`` does not upload: the page quotes training rows.
 
     Raises:
         ConfigError: jinja2 is not installed.
         DataError: the folder holds no run, or the page could not be written.
     """
     run = read_run(folder)
-    target = Path(path) if path is not None else Path(folder) / REPORT
     html = render(run, run.history if history is None else history)
+    target = Path(path) if path is not None else Path(folder) / REPORT
+    if path is None:
+        target.parent.mkdir(exist_ok=True)
     with replacing(target) as temporary:
         temporary.write_text(html, encoding="utf-8")
     return target

@@ -631,9 +631,11 @@ def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
 
     trainer = sft(tmp_path, max_steps=3)
     trainer.train()
-    table = pq.read_table(tmp_path / "values" / "values.parquet").to_pylist()
-    summary = json.loads((tmp_path / "values" / "summary.json").read_text())
+    results = tmp_path / "_alphatoken"
+    table = pq.read_table(results / "values" / "values.parquet").to_pylist()
+    summary = json.loads((results / "values" / "summary.json").read_text())
     assert len({record["document"] for record in table}) == 12
     assert all(record["visits"] == 1 for record in table)
     assert summary
-    assert "<svg" in (tmp_path / "alphatoken-report.html").read_text()
+    assert "<svg" in (results / "alphatoken-report.html").read_text()
+    assert json.loads((tmp_path / "alphatoken-run.json").read_text())["results"] == results.name

@@ -1,0 +1,161 @@
+"""Nothing of the training rows is in what ``push_to_hub`` uploads: a fake hub looks at it all."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from alphatoken.errors import DataError
+from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
+
+MARKER = "qzxjvwkq"
+"""In every response; its letters in this order are in nothing else."""
+
+
+OTHER = "wkqzzjx"
+"""The same in validation rows."""
+
+
+def rows(count: int, marker: str = MARKER) -> Dataset:
+    found = [{"prompt": f"{i}+1=?", "completion": f" {marker}{i % 10} is it"} for i in range(count)]
+    return Dataset.from_list(found)
+
+
+def traces(marker: str) -> list[bytes]:
+    """The marker as text, as its pieces in JSON, and as token ids in the usual forms."""
+    ids = tokenizer()(marker, add_special_tokens=False)["input_ids"]
+    pieces = [json.dumps(list(marker), separators=s)[1:-1] for s in ((",", ":"), (", ", ": "))]
+    numbers = [sep.join(map(str, ids)) for sep in (",", ", ", " ", "\n")]
+    binary = [np.array(ids, dtype=kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
+    return [text.encode() for text in (marker, *pieces, *numbers)] + binary
+
+
+def told(content: bytes, marker: str = MARKER) -> bool:
+    """Whether the bytes tell the marker, white space and markup between its letters or not."""
+    plain = re.sub(rb"<[^>]*>|\s", b"", content)
+    return any(trace in text for trace in traces(marker) for text in (content, plain))
+
+
+class Hub:
+    """Takes what huggingface_hub would send, chosen by huggingface_hub's own filter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import HfApi
+
+        self.files: dict[str, bytes] = {}
+        self.commits: list[str] = []
+        monkeypatch.setattr(HfApi, "create_repo", self.create_repo)
+        monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
+        monkeypatch.setattr(HfApi, "_validate_yaml", lambda *_, **__: None)
+        for name in ("create_commit", "upload_file"):
+            monkeypatch.setattr(HfApi, name, self.unexpected)
+
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+    def unexpected(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("an upload that this test does not see")
+
+    def upload_folder(self, *, folder_path: Any, path_in_repo: str = "", **named: Any) -> Any:
+        from huggingface_hub import HfApi
+
+        patterns = {k: named.get(k) for k in ("allow_patterns", "ignore_patterns")}
+        chosen = HfApi()._prepare_upload_folder_additions(folder_path, path_in_repo, **patterns)
+        assert chosen
+        self.commits.append(named["commit_message"])
+        for one in chosen:
+            self.files[f"{len(self.commits)}/{one.path_in_repo}"] = Path(
+                one.path_or_fileobj
+            ).read_bytes()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done if named.get("run_as_future") else None
+
+    def names(self) -> set[str]:
+        return {name.partition("/")[2] for name in self.files}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    return Hub(monkeypatch)
+
+
+def trained(folder: Path, strategy: str, **more: Any) -> Any:
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "hub_always_push": True}
+    args = AlphaSFTConfig(
+        **options(folder, **ALPHA, **given, push_to_hub=True, hub_strategy=strategy, **more)
+    )
+    trainer = AlphaSFTTrainer(
+        model=model(),
+        args=args,
+        train_dataset=rows(16),
+        validation_dataset=rows(8, OTHER),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    trainer.save_model(str(folder))  # as the command line does: this pushes
+    trainer.push_to_hub()
+    return trainer
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, strategy: str) -> None:
+    folder = tmp_path / "run"
+    trained(folder, strategy)
+    found = [name for name, content in hub.files.items() if told(content) or told(content, OTHER)]
+    assert found == []
+    results = folder / "_alphatoken"
+    assert told((results / "alphatoken-report.html").read_bytes())  # the look has eyes
+    assert told((folder / "checkpoint-4" / "alphatoken-rank0.safetensors").read_bytes())
+    assert (results / "values" / "values.parquet").exists()
+    assert "model.safetensors" in hub.names()
+    assert not any("alphatoken-rank" in name or "values" in name for name in hub.names())
+    assert (
+        len(hub.commits)
+        == {"end": 2, "every_save": 4, "checkpoint": 6, "all_checkpoints": 6}[strategy]
+    )
+    whole = {"checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-2", "checkpoint-4"}}
+    assert {n.split("/")[0] for n in hub.names() if "/" in n} == whole.get(strategy, set())
+    assert not (folder / "_alphatoken-pushing").exists()
+
+
+def test_a_pushed_checkpoint_says_why_it_cannot_be_resumed(tmp_path: Path, hub: Hub) -> None:
+    trainer = trained(tmp_path / "run", "checkpoint")
+    copied = tmp_path / "run" / "checkpoint-9"
+    (tmp_path / "run" / "checkpoint-4").rename(copied)
+    (copied / "alphatoken-rank0.safetensors").unlink()
+    with pytest.raises(DataError, match="pushed to the hub"):
+        trainer.train(resume_from_checkpoint=str(copied))
+
+
+def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> None:
+    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+
+    pairs = [{**row, "chosen": f" {MARKER}{i}"} for i, row in enumerate(preference_rows(8))]
+    folder = tmp_path / "run"
+    more = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
+    trainer = AlphaDPOTrainer(
+        model=model(),
+        ref_model=model(),
+        args=AlphaDPOConfig(
+            **options(folder, **ALPHA, **more, push_to_hub=True, hub_strategy="all_checkpoints")
+        ),
+        train_dataset=Dataset.from_list(pairs),
+        validation_dataset=preference_rows(8, seed=5),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert [name for name, content in hub.files.items() if told(content)] == []
+    assert told((folder / "_alphatoken" / "alphatoken-report.html").read_bytes())
+    assert {"checkpoint-1", "checkpoint-2"} <= {name.split("/")[0] for name in hub.names()}
