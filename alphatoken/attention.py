@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from alphatoken.adapter import AttentionCall, NativeAttention
+from alphatoken.errors import ConfigError
 from alphatoken.precision import full_precision, wide
 
 __all__ = [
@@ -45,6 +46,10 @@ _CHUNK = 256  # queries per block, at most
 _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
 
 
+MODES = ("ordinary", "self", "cross")
+"""Gradient to all positions, to the same one only, or to the other ones only."""
+
+
 class BackwardSwitch:
     """Tells the attention nodes of a graph which backward to run: ordinary, self or cross."""
 
@@ -53,7 +58,17 @@ class BackwardSwitch:
 
     @contextmanager
     def to(self, mode: str) -> Iterator[None]:
-        """Run the backward in ``mode`` inside the context; ordinary again afterwards."""
+        """Run the backward in ``mode`` inside the context; as before afterwards.
+
+        Raises:
+            ConfigError: there is no such mode; an unknown one would run as the ordinary backward.
+        """
+        if mode not in MODES:
+            raise ConfigError(
+                "no such backward of attention",
+                got=repr(mode),
+                remedy=f"one of {', '.join(MODES)}",
+            )
         before, self.mode = self.mode, mode
         try:
             yield

@@ -7,6 +7,10 @@ derives from that too.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
 __all__ = [
     "AlphaTokenError",
     "ConfigError",
@@ -17,7 +21,31 @@ __all__ = [
     "ModelError",
     "NumericalError",
     "UnsupportedError",
+    "warn_caller",
 ]
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside the library that led here, however deep the call is.
+
+    A fixed ``stacklevel`` points into the library as soon as there is another way to the warning.
+    (From Python 3.12 on ``skip_file_prefixes`` does the same.)
+    """
+    modules = (sys.modules.get(name) for name in ("alphatoken", "torch", "jaxtyping"))
+    folders = [os.path.dirname(m.__file__) for m in modules if m is not None and m.__file__]
+    # Wrappers of torch and of the run-time type checks stand between two frames of the library.
+    within = (*(os.path.join(folder, "") for folder in folders), "<@beartype")
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(within):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 class AlphaTokenError(Exception):

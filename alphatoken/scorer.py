@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from alphatoken.capture import Recorder, Scope, record
 from alphatoken.config import ScorerConfig
 from alphatoken.direction import Direction
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import ConfigError, InputError, ModelError
+from alphatoken.errors import ConfigError, InputError, ModelError, warn_caller
 from alphatoken.estimators import (
     SELF_ONLY,
     SPLIT,
@@ -514,12 +513,11 @@ class Scorer:
         if 0 < stability < 0.001 or stability > 0.999:
             side = "stability" if stability > 0.5 else "adaptation"
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"The {side} side alone decides the ranking (share of stability "
                 f"{stability:.2e}): lambda has no natural unit. Look at values.balance and set "
                 "stability_weight accordingly.",
                 AlphaTokenWarning,
-                stacklevel=4,
             )
 
     def verify(
@@ -658,7 +656,8 @@ class Observed:
             recorder.require_graph()
         inputs = {} if forward is None else forward.inputs
         batch = read_batch(
-            {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels}
+            {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels},
+            max_length=scorer.adapter.max_positions(),
         )
         if "input_ids" not in inputs:  # a model that was called on embeddings
             del batch.inputs["input_ids"]

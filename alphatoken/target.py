@@ -132,7 +132,7 @@ class Target:
         self.invalidate()
 
     def set_retention(self, retention: Retention) -> None:
-        """Another retention term; V is built anew at the next use."""
+        """Another retention term, once it is checked; V is built anew at the next use."""
         if retention is None and self.config.objective == "stability":
             raise ConfigError(
                 "objective='stability' needs a retention term",
@@ -147,18 +147,23 @@ class Target:
                 why="a gradient on retention batches cannot be formed one matrix at a time",
                 remedy="offload='none'",
             )
-        self.retention = retention
+        sharded = None
+        if isinstance(retention, FisherDrift) and self.config.objective != "adaptation":
+            sharded = self._check_drift(retention)
+        # All is well: only now is anything changed.
+        self.retention, self._sharded_drift = retention, sharded
         self.invalidate()
-        self._sharded_drift: ShardedDrift | None = None
-        if not isinstance(retention, FisherDrift) or not self.retains:
-            return
+
+    def _check_drift(self, drift: FisherDrift) -> ShardedDrift | None:
+        """Raise unless the drift fits the model; its parts under sharded weights."""
         limit = self.config.max_relative_drift
         if self.sharding is None:
-            retention.check(self.adapter, list(self.parameters), max_relative_drift=limit)
-        else:
-            retention.check_identity(self.adapter.identity())
-            self._sharded_drift = ShardedDrift(retention, self.sharding, self.parameters)
-            self._sharded_drift.check(limit)
+            drift.check(self.adapter, list(self.parameters), max_relative_drift=limit)
+            return None
+        drift.check_identity(self.adapter.identity())
+        sharded = ShardedDrift(drift, self.sharding, self.parameters)
+        sharded.check(limit)
+        return sharded
 
     @property
     def first(self) -> int | None:

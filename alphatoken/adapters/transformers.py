@@ -144,7 +144,7 @@ class TransformersAdapter:
         reasons: dict[str, str] = {}
         for layer in layers:
             for module in self._layers[layer].modules():
-                if module in scored or isinstance(module, (nn.Conv1d, nn.Embedding)):
+                if module in scored or isinstance(module, nn.Embedding):
                     continue
                 for name, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad and _dimensions(parameter) >= 2:
@@ -243,9 +243,16 @@ class TransformersAdapter:
         return self.logits_of(output)[:, -1], getattr(output, "past_key_values", None)
 
     def max_positions(self) -> int | None:
-        """``max_position_embeddings`` of the text config."""
+        """``max_position_embeddings`` of the text config, or what its rotary scaling makes of it.
+
+        Where the scaling names the length that it stretches (YaRN, Llama 3, LongRoPE), the limit is
+        ``factor`` times that, if it is the larger one: such a config may still say the old length.
+        """
         limit = getattr(self.config, "max_position_embeddings", None)
-        return limit if isinstance(limit, int) and limit > 0 else None
+        if not isinstance(limit, int) or limit <= 0:
+            return None
+        scaled = [_stretched(p) for p in _rotary_parameters(self.config)]
+        return max([limit, *scaled])
 
     def end_tokens(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, or of the config."""
@@ -268,6 +275,22 @@ class TransformersAdapter:
         return {"class": _own_class(self.base).__qualname__, **found}
 
 
+def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Of the whole model, or of each kind of layer."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, Mapping):
+        return []
+    nested = [p for p in found.values() if isinstance(p, Mapping)]
+    return nested or [found]
+
+
+def _stretched(parameters: Mapping[str, Any]) -> int:
+    """``factor`` times the length that was stretched; 0 where either is not said."""
+    original = parameters.get("original_max_position_embeddings")
+    factor = parameters.get("factor")
+    return int(original * factor) if original and factor else 0
+
+
 def _own_class(module: nn.Module) -> type:
     """The module's class before FSDP2 put one of its own on top."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
@@ -280,6 +303,8 @@ def _dimensions(parameter: Tensor) -> int:
 
 def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
     kind = _own_class(module).__qualname__
+    if isinstance(module, nn.Conv1d):
+        return "the taps of a convolution lie on several positions, and no linear covers them"
     if dora:
         return "DoRA uses this weight outside its linear's call"
     if _dimensions(parameter) >= 3:

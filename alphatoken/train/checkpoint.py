@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError, warn_caller
 from alphatoken.storage import read_tensors, replacing, write_tensors
 from alphatoken.train.identity import (
     data_fingerprint,
@@ -204,10 +203,9 @@ class CheckpointMixin(_Base):
         other = differences({"versions": manifest.versions}, {"versions": library_versions()})
         if other:
             listed = [f"{name}: {old} then, {new} now" for name, (old, new) in other.items()]
-            warnings.warn(
+            warn_caller(
                 f"other library versions ({'; '.join(listed)}): the run goes on, but perhaps not "
                 "to the bits that it would have had",
-                stacklevel=2,
             )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -446,7 +444,7 @@ def _chosen(output_dir: Path, wanted: str | bool | None) -> tuple[Path, Manifest
     if latest is None and wanted is True:
         raise _nothing_to_resume(output_dir)
     for moved in set_aside(output_dir, latest[1].step if latest else -1):
-        warnings.warn(f"an incomplete checkpoint is set aside as '{moved}'", stacklevel=2)
+        warn_caller(f"an incomplete checkpoint is set aside as '{moved}'")
     return latest
 
 

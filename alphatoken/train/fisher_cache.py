@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from alphatoken.direction import Formed
 from alphatoken.drift import FisherDrift, library_version
-from alphatoken.errors import ConfigError, FisherError
+from alphatoken.errors import ConfigError, FisherError, warn_caller
 from alphatoken.fisher import fit_fisher
 from alphatoken.layer_choice import read_layers
 from alphatoken.progress import ProgressSink
@@ -269,7 +268,7 @@ def _fit(
     except FisherError as problem:
         if not partial.exists() or "could not be written" in problem.what:
             raise
-        warnings.warn(f"the interrupted fit is started again: {problem}", stacklevel=2)
+        warn_caller(f"the interrupted fit is started again: {problem}")
         partial.unlink()
     return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
 
@@ -285,7 +284,7 @@ def _load(path: Path, key: str) -> FisherDrift | None:
         reason = "it is the entry of another model, data set or setting under this name"
     except FisherError as problem:
         reason = str(problem)
-    warnings.warn(f"the cached Fisher '{path}' is fitted again: {reason}", stacklevel=2)
+    warn_caller(f"the cached Fisher '{path}' is fitted again: {reason}")
     return None
 
 

@@ -1,0 +1,219 @@
+"""Faults that a review found in the core, each pinned by the smallest thing that shows it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
+from alphatoken.adapter import find_adapter
+from alphatoken.attention import BackwardSwitch
+from alphatoken.capture import find_scope
+from alphatoken.errors import AlphaTokenError, ConfigError, InputError, ModelError
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+
+
+def drift_of(model: nn.Module, size: float = 1.0) -> FisherDrift:
+    named = {n: p.detach() for n, p in model.named_parameters() if "proj" in n}
+    return FisherDrift(
+        {n: torch.full_like(p, size) for n, p in named.items()},
+        {n: 0.9 * p for n, p in named.items()},
+    )
+
+
+# --- what a refusal leaves behind -----------------------------------------------------------------
+
+
+def foreign() -> FisherDrift:
+    """Of another model: its matrices do not fit."""
+    return drift_of(BY_NAME["llama"].build(1, hidden_size=8, num_attention_heads=2, head_dim=4))
+
+
+@pytest.mark.parametrize("config", [{}, {"offload": "stream"}])
+@pytest.mark.parametrize("retains", [True, False])
+def test_a_refused_retention_changes_nothing(config: dict[str, Any], retains: bool) -> None:
+    model = BY_NAME["llama"].build(1)
+    before = drift_of(model) if retains else None
+    options = ScorerConfig(layers=2, max_relative_drift=None, **config)
+    scorer = Scorer(model, VALIDATION, before, options)
+    scorer.warn = False
+    expected = scorer.score(BATCH)
+    with pytest.raises(AlphaTokenError):
+        scorer.set_retention(foreign())
+    with pytest.raises(AlphaTokenError):
+        scorer.set_retention({"input_ids": torch.ones(1, 2)} if config else foreign())
+    for _ in range(2):  # from what is there, and built anew
+        found = scorer.score(BATCH)
+        assert torch.equal(found.total, expected.total)
+        assert torch.equal(found.stability, expected.stability)
+        scorer.refresh()
+    assert scorer.target.retention is before
+
+
+def test_a_refused_validation_changes_nothing() -> None:
+    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(layers=2))
+    expected = scorer.score(BATCH).total
+    with pytest.raises(InputError):
+        scorer.set_validation([])
+    assert torch.equal(scorer.score(BATCH).total, expected)
+
+
+def test_a_refused_lambda_changes_nothing() -> None:
+    model = BY_NAME["llama"].build(1)
+    scorer = Scorer(
+        model, VALIDATION, drift_of(model), ScorerConfig(layers=2, max_relative_drift=None)
+    )
+    scorer.warn = False
+    expected = scorer.score(BATCH).total
+    with pytest.raises(ConfigError):
+        scorer.set_stability_weight(float("nan"))
+    assert torch.equal(scorer.score(BATCH).total, expected)
+
+
+# --- where a warning points -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@pytest.mark.parametrize("how", ["score", "observe", "components"])
+def test_a_warning_points_at_the_users_line(estimator: str, how: str) -> None:
+    model = BY_NAME["llama"].build(1)
+    config = ScorerConfig(estimator=estimator, layers=2, max_relative_drift=None)
+    scorer = Scorer(model, VALIDATION, drift_of(model, 1e9), config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "score":
+            scorer.score(BATCH)
+        else:
+            inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+            with scorer.observe() as observed:
+                logits = model(**inputs, use_cache=False).logits
+                observed.values(logits, BATCH["labels"], components=how == "observe")
+                observed.components()
+    found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
+    assert [Path(w.filename).name for w in found] == [Path(__file__).name]
+
+
+# --- the longest sequence -------------------------------------------------------------------------
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+LIMITS = {
+    "plain": ({}, 16),
+    "yarn on top": (rope("yarn", factor=4.0), 64),
+    "yarn, of a shorter one": (
+        rope("yarn", factor=4.0, original_max_position_embeddings=8), 32,
+    ),
+    "yarn, said already": (rope("yarn", factor=2.0, original_max_position_embeddings=8), 16),
+    "linear": (rope("linear", factor=4.0), 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_scored_and_observed_passes_have_one_limit(name: str) -> None:
+    """The model's own positions, or those of the scaling that was put on top of them."""
+    parameters, limit = LIMITS[name]
+    options = {"rope_parameters": parameters} if parameters else {}
+    model = BY_NAME["llama"].build(1, max_position_embeddings=16, **options)
+    assert find_adapter(model).max_positions() == limit
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(layers=1))
+    for length in (limit, limit + 1):
+        batch = make_batch(("p" + "r" * (length - 1),), vocabulary=VOCABULARY, seed=3)
+        for run in (scorer.score, lambda b: observed_total(scorer, model, b)):
+            if length == limit:
+                run(batch)
+            else:
+                with pytest.raises(InputError, match=f"limit {limit}"):
+                    run(batch)
+
+
+def observed_total(scorer: Scorer, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with scorer.observe() as observed:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return observed.values(logits, batch["labels"]).total
+
+
+# --- scope ----------------------------------------------------------------------------------------
+
+
+def test_a_trainable_convolution_is_named() -> None:
+    adapter = find_adapter(BY_NAME["qwen3_5"].build(1))
+    scope = find_scope(adapter, "all")
+    name = "model.layers.1.linear_attn.conv1d.weight"
+    assert "convolution" in scope.uncovered[name]
+    dict(adapter.model.named_parameters())[name].requires_grad_(False)
+    assert name not in find_scope(adapter, "all").uncovered
+
+
+def test_a_backward_mode_that_does_not_exist_is_refused() -> None:
+    switch = BackwardSwitch()
+    with pytest.raises(ConfigError, match="'selfonly'"), switch.to("selfonly"):  # type: ignore[arg-type]
+        pass
+    assert switch.mode == "ordinary"
+
+
+# --- packed documents -----------------------------------------------------------------------------
+
+
+def masked(blocked: bool) -> dict[str, Tensor]:
+    """A packed row under a mask of pairs that keeps its documents apart, or does not."""
+    batch = make_batch(("pprr|prrpr", "ppr|pprrrr"), vocabulary=VOCABULARY, seed=4)
+    length = batch["input_ids"].shape[1]
+    allowed = torch.ones(2, length, length, dtype=torch.bool).tril()
+    if blocked:
+        documents = (batch["position_ids"] == 0).cumsum(1)
+        allowed = allowed & (documents[:, :, None] == documents[:, None, :])
+    return {**batch, "attention_mask": allowed[:, None]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+def test_a_mask_that_separates_documents_vouches_for_no_other_mask(dtype: torch.dtype) -> None:
+    def given(blocked: bool) -> dict[str, Tensor]:
+        batch = masked(blocked)
+        if dtype != torch.bool:
+            hidden = ~batch["attention_mask"]
+            zeros = torch.zeros(hidden.shape, dtype=dtype)
+            batch["attention_mask"] = zeros.masked_fill(hidden, torch.finfo(dtype).min)
+        return batch
+
+    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(layers=2))
+    scorer.score(given(True))
+    with pytest.raises(ModelError, match="packed documents see each other"):
+        scorer.score(given(False))
+    scorer.score(given(True))
+    one = given(True)  # the first row is in order, the second is not
+    one["attention_mask"][1] = given(False)["attention_mask"][1]
+    with pytest.raises(ModelError, match="packed documents see each other"):
+        scorer.score(one)
+
+
+def test_boundaries_that_are_always_told_alike_are_proved_once() -> None:
+    model = BY_NAME["llama"].build(1)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(layers=2))
+    counts = []
+    for seed in range(3):
+        batch = make_batch(("pprr|prrpr", "ppr|pprrrr"), vocabulary=VOCABULARY, seed=seed)
+        calls.clear()
+        scorer.score(batch)
+        counts.append(len(calls))
+    assert counts[1] == counts[2] == 1
+    for batch in (masked(True), masked(True)):
+        calls.clear()
+        scorer.score(batch)
+    assert len(calls) == 1
+    ones = make_batch(("pprr|prrpr",), vocabulary=VOCABULARY, seed=4)
+    with pytest.raises(ModelError, match="packed documents see each other"):
+        scorer.score({**ones, "attention_mask": torch.ones(1, 9, dtype=torch.long)})
