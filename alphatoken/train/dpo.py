@@ -337,8 +337,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             }
             for part in (slice(0, half), slice(half, None))
         ]
-        reference = [
-            torch.as_tensor([float(row[name]) for row in rows], device=self.args.device)
+        reference = [  # a sum over a response, which float32 would round by more than a loss
+            torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
             for name in _REFERENCE
         ]
         return PreferenceBatch(parts[0], parts[1], reference[0], reference[1], beta=self.beta)

@@ -38,7 +38,7 @@ from alphatoken.interaction import select_diverse
 from alphatoken.layer_choice import read_layers
 from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
-from alphatoken.selection import response_values
+from alphatoken.selection import keep_count, response_values
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.distributed import (
     Ranks,
@@ -130,7 +130,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         return None
 
     def loss_unit(self, mask: Tensor, num_items: Any) -> float:
-        """Weight of one token's loss in the optimizer's objective, beside ``value_weights``."""
+        """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         count = mask.sum() if num_items is None else num_items
         share = 1 if num_items is not None else self.current_gradient_accumulation_steps
         return 1.0 / (max(float(count), 1.0) * share)
@@ -166,7 +166,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         raise NotImplementedError
 
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
-        """Whatever the pool's rows need that only the prepared model can give."""
+        """Whatever validation and retention rows need that only the prepared model can give."""
 
     # --- the run --------------------------------------------------------------------------------
 
@@ -228,7 +228,8 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         self._valuation: Valuation | None = None
         self._planned: list[tuple[Scored | None, Tensor, dict[str, Any]]] = []
         self._micro = (-1, 0)
-        self._norm: Any = None  # of the last step's gradient, before it was cut; None for none
+        self._clip = 1.0  # by which the last step's gradient was cut
+        self._share: float | None = None  # of the step's tokens that are kept, where it divides
         self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
         self._fisher = fisher
         self._reference: Mapping[str, Tensor] = {}
@@ -344,6 +345,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
             )
             self.prepare_pool(self._validation_rows)
         if self._retention_rows:
+            self.prepare_pool(self._retention_rows)
             drawn = ValidationPool(
                 len(self._retention_rows),
                 min(options.retention_batch_size, len(self._retention_rows)),
@@ -398,6 +400,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         if self._alpha_active and self.args.keep_scope == "global" and samples:
             self.current_gradient_accumulation_steps = len(samples)
             self._planned = self._plan(samples, num_items)
+        self._share = self._kept_share(samples)
         return samples, num_items
 
     def compute_loss(
@@ -505,7 +508,8 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         mask = label_mask(self.response_labels(inputs))
         self._record(inputs, mask, num_items, scored, weights)
         final = self.final_coefficients(gate, coefficients, weights, inputs)
-        return gate.surrogate(loss, final, self._normalised(weights, mask, num_items))
+        divided = self._normalised(weights.to(coefficients), mask, num_items)
+        return gate.surrogate(loss, final, divided)
 
     def _score(
         self,
@@ -529,9 +533,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
                 gate.log_probs,
                 labels,
                 token_weights=self.value_weights(coefficients, label_mask(labels), num_items),
-                step_weights=-by_token(coefficients) * (self.step_scale(num_items) * self._clip)
-                if self.args.preconditioner == "full"
-                else None,
+                step_weights=self._step_weights(coefficients, mask, num_items),
                 components=self._keeps_values,
                 keep_errors=self.monitor.wants_components and not self._keeps_values,
             )
@@ -541,6 +543,16 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
             return Scored(torch.zeros_like(values.total), mask)
         gram = observed.interaction() if self._interacts else None
         return Scored(values.total, values.mask, values, gram, time.perf_counter() - started)
+
+    def _step_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
+        """Of each token's gradient in that of the step, all tokens kept, as the optimizer gets it.
+
+        This micro-batch stands for the whole step, and the last step's clipping for this one's.
+        """
+        if self.args.preconditioner != "full":
+            return None
+        whole = self.step_scale(num_items) * self._undivided(mask, num_items) * self._clip
+        return -by_token(coefficients) * whole
 
     def choose(self, scored: Scored | None, mask: Tensor) -> Tensor:
         """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
@@ -579,7 +591,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
 
     @property
     def _ratio(self) -> float:
-        return self.args.keep_ratio if self._valuation is None else self._valuation.ratio
+        """rho of this step, for controls too."""
+        options, state = self.args, self.state
+        return float(options.scheduled("keep_ratio", state.global_step, state.max_steps))
 
     def _draw_seed(self) -> int:
         """A seed that is a function of (run seed, step, micro-batch, rank)."""
@@ -600,10 +614,42 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         """Weights under the run's normalisation of the loss, or under ``kind``."""
         kind = kind or self.args.kept_normalization
         if kind == "kept":
-            return weights * (mask.sum() / weights.sum().clamp(min=1e-12))
-        if kind == "sum":
-            return weights / self.loss_unit(mask, num_items)
-        return weights
+            share = self._share
+            return weights * (
+                mask.sum() / weights.sum().clamp(min=1e-12) if share is None else 1 / share
+            )
+        return weights * self._undivided(mask, num_items, kind)
+
+    def _undivided(self, mask: Tensor, num_items: Any, kind: str | None = None) -> float:
+        """What takes the trainer's divisor out of the loss, where nothing is to divide it."""
+        kind = kind or self.args.kept_normalization
+        return 1.0 / self.loss_unit(mask, num_items) if kind == "sum" else 1.0
+
+    def _kept_share(self, samples: Sequence[Any]) -> float | None:
+        """Kept tokens over response tokens of the whole step, where the kept ones divide the loss.
+
+        The budget says how many are kept before any is scored; so this costs nothing.
+        """
+        mine = self._alpha_active and self._policy is None
+        if not mine or self.args.kept_normalization != "kept":
+            return None
+        ranks = Ranks(self.accelerator)
+        masks = [label_mask(self.response_labels(sample)) for sample in samples]
+        count = sum(int(mask.sum()) for mask in masks)
+        kept = float(sum(map(self._budget, masks)))
+        if self.args.keep_scope == "global":
+            kept = sum((float(weights.sum()) for _, weights, _ in self._planned), 0.0)
+        totals = torch.tensor([kept, count], dtype=torch.float64, device=ranks.device)
+        found = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
+        return float(found[0]) / float(found[1]) if float(found[0]) > 0 else None
+
+    def _budget(self, mask: Tensor) -> int:
+        """Summed weights of one micro-batch whose tokens are ranked by themselves."""
+        if self.args.policy == "all":
+            return int(mask.sum())
+        rows = [slice(i, i + 1) for i in range(len(mask))]
+        pools = rows if self.args.keep_scope == "sequence" else self.pools(len(mask))
+        return sum(keep_count(self._ratio, int(mask[pool].sum())) for pool in pools)
 
     def _require_finite(self, loss: Tensor) -> None:
         if not bool(torch.isfinite(loss.detach())):
@@ -622,12 +668,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         valuation = self.valuation
         target = valuation.scorer.target
         gate = TokenGate(self.model)
-        with (
-            self._untouched_metrics(),
-            self._observing() as observed,
-            scoring_forward(valuation.adapter, target.first),
-        ):
-            loss = self.base_loss(gate, dict(inputs), num_items)
+        with self._untouched_metrics(), self._observing() as observed:
+            with scoring_forward(valuation.adapter, target.first):
+                loss = self.base_loss(gate, dict(inputs), num_items)
             self._require_finite(loss)
             coefficients = gate.coefficients(loss)
             return self._score(observed, gate, coefficients, inputs, num_items)
@@ -698,19 +741,10 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         )
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; the norm is kept where values of the next step are of a full step."""
+        """As in transformers; the factor is kept, for values of the optimizer's next step."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        if self.args.preconditioner == "full":
-            self._norm = norm
+        self._clip = min(1.0, self.args.max_grad_norm / (float(norm) + 1e-6))
         return norm
-
-    @property
-    def _clip(self) -> float:
-        """By which the last step's gradient was cut; reading it waits for the device."""
-        if self._norm is None:
-            return 1.0
-        self._norm = float(self._norm)
-        return float(min(1.0, self.args.max_grad_norm / (self._norm + 1e-6)))
 
     # --- records --------------------------------------------------------------------------------
 
@@ -738,7 +772,9 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
                 mask,
                 values,
                 weights,
-                scale=self._get_learning_rate() * self.loss_unit(mask, num_items),
+                scale=self._get_learning_rate()
+                * self.loss_unit(mask, num_items)
+                * self._undivided(mask, num_items),
                 step=self.state.global_step,
             )
 
@@ -757,8 +793,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
                 state = self._valuation.running.state_tensors()
                 tensors |= {f"running/{name}": tensor for name, tensor in state.items()}
         tensors |= {f"ledger/{n}": t for n, t in self.ledger.state_tensors().items()}
-        norm = None if self._norm is None else float(self._norm)
-        return tensors, {"monitor": self.monitor.state_values(), "norm": norm}
+        return tensors, {"monitor": self.monitor.state_values(), "clip": self._clip}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave."""
@@ -769,7 +804,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         self._resumed = parts["running"]
         self.ledger.load_tensors(parts["ledger"])
         self.monitor.load_values(values["monitor"])
-        self._norm = values.get("norm")
+        self._clip = float(values["clip"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

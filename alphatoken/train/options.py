@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
 from alphatoken.layer_choice import read_layers
+from alphatoken.schedule import scheduled
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.policy_names import (
     TRAINER_POLICIES,
@@ -366,6 +367,15 @@ class AlphaOptions:
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,
             offload="stream" if self.fisher_offload else "none",
+        )
+
+    def scheduled(self, name: str, step: int, total: int) -> float:
+        """``keep_ratio`` or ``stability_weight`` at a step, on its way from its start."""
+        start, end = getattr(self, f"{name}_start"), getattr(self, name)
+        if start is None:
+            return float(end)
+        return scheduled(
+            start, end, step, total, share=self.schedule_share, shape=self.schedule_shape
         )
 
     @property

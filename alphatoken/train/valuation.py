@@ -14,7 +14,6 @@ from alphatoken.batch import PreferenceBatch
 from alphatoken.capture import evaluation_mode
 from alphatoken.drift import FisherDrift
 from alphatoken.objective import forward_losses, weighted_losses
-from alphatoken.schedule import scheduled
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.options import AlphaOptions
@@ -59,8 +58,6 @@ class Valuation:
         self._validation, self._retention = validation, retention
         self._sharded, self._size = sharding is not None, options.validation_micro_batch_size
         self.running = RunningMean(options.running_mean) if options.running_mean > 0 else None
-        self.ratio = options.keep_ratio
-        self.stability_weight = options.stability_weight
         self._step: int | None = None
         self._built: int | None = None
         self.scorer = Scorer(
@@ -103,16 +100,12 @@ class Valuation:
         return mean
 
     def begin(self, step: int, total: int) -> None:
-        """Enter optimizer step ``step`` of ``total``: schedules, and a new direction when due."""
+        """Enter optimizer step ``step`` of ``total``: lambda, and a new direction when due."""
         if step == self._step:
             return
         self._step = step
         options = self.options
-        self.ratio = self._scheduled(options.keep_ratio_start, options.keep_ratio, step, total)
-        self.stability_weight = self._scheduled(
-            options.stability_weight_start, options.stability_weight, step, total
-        )
-        self.scorer.set_stability_weight(self.stability_weight)
+        self.scorer.set_stability_weight(options.scheduled("stability_weight", step, total))
         if self._built is not None and step - self._built < options.direction_steps:
             return
         self._built = step
@@ -125,12 +118,6 @@ class Valuation:
     def checkpointed(self) -> None:
         """Build the direction anew at the next step, as a run resumed from here would."""
         self._built = None
-
-    def _scheduled(self, start: float | None, end: float, step: int, total: int) -> float:
-        if start is None:
-            return end
-        share, shape = self.options.schedule_share, self.options.schedule_shape
-        return scheduled(start, end, step, total, share=share, shape=shape)
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""

@@ -1,0 +1,779 @@
+"""Training steps of a token-valued run, slowly: each number from its definition, token by token.
+
+Written from the mathematics of the library (docs/notation.md, docs/selection-and-losses.md) and
+from what docs/trainers.md promises; of the library it imports the oracles and nothing else.
+Documents go through the model one by one, unpadded and unpacked, with a plain attention of its own,
+in float64.
+
+    values      v_k = w_k <grad l_k, M> (or its columns),  M = P o (G + lambda V),  w = 1 or +-omega
+    weights     the best ceil(rho n) of each pool, ties by (micro-batch, row, position)
+    gradient    sum over kept tokens of  c_k grad l_k,  cut to the longest norm that is allowed
+    update      AdamW, written out
+    ledger      sum over visits of  learning rate * c * value, c the token's weight in the loss when
+                every token is kept
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.oracle import gradients, influence, propagation
+
+__all__ = ["Asked", "Document", "Micro", "Replay", "Step", "Told", "plain_attention", "scored"]
+
+FLOOR = 1e-16
+"""Lower limit of Adam's second moment in a preconditioner, as docs/optimizers.md states it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run was asked for: the options of the trainers that the reference knows."""
+
+    family: str = "sft"
+    lora: bool = False
+    steps: int = 3
+    accumulation: int = 2
+    rows: int = 2
+    estimator: str = "label"
+    layers: int = 1
+    objective: str = "both"
+    stability_weight: float = 1.5
+    stability_weight_start: float | None = None
+    window: int | None = 3
+    policy: str = "top"
+    weighting: str = "mask"
+    keep_ratio: float = 0.5
+    keep_ratio_start: float | None = None
+    schedule_share: float = 1.0
+    keep_scope: str = "batch"
+    value_unit: str = "token"
+    kept_normalization: str = "response"
+    shared_threshold: bool = False
+    masked_logit: bool = False
+    retention: str = "diagonal"
+    preconditioner: str | None = None
+    precondition_after: int = 1
+    validation_mode: str = "fixed"
+    validation_batch_size: int = 3
+    validation_micro_batch_size: int | None = None
+    running_mean: float = 0.0
+    held_out_share: float = 0.2
+    held_out_steps: int = 2
+    direction_steps: int = 1
+    reuse_values: int = 0
+    scoring_forward: str = "auto"
+    packing: bool = False
+    max_grad_norm: float = 1.0
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.1
+    adam_epsilon: float = 1e-5
+    beta: float = 0.3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Document:
+    """One training sequence: token ids, which of them are labelled, where it lies in the batch.
+
+    Under DPO ``branch`` is +1 for a chosen response and -1 for a rejected one, and ``pair`` counts
+    the pairs of its micro-batch.
+    """
+
+    ids: tuple[int, ...]
+    labelled: tuple[bool, ...]
+    row: int = 0
+    branch: int = 0
+    pair: int = 0
+
+    @property
+    def places(self) -> list[int]:
+        """Indices of the tokens that are predicted and count; nothing predicts the first one."""
+        return [i for i, marked in enumerate(self.labelled) if marked and i > 0]
+
+    @property
+    def key(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """What a ledger shows of it: the branch, (position, token id) of each response token."""
+        return self.branch, tuple((i, self.ids[i]) for i in self.places)
+
+    def batch(self) -> dict[str, Tensor]:
+        """A batch of this document alone."""
+        pairs = zip(self.ids, self.labelled, strict=True)
+        labels = [token if marked else -100 for token, marked in pairs]
+        return {"input_ids": torch.tensor([self.ids]), "labels": torch.tensor([labels])}
+
+
+Micro = tuple[Document, ...]
+"""Documents of one micro-batch in (row, position) order; under DPO all chosen ones come first."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the reference does not decide: the data that each step met.
+
+    ``validation[s]`` and ``retention[s]`` are the documents that step s was measured against (of a
+    pair the chosen and the rejected one, one after the other). ``weights``, by step and
+    micro-batch, are those of a random policy, and soft ones, which the trainer rounds to multiples
+    of 2^-20.
+    """
+
+    micro: tuple[tuple[Micro, ...], ...]
+    validation: tuple[Micro, ...]
+    retention: tuple[Micro, ...]
+    held_out: Micro = ()
+    weights: tuple[tuple[Tensor, ...], ...] = ()
+
+
+@dataclass
+class Step:
+    """All that must come out of one optimizer step.
+
+    ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
+    order ("total" among them) and the sum of its absolute terms. ``gradient`` is what the optimizer
+    gets, ``parameters`` what it leaves; both flat, ``gradient_scale`` sums absolute terms.
+    ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
+    """
+
+    values: list[dict[str, Tensor]] = field(default_factory=list)
+    scales: list[dict[str, Tensor]] = field(default_factory=list)
+    reused: list[bool] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    norm: float = 0.0
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(0))
+    gradient_scale: Tensor = field(default_factory=lambda: torch.zeros(0))
+    parameters: Tensor = field(default_factory=lambda: torch.zeros(0))
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+# --- the model as the reference runs it ----------------------------------------------------------
+
+
+class PlainAttention:
+    """Attention over one whole sequence, written out; keeps the weights and the heads' outputs."""
+
+    def __init__(self) -> None:
+        self.alpha: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **more: Any
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        logits = more["scaling"] * query @ key.transpose(-1, -2)
+        length = query.shape[-2]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        alpha = logits.masked_fill(later, -torch.inf).softmax(-1)
+        found = alpha @ value
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        self.alpha[layer], self.outputs[layer] = alpha.detach(), found
+        return found.transpose(1, 2), None
+
+
+plain_attention = PlainAttention()
+"""Registered with transformers by whoever builds the model, under any name."""
+
+
+def scored(model: nn.Module, layers: int) -> dict[str, nn.Module]:
+    """Every trainable linear of attention and MLP in the last K layers; LoRA factors apart."""
+    blocks = {n: m for n, m in model.named_modules() if type(m).__name__ == "LlamaDecoderLayer"}
+    last = list(blocks)[-layers:]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.weight.requires_grad
+        and any(name.startswith(f"{block}.") for block in last)
+    }
+
+
+def proportional(values: Sequence[float], budget: int) -> list[float]:
+    """``w_k = min(c, s max(v_k, 0))`` with c = 4 and the s that makes the total the budget.
+
+    What the cap leaves over goes to the tokens without positive value, in equal parts.
+    """
+    gains, cap = [max(v, 0.0) for v in values], 4.0
+    good = sum(g > 0 for g in gains)
+    if cap * good <= budget:
+        rest = (budget - cap * good) / max(len(values) - good, 1)
+        return [cap if g > 0 else rest for g in gains]
+    low, high = 0.0, cap / min(g for g in gains if g > 0)
+    for _ in range(200):
+        middle = (low + high) / 2
+        short = sum(min(cap, middle * g) for g in gains) < budget
+        low, high = (middle, high) if short else (low, middle)
+    return [min(cap, high * g) for g in gains]
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+class Replay:
+    """The run again: ``steps`` after construction, ``ledger`` beside them.
+
+    Args:
+        asked: the options.
+        model: at the weights before training; it is moved along.
+        told: the data.
+        fisher: by parameter name, a diagonal, or the pair (S_F, A_F).
+        reference: weights of the scored layers that the drift is measured from.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        model: nn.Module,
+        told: Told,
+        fisher: Mapping[str, Any],
+        reference: Mapping[str, Tensor],
+    ) -> None:
+        self.asked, self.model, self.told = asked, model.eval(), told
+        self.fisher, self.reference = fisher, reference
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.modules = scored(model, asked.layers)
+        self.names = [f"{name}.weight" for name in self.modules]
+        places, start = {}, 0
+        for name, parameter in self.parameters.items():
+            places[name] = slice(start, start := start + parameter.numel())
+        self.places = places
+        self.first, self.second = torch.zeros(start).double(), torch.zeros(start).double()
+        self.clip = 1.0  # by which the last step's gradient was cut
+        self.omegas: list[float] = []
+        self.base: dict[Document, Tensor] = {}  # reference log-probabilities, of the first weights
+        everyone = [d for step in told.micro for micro in step for d in micro]
+        everyone += [d for part in (*told.validation, *told.retention, told.held_out) for d in part]
+        if asked.family == "dpo":
+            for document in everyone:
+                self.base[document] = -self.losses(document).detach()
+        self.past: list[dict[str, Tensor]] = []  # validation gradients, for the running mean
+        self.last: dict[Any, tuple[int, dict[str, Tensor]]] = {}
+        self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
+        self.visits: dict[Any, int] = {}
+        self.gain: dict[str, Tensor] = {}
+        self.keep: dict[str, Tensor] = {}
+        self.built: int | None = None
+        self.balance: dict[str, float] = {}  # as it was last measured
+        self.look: dict[str, float] = {}  # the last look at the validation objective
+        self.steps = [self.run(step) for step in range(asked.steps)]
+
+    # --- tokens ------------------------------------------------------------------------------
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits of one document."""
+        logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits
+
+    def losses(self, document: Document) -> Tensor:
+        """l_k of the response tokens of one document, differentiable."""
+        return torch.stack(list(gradients.run_losses(self.forward, document.batch()).values()))
+
+    def token_gradients(self, document: Document) -> tuple[Tensor, Tensor]:
+        """(n,) losses and (n, parameters) grad l_k, one backward a token."""
+        losses = self.losses(document)
+        rows = [self.flat(self.gradient(loss, retain=True)) for loss in losses]
+        return losses.detach(), torch.stack(rows)
+
+    def gradient(self, loss: Tensor, *, retain: bool = False) -> dict[str, Tensor]:
+        """d loss / d parameter, all that are trained."""
+        found = torch.autograd.grad(
+            loss, list(self.parameters.values()), retain_graph=retain, materialize_grads=True
+        )
+        return dict(zip(self.parameters, found, strict=True))
+
+    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """One vector in the order of the parameters; what is not named is zero."""
+        return torch.cat(
+            [
+                tensors.get(name, torch.zeros_like(p)).detach().reshape(-1).double()
+                for name, p in self.parameters.items()
+            ]
+        )
+
+    def part(self, flat: Tensor, name: str) -> Tensor:
+        """One parameter's part of a vector, in its shape."""
+        return flat[self.places[name]].view_as(self.parameters[name])
+
+    # --- the objective and the direction --------------------------------------------------------
+
+    def objective(self, documents: Sequence[Document]) -> tuple[Tensor, int]:
+        """Sum of the objective and what its mean divides by in a log: tokens, or pairs."""
+        if self.asked.family == "sft":
+            losses = [self.losses(d).sum() for d in documents if d.places]
+            return torch.stack(losses).sum(), sum(len(d.places) for d in documents)
+        terms = []
+        for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+            better, worse = (-self.losses(d).sum() - self.base[d].sum() for d in (chosen, rejected))
+            terms.append(-nn.functional.logsigmoid(self.asked.beta * (better - worse)))
+        return torch.stack(terms).sum(), len(terms)
+
+    def objective_gradient(self, documents: Sequence[Document]) -> dict[str, Tensor]:
+        """Gradient of the objective a response token; of pairs, both branches' tokens count."""
+        total, _ = self.objective(documents)
+        return self.gradient(total / sum(len(d.places) for d in documents))
+
+    def build(self, step: int) -> None:
+        """G and V for this step, unless those of an earlier one are still to be used."""
+        if self.built is not None and step - self.built < self.asked.direction_steps:
+            return
+        self.built, decay = step, self.asked.running_mean
+        here = {n: self.parameters[n].detach().double() for n in self.names}
+        self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
+        self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
+        if self.asked.objective != "stability":
+            found = self.objective_gradient(self.told.validation[step])
+            self.past.append({n: found[n].double() for n in self.names})
+            powers = [decay**age for age in reversed(range(len(self.past)))]
+            for name in self.names:
+                mean = sum(p * g[name] for p, g in zip(powers, self.past, strict=True))
+                self.gain[name] = mean / sum(powers)
+        if self.asked.objective != "adaptation":
+            self.keep |= self.retention(step, here)
+        if self.asked.preconditioner == "frozen":
+            scale = self.preconditioner(step, None)
+            self.gain = {n: scale[n] * g for n, g in self.gain.items()}
+            self.keep = {n: scale[n] * v for n, v in self.keep.items()}
+
+    def retention(self, step: int, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """V at the current weights."""
+        kind = self.asked.retention
+        if kind == "data":
+            found = self.objective_gradient(self.told.retention[step])
+            return {n: found[n].double() for n in self.names}
+        moved = {n: here[n] - self.reference[n] for n in self.names if kind != "none"}
+        if kind == "kronecker":
+            return {n: self.fisher[n][0] @ w @ self.fisher[n][1] for n, w in moved.items()}
+        return {n: self.fisher[n] * w for n, w in moved.items()}
+
+    def preconditioner(self, step: int, gradient: Tensor | None) -> dict[str, Tensor]:
+        """P by name: of the state before the step, or of the step that sees ``gradient``."""
+        if step < self.asked.precondition_after:
+            return {n: torch.ones_like(self.parameters[n]).double() for n in self.names}
+        b1, b2, eps = 0.9, 0.999, self.asked.adam_epsilon
+        s = step + 1
+        c = (1 - b1) / (1 - b1**s)
+        if gradient is None:
+            found = c / ((self.second / (1 - b2**step)).clamp(min=FLOOR).sqrt() + eps)
+            return {n: self.part(found, n) for n in self.names}
+        m = (b1 * self.first + (1 - b1) * gradient) / (1 - b1**s)
+        v = (b2 * self.second + (1 - b2) * gradient**2) / (1 - b2**s)
+        root = v.clamp(min=FLOOR).sqrt()
+        slope = (1 - b2) * gradient / ((1 - b2**s) * root * (root + eps) ** 2)
+        found = c / (root + eps) - m * torch.where(v > FLOOR, slope, 0.0)
+        return {n: self.part(found, n) for n in self.names}
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def value(
+        self, document: Document, token_gradients: Tensor, direction: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Parts of <., M> of each response token, unweighted, with the sums of absolute terms."""
+        flat = self.flat(direction)
+        if self.asked.estimator == "label":
+            return {"": (token_gradients @ flat, token_gradients.abs() @ flat.abs())}
+        batch, at = document.batch(), torch.tensor(document.places) - 1
+        psi = influence.exact_influence(self.model, self.forward, batch, self.modules, direction)
+        if self.asked.estimator == "path":
+            columns = influence.column_sums
+            return {"": (columns(psi.matrix)[0, at], columns(psi.absolute_scale)[0, at])}
+        diagonal = influence.diagonal
+        direct = diagonal(psi.matrix)[0, at], diagonal(psi.absolute_scale)[0, at]
+        if self.asked.estimator == "direct":
+            zero = torch.zeros_like(direct[0])
+            return {"_direct": direct, "_causal": (zero, zero)}
+        layers = self.propagated(batch, direction)
+        sizes = [
+            propagation.PropagationLayer(
+                x.alpha, *(y.abs() for y in (x.errors, x.inputs, x.direction))
+            )
+            for x in layers
+        ]
+        causal, size = (
+            propagation.value_propagation(x, window=self.asked.window)[0, at]
+            for x in (layers, sizes)
+        )
+        return {"_direct": direct, "_causal": (causal, size)}
+
+    def propagated(
+        self, batch: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+    ) -> list[propagation.PropagationLayer]:
+        """What Value-Propagation reads of the scored layers, by forwards of its own."""
+        projections = {
+            n: m for n, m in self.model.named_modules() if n.endswith("self_attn.v_proj")
+        }
+        blocks = list(projections)[-self.asked.layers :]
+        numbers = range(len(projections) - self.asked.layers, len(projections))
+        inputs: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda _, args: inputs.update({name: args[0].detach()})
+
+        hooks = [projections[n].register_forward_pre_hook(keep(n)) for n in blocks]
+        try:
+            errors = propagation.head_output_errors(
+                self.forward, batch, lambda: [plain_attention.outputs[i] for i in numbers]
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [
+            propagation.PropagationLayer(
+                plain_attention.alpha[i], error, inputs[n], self.moved(projections[n], n, direction)
+            )
+            for i, n, error in zip(numbers, blocks, errors, strict=True)
+        ]
+
+    def moved(self, module: Any, name: str, direction: Mapping[str, Tensor]) -> Tensor:
+        """How the value projection's weight moves along M; of LoRA, s (B M_A + M_B A)."""
+        if not self.asked.lora:
+            return direction[f"{name}.weight"]
+        a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
+        left, right = (self.parameters[n].detach().double() for n in (b, a))
+        return float(module.scaling["default"]) * (left @ direction[a] + direction[b] @ right)
+
+    def values(
+        self, micro: Micro, gradients_: Sequence[Tensor], factors: Sequence[float],
+        gain: Mapping[str, Tensor], keep: Mapping[str, Tensor], weight: float,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+        """Components as they enter the total, and the total, of the tokens of one micro-batch."""
+        sides = {"adaptation": (gain, 1.0), "stability": (keep, weight)}
+        found: dict[str, list[Tensor]] = {}
+        sizes: dict[str, list[Tensor]] = {}
+        for document, rows, factor in zip(micro, gradients_, factors, strict=True):
+            if not document.places:
+                continue
+            for side, (direction, scale) in sides.items():
+                for part, (value, size) in self.value(document, rows, direction).items():
+                    found.setdefault(side + part, []).append(factor * scale * value)
+                    sizes.setdefault(side + part, []).append(abs(factor * scale) * size)
+        parts, scales = ({n: torch.cat(x) for n, x in y.items()} for y in (found, sizes))
+        total, size = (torch.stack(list(x.values())).sum(0) for x in (parts, scales))
+        return {"total": total, **parts}, {"total": size, **scales}
+
+    # --- selection ------------------------------------------------------------------------------
+
+    def pools(self, micro: Micro) -> list[list[int]]:
+        """Tokens of one micro-batch that are ranked together, by their number in it."""
+        rows = [(d.row, d.branch) for d in micro for _ in d.places]
+        if self.asked.keep_scope == "sequence":
+            labels: list[Any] = rows
+        elif self.asked.family == "dpo" and not self.asked.shared_threshold:
+            labels = [branch for _, branch in rows]
+        else:
+            labels = [0] * len(rows)
+        return [
+            [i for i, label in enumerate(labels) if label == one] for one in dict.fromkeys(labels)
+        ]
+
+    def ranked(self, micro: Micro, totals: Tensor) -> Tensor:
+        """What tokens are ranked by: their values, or the mean value of their response."""
+        if self.asked.value_unit == "token":
+            return totals
+        parts = totals.split([len(d.places) for d in micro])
+        return torch.cat([part.mean().expand_as(part) for part in parts if len(part)])
+
+    def select(self, step: int, totals: Sequence[Tensor]) -> list[Tensor]:
+        """0 or 1 for each token of each micro-batch of the step."""
+        micro = self.told.micro[step]
+        weights = [torch.zeros(len(t)).double() for t in totals]
+        ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
+        pools = [self.pools(m) for m in micro]
+        groups = [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
+        if self.asked.keep_scope == "global":
+            groups = [
+                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
+                for number in range(len(pools[0]))
+            ]
+        for group in groups:
+            values = [float(ranked[i][t]) for i, t in group]
+            found = self.weigh(values, self.ratio(step))
+            for (i, t), weight in zip(group, found, strict=True):
+                weights[i][t] = weight
+        return weights
+
+    def weigh(self, values: list[float], ratio: Fraction) -> list[float]:
+        """Weights of tokens that are ranked together, their sum ceil(rho n)."""
+        budget = math.ceil(ratio * len(values))
+        if self.asked.weighting == "proportional":
+            return proportional(values, budget)
+        sign = -1 if self.asked.policy == "bottom" else 1
+        order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
+        return [float(i in order[:budget]) for i in range(len(values))]
+
+    def scheduled(self, start: float | None, end: float, step: int) -> Fraction:
+        """A number on its way in a straight line over the first part of the run, in decimals."""
+        first, last = (Fraction(str(end if x is None else x)) for x in (start, end))
+        share = Fraction(str(self.asked.schedule_share)) * self.asked.steps
+        return first + (last - first) * min(Fraction(1), step / share)
+
+    def ratio(self, step: int) -> Fraction:
+        """rho of the step."""
+        if self.asked.policy == "all":
+            return Fraction(1)
+        return self.scheduled(self.asked.keep_ratio_start, self.asked.keep_ratio, step)
+
+    # --- the loss -------------------------------------------------------------------------------
+
+    def signs(
+        self, micro: Micro, losses: Sequence[Tensor], masks: Sequence[Tensor] | None
+    ) -> list[float]:
+        """Factor of each document's token losses: 1, or +-omega with omega = beta sigma(-s)."""
+        if self.asked.family == "sft":
+            return [1.0] * len(micro)
+        ratios = {}
+        for number, (document, loss) in enumerate(zip(micro, losses, strict=True)):
+            ratio = -loss - self.base[document]
+            kept = ratio if masks is None else ratio * masks[number]
+            ratios[document.pair, document.branch] = float(kept.sum())
+        beta = self.asked.beta
+        found = []
+        for document in micro:
+            s = beta * (ratios[document.pair, 1] - ratios[document.pair, -1])
+            found.append(document.branch * beta / (1 + math.exp(s)))
+        self.omegas += [abs(omega) for omega in found]
+        return found
+
+    def unit(self, step: int) -> float:
+        """Weight of one token's loss (times +-omega) in the loss when every token is kept."""
+        micro = self.told.micro[step]
+        if self.asked.family == "dpo":
+            return 1 / sum(len(m) // 2 for m in micro)
+        if self.asked.kept_normalization == "sum":
+            return 1.0
+        return 1 / sum(len(d.places) for m in micro for d in m)
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def run(self, step: int) -> Step:
+        """Everything that one optimizer step does."""
+        out = Step()
+        found = [[self.token_gradients(d) for d in m] for m in self.told.micro[step]]
+        losses, rows = ([[pair[i] for pair in m] for m in found] for i in (0, 1))
+        if self.asked.policy != "random":
+            out.logs |= self.watched(step)
+            self.build(step)
+            self.value_all(step, out, losses, rows)
+            out.weights = self.select(step, [values["total"] for values in out.values])
+        out.chosen = out.weights
+        if self.told.weights:
+            out.weights = list(self.told.weights[step])
+        self.descend(step, out, losses, rows)
+        if out.values:
+            self.record(step, out)
+        out.logs |= self.logged(step, out, losses)
+        return out
+
+    def value_all(
+        self,
+        step: int,
+        out: Step,
+        losses: Sequence[Sequence[Tensor]],
+        rows: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Values of every micro-batch: made now, or those of an earlier visit."""
+        asked = self.asked
+        weight = float(self.scheduled(asked.stability_weight_start, asked.stability_weight, step))
+        for micro, loss, gradient in zip(self.told.micro[step], losses, rows, strict=True):
+            values = self.known(micro, step)
+            scales = {n: v.abs() for n, v in (values or {}).items()}
+            out.reused.append(values is not None)
+            if values is None:
+                signs = self.signs(micro, loss, None)
+                gain, keep = self.sides(step, micro, gradient, signs)
+                values, scales = self.values(micro, gradient, signs, gain, keep, weight)
+                self.enter(micro, values, step)
+                balances = self.balances(gain, keep, weight)
+                if balances:
+                    self.balance = {"alpha/balance": median(balances.values())}
+            out.values.append(values)
+            out.scales.append(scales)
+        out.logs |= self.balance
+
+    def balances(
+        self, gain: Mapping[str, Tensor], keep: Mapping[str, Tensor], weight: float
+    ) -> dict[str, float]:
+        """``||lambda V|| / ||G||`` by parameter; infinite where G is zero and V is not."""
+        if self.asked.objective == "stability":
+            return {}
+        sizes = {n: (weight * float(keep[n].norm()), float(gain[n].norm())) for n in self.names}
+        return {n: v / g if g else (math.inf if v else 0.0) for n, (v, g) in sizes.items()}
+
+    def known(self, micro: Micro, step: int) -> dict[str, Tensor] | None:
+        """Values of earlier visits, as they are kept (float32), if none is too old."""
+        seen = [self.last.get(key) for key in self.keys(micro)]
+        if not self.asked.reuse_values or any(
+            one is None or step - one[0] > self.asked.reuse_values for one in seen
+        ):
+            return None
+        return {n: torch.cat([one[1][n] for one in seen if one]) for n in seen[0][1]}  # type: ignore[index]
+
+    def keys(self, micro: Micro) -> list[Any]:
+        """By which the documents that have a response token are known, in order."""
+        return [d.key for d in micro if d.places]
+
+    def enter(self, micro: Micro, values: Mapping[str, Tensor], step: int) -> None:
+        """Keep values that were scored now, as the trainer keeps them: in float32."""
+        sizes = [len(d.places) for d in micro if d.places]
+        parts = {n: v.float().double().split(sizes) for n, v in values.items()}
+        for number, key in enumerate(self.keys(micro)):
+            self.last[key] = step, {n: part[number] for n, part in parts.items()}
+
+    def sides(
+        self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[float]
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """G and V as this micro-batch is valued against them.
+
+        With the full preconditioner the micro-batch's own gradient, all tokens kept, stands for the
+        whole step's: times the number of micro-batches, and cut as the last step's was.
+        """
+        if self.asked.preconditioner != "full":
+            return self.gain, self.keep
+        total = sum(sign * gradient.sum(0) for sign, gradient in zip(signs, rows, strict=True))
+        whole = len(self.told.micro[step]) * self.unit(step) * self.clip
+        scale = self.preconditioner(step, whole * torch.as_tensor(total))
+        return tuple({n: scale[n] * m for n, m in side.items()} for side in (self.gain, self.keep))  # type: ignore[return-value]
+
+    def descend(
+        self,
+        step: int,
+        out: Step,
+        losses: Sequence[Sequence[Tensor]],
+        rows: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """The gradient of the masked loss, cut, and AdamW's step."""
+        asked, micro = self.asked, self.told.micro[step]
+        total, scale = torch.zeros_like(self.first), torch.zeros_like(self.first)
+        unit = self.unit(step)
+        if asked.kept_normalization == "kept":
+            count = sum(len(w) for w in out.weights)
+            unit *= count / float(sum(w.sum() for w in out.weights))
+        for m, loss, gradient, weights in zip(micro, losses, rows, out.weights, strict=True):
+            masks = weights.split([len(d.places) for d in m])
+            signs = self.signs(m, loss, masks if asked.masked_logit else None)
+            for sign, mask, row in zip(signs, masks, gradient, strict=True):
+                total += unit * sign * (mask @ row)
+                scale += unit * abs(sign) * (mask @ row.abs())
+        out.norm = float(total.norm())
+        self.clip = min(1.0, asked.max_grad_norm / (out.norm + 1e-6))
+        out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
+        out.parameters = self.step_along(step, out.gradient)
+
+    def rate(self, step: int) -> float:
+        """The learning rate falls in a straight line to zero."""
+        return self.asked.learning_rate * (self.asked.steps - step) / self.asked.steps
+
+    def step_along(self, step: int, gradient: Tensor) -> Tensor:
+        """AdamW; norms and biases do not decay. Moves the model."""
+        b1, b2, s, rate = 0.9, 0.999, step + 1, self.rate(step)
+        self.first = b1 * self.first + (1 - b1) * gradient
+        self.second = b2 * self.second + (1 - b2) * gradient**2
+        m, v = self.first / (1 - b1**s), self.second / (1 - b2**s)
+        before = self.flat(self.parameters)
+        shrunk = {
+            n: torch.full_like(p, 0.0 if "norm" in n or "bias" in n else self.asked.weight_decay)
+            for n, p in self.parameters.items()
+        }
+        after = before * (1 - rate * self.flat(shrunk)) - rate * m / (
+            v.sqrt() + self.asked.adam_epsilon
+        )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.part(after, name))
+        return after
+
+    # --- what is written down -------------------------------------------------------------------
+
+    def record(self, step: int, out: Step) -> None:
+        """Add this step's visits: scaled total, adaptation and stability, and the weight."""
+        rate = self.rate(step) * self.unit(step)
+        for number, micro in enumerate(self.told.micro[step]):
+            weights = out.weights[number]
+            tables = [self.table(rate, x[number], weights) for x in (out.values, out.scales)]
+            parts = zip(*(t.split([len(d.places) for d in micro]) for t in tables), strict=True)
+            for document, (table, sizes) in zip(micro, parts, strict=True):
+                old = self.ledger.get(document.key, (0, 0))
+                self.ledger[document.key] = old[0] + table, old[1] + sizes
+                self.visits[document.key] = self.visits.get(document.key, 0) + 1
+
+    @staticmethod
+    def table(rate: float, values: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+        """(tokens, 4): what one visit of one micro-batch adds."""
+        sides = [
+            torch.stack([v for n, v in values.items() if n.startswith(side)]).sum(0)
+            for side in ("total", "adaptation", "stability")
+        ]
+        return torch.stack([*(rate * side for side in sides), weights], dim=1)
+
+    def watched(self, step: int) -> dict[str, float]:
+        """Mean objective on the rows of this step and on those that no step draws."""
+        every = self.asked.held_out_steps
+        if not every or not self.told.held_out:
+            return {}
+        look = step - step % every
+        if look == step:
+            found = {}
+            for name, documents in (
+                ("pool", self.told.validation[step]), ("held_out", self.told.held_out)
+            ):  # fmt: skip
+                total, count = self.objective(documents)
+                found[f"alpha/validation_{name}"] = float(total.detach()) / count
+            found["alpha/validation_gap"] = (
+                found["alpha/validation_held_out"] - found["alpha/validation_pool"]
+            )
+            self.look = found
+        return self.look
+
+    def logged(self, step: int, out: Step, losses: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+        """Logs of the step: its loss over all tokens, and statistics of weights and values."""
+        weights = torch.cat(out.weights)
+        count = len(weights)
+        again = out.reused or [False] * len(out.weights)
+        reused = sum(len(w) for w, old in zip(out.weights, again, strict=True) if old)
+        found = {
+            "loss": self.reported(step, losses),
+            "grad_norm": out.norm,
+            "learning_rate": self.rate(step),
+            "alpha/response_tokens": float(count),
+            "alpha/kept_share": float((weights > 0).double().mean()),
+            "alpha/weight_share": float(weights.mean()),
+            "alpha/effective_share": float(weights.sum() ** 2 / (weights**2).sum() / count),
+            "alpha/reused_share": reused / count,
+        }
+        fresh = [v for v, again in zip(out.values, out.reused, strict=True) if not again]
+        if fresh:
+            table = {n: torch.cat([v[n] for v in fresh]) for n in fresh[0]}
+            sizes = {n: float(v.abs().sum()) for n, v in table.items() if n != "total"}
+            whole = sum(sizes.values())
+            for name, value in table.items():
+                found[f"alpha/{name}_mean"] = float(value.mean())
+                found[f"alpha/{name}_std"] = float(value.std(correction=0))
+                if name != "total":
+                    found[f"alpha/{name}_share"] = sizes[name] / whole if whole else 0.0
+            for name, level in (("q05", 0.05), ("median", 0.5), ("q95", 0.95)):
+                found[f"alpha/total_{name}"] = float(table["total"].quantile(level))
+        return found | (self.drifted() if out.values else {})
+
+    def drifted(self) -> dict[str, float]:
+        """How far the scored weights are from the reference, after the step."""
+        moved = [(self.parameters[n].detach() - self.reference[n]).norm() for n in self.names]
+        whole = [self.reference[n].norm() for n in self.names]
+        apart, size = (float(torch.stack(x).norm()) for x in (moved, whole))
+        return {"alpha/drift": apart, "alpha/relative_drift": apart / size}
+
+    def reported(self, step: int, losses: Sequence[Sequence[Tensor]]) -> float:
+        """The loss that the run reports: of all tokens, whatever was kept."""
+        if self.asked.family == "sft":
+            total = sum(float(loss.sum()) for of_micro in losses for loss in of_micro)
+            return total / sum(len(d.places) for m in self.told.micro[step] for d in m)
+        terms = []
+        for m, of_micro in zip(self.told.micro[step], losses, strict=True):
+            for sign in self.signs(m, of_micro, None)[: len(m) // 2]:
+                terms.append(-math.log(1 - sign / self.asked.beta))  # sigma(s) = 1 - sigma(-s)
+        return sum(terms) / len(terms)
