@@ -88,7 +88,9 @@ def read_grid(options: argparse.Namespace, more: Sequence[str]) -> GridRequest:
         methods=_methods(content, options.policies),
         seeds=tuple(options.seeds or content.get("seeds", (0, 1, 2))),
         modes=tuple(options.modes or content.get("modes", ("native", "budget"))),
-        keep_ratio=_ratio(options.keep_ratio or content.get("keep_ratio", 0.5)),
+        keep_ratio=_ratio(
+            content.get("keep_ratio", 0.5) if options.keep_ratio is None else options.keep_ratio
+        ),
         references=_references(content, options, extra),
         about=str(content.get("about", "")),
     )

@@ -19,6 +19,7 @@ Source: Wortsman et al., arXiv 2109.01903; code mlfoundations/wise-ft@58b7a4b.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -259,7 +260,7 @@ class WeightFolder:
     def _files(self) -> dict[str, str]:
         """Name of each weight -> its file."""
         if (self.path / _INDEX).is_file():
-            return dict(self._json(_INDEX)["weight_map"])
+            return self._indexed(self._json(_INDEX).get("weight_map"))
         if not (self.path / _WEIGHTS).is_file():
             raise DataError(
                 "the folder has no safetensors weights",
@@ -268,6 +269,21 @@ class WeightFolder:
             )
         with self._open(_WEIGHTS) as file:
             return dict.fromkeys(file.keys(), _WEIGHTS)
+
+    def _indexed(self, found: Any) -> dict[str, str]:
+        """The index's files, each a plain name: they are read here, and written under that name."""
+        if not isinstance(found, dict) or not found:
+            raise DataError("the index lists no weights", got=str(self.path / _INDEX))
+        for name, file in found.items():
+            plain = isinstance(file, str) and file == re.split(r"[/\\]", file)[-1]
+            if not plain or not file.endswith(".safetensors"):
+                raise DataError(
+                    "the index names a file that is none of its folder",
+                    got=f"{self.path / _INDEX}: {name} in {file!r}",
+                    why="it would be read from elsewhere, and the merged weights written there",
+                    remedy="plain names that end in .safetensors, as save_pretrained writes them",
+                )
+        return found
 
     def _open(self, name: str) -> Any:
         try:

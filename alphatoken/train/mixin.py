@@ -228,7 +228,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         self._valuation: Valuation | None = None
         self._planned: list[tuple[Scored | None, Tensor, dict[str, Any]]] = []
         self._micro = (-1, 0)
-        self._clip = 1.0  # by which the last step's gradient was cut
+        self._norm: Any = None  # of the last step's gradient, before it was cut; None for none
         self._share: float | None = None  # of the step's tokens that are kept, where it divides
         self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
         self._fisher = fisher
@@ -741,10 +741,19 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         )
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; the factor is kept, for values of the optimizer's next step."""
+        """As in transformers; the norm is kept where values of the next step are of a full step."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        self._clip = min(1.0, self.args.max_grad_norm / (float(norm) + 1e-6))
+        if self.args.preconditioner == "full":
+            self._norm = norm
         return norm
+
+    @property
+    def _clip(self) -> float:
+        """By which the last step's gradient was cut; reading it waits for the device."""
+        if self._norm is None:
+            return 1.0
+        self._norm = float(self._norm)
+        return float(min(1.0, self.args.max_grad_norm / (self._norm + 1e-6)))
 
     # --- records --------------------------------------------------------------------------------
 
@@ -793,7 +802,8 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
                 state = self._valuation.running.state_tensors()
                 tensors |= {f"running/{name}": tensor for name, tensor in state.items()}
         tensors |= {f"ledger/{n}": t for n, t in self.ledger.state_tensors().items()}
-        return tensors, {"monitor": self.monitor.state_values(), "clip": self._clip}
+        norm = None if self._norm is None else float(self._norm)
+        return tensors, {"monitor": self.monitor.state_values(), "norm": norm}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave."""
@@ -804,7 +814,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         self._resumed = parts["running"]
         self.ledger.load_tensors(parts["ledger"])
         self.monitor.load_values(values["monitor"])
-        self._clip = float(values["clip"])
+        self._norm = values.get("norm")
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

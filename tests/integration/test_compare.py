@@ -325,6 +325,7 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
         ({"polices": ["start"]}, [], "did you mean policies"),
         ({"policies": ["standrad"]}, [], "did you mean standard"),
         ({"keep_ratio": 2}, [], "keep_ratio"),
+        ({}, ["--keep_ratio", "0"], "keep_ratio"),
         ({"modes": ["both"]}, [], "native and budget"),
         ({"tasks": {"t": {"command": "ppo", "measures": {"target_file": "x"}}}}, [], "sft or dpo"),
         ({"tasks": {"t": {"command": "sft"}}}, [], "nothing says how well"),

@@ -180,6 +180,31 @@ def test_folders_merge_file_by_file_and_load(tmp_path: Path) -> None:
         merge_folders(before, after, tmp_path / "out", 0.5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["/tmp/elsewhere.safetensors", "../before/model.safetensors", "sub/model.safetensors",
+     "..\\model.safetensors", "..", "", "model.bin", 3, None],
+)  # fmt: skip
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    before = saved(model(0), tmp_path / "before")
+    after = saved(model(1), tmp_path / "after", max_shard_size="8KB")
+    index = after / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="none of its folder"):
+        merge_folders(before, after, tmp_path / "out", 0.5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["after", "before"]
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}], ids=str)
+def test_an_index_without_weights_is_refused(tmp_path: Path, content: Any) -> None:
+    after = saved(model(1), tmp_path / "after", max_shard_size="8KB")
+    (after / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="lists no weights"):
+        merge_folders(after, after, tmp_path / "out", 0.5)
+
+
 def test_tied_folders_hold_the_weight_once(tmp_path: Path) -> None:
     before = saved(model(0, tied=True), tmp_path / "before")
     after = saved(model(1, tied=True), tmp_path / "after")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from alphatoken import Scorer, ScorerConfig, masked_dpo_loss, masked_sft_loss, select_top
@@ -622,6 +623,31 @@ def test_dft_values_are_those_of_its_weighted_losses(tmp_path: Path) -> None:
     )
     probability = torch.exp(-losses_of.detach())[label_mask(batch["labels"])]
     torch.testing.assert_close(weighted, plain * probability, rtol=1e-4, atol=1e-9)
+
+
+class Unread(Tensor):
+    """A number on a device that is still computing: reading it would wait."""
+
+    def __float__(self) -> float:
+        raise AssertionError("the host waited for the device")
+
+
+@pytest.mark.parametrize("preconditioner", [None, "frozen", "full"])
+def test_clipping_does_not_wait_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preconditioner: str | None
+) -> None:
+    """The factor is read where values are of a full step, and only there, and only then."""
+    trainer = sft(tmp_path, retention="none", max_grad_norm=0.5, preconditioner=preconditioner)
+    norm = torch.tensor(2.0).as_subclass(Unread)
+    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda *_: norm)
+    assert trainer._clip == 1.0
+    assert trainer._clip_grad_norm(trainer.model) is norm
+    if preconditioner == "full":
+        with pytest.raises(AssertionError, match="waited"):
+            trainer._clip  # noqa: B018
+        trainer._norm = torch.tensor(2.0)
+        assert trainer._clip == pytest.approx(0.25, rel=1e-5)
+    assert trainer.alpha_state()[1]["norm"] == (2.0 if preconditioner == "full" else None)
 
 
 def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
