@@ -8,7 +8,6 @@ Off unless it is asked for in so many words; refused where programs cannot be is
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from torch import nn
 
 from alphatoken.compare.folder import write_json
 from alphatoken.compare.generation import answers
-from alphatoken.compare.sandbox import Limits, require_isolation, run_program
+from alphatoken.compare.sandbox import Limits, require_isolation
+from alphatoken.compare.verdict import judge_function
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError
 
-__all__ = ["complete_function", "pass_at_1", "program_of"]
+__all__ = ["complete_function", "pass_at_1"]
 
 _STOP = re.compile(r"\n(?=\S)")
 """Where a completion leaves the function: something at the left edge."""
@@ -49,7 +49,7 @@ def pass_at_1(
         allow: the user's consent to executing what the model writes.
         max_new_tokens: of each completion.
         limit: the first problems only.
-        limits: of each program.
+        limits: of each program, the completion's and that of the tests.
         folder: ``code.json`` is written there, completions and outcomes.
 
     Raises:
@@ -71,9 +71,10 @@ def pass_at_1(
     found: list[dict[str, Any]] = []
     for problem, text in zip(problems, written, strict=True):
         completion = complete_function(text)
-        mark = secrets.token_hex(16)
-        outcome = run_program(program_of(problem, completion, mark), limits)
-        solved = outcome.state == "passed" and outcome.output.rstrip().endswith(mark)
+        outcome = judge_function(
+            problem["prompt"], completion, problem["entry_point"], problem["test"], limits
+        )
+        solved = outcome.state == "passed"
         found.append({"completion": completion, "solved": solved, **asdict(outcome)})
     if folder is not None:
         write_json(folder / "code.json", found)
@@ -95,14 +96,3 @@ def complete_function(text: str) -> str:
     """What of a completion belongs to the function: up to the next line at the left edge."""
     found = _STOP.search(text)
     return text if found is None else text[: found.start()]
-
-
-def program_of(problem: dict[str, str], completion: str, mark: str) -> str:
-    """Prompt, completion and tests as one program; it says ``mark`` when all tests have passed.
-
-    So a completion that leaves the program early has not passed.
-    """
-    return (
-        f"{problem['prompt']}{completion}\n\n{problem['test']}\n\n"
-        f"check({problem['entry_point']})\nprint({mark!r})\n"
-    )
