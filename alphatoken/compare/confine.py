@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 from typing import Any
@@ -80,14 +81,14 @@ def empty_root(settings: dict[str, Any]) -> None:
     os.chdir("/tmp")
 
 
-def drop_rights(settings: dict[str, Any]) -> None:
-    """No capability, not even after an exec, and where we are root: nobody's user and group."""
+def drop_rights(settings: dict[str, Any], user: int) -> None:
+    """No capability, not even after an exec; where we are root, another user and group."""
     for capability in range(64):
         _LIBC.prctl(_DROP_BOUND, capability, 0, 0, 0)
     if settings["root"]:
         os.setgroups([])
-        os.setgid(settings["nobody"])
-        os.setuid(settings["nobody"])
+        os.setgid(user)
+        os.setuid(user)
     _must(_LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
 
 
@@ -124,10 +125,13 @@ def main() -> None:
     with open("/tmp/program.py", "wb") as file:
         file.write(program)
     os.chmod("/tmp/program.py", 0o444)
-    drop_rights(settings)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process heeds no signal by default
     child = os.fork()
     if child == 0:
+        drop_rights(settings, settings["nobody"])
         start(settings)
+    # Another user than the program's, which so can neither signal nor trace who reports on it.
+    drop_rights(settings, settings["nobody"] - 1)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)

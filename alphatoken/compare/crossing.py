@@ -56,6 +56,8 @@ def _tagged(value: Any) -> Any:
 def _plain(tagged: Any) -> Any:
     if tagged is None or isinstance(tagged, (bool, str)):
         return tagged
+    if not isinstance(tagged, dict) or len(tagged) != 1:
+        raise ValueError("no value that was handed over")
     ((name, held),) = tagged.items()
     if name == "int":
         return int(held)

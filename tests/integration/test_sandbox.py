@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import threading
@@ -12,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alphatoken.compare import code_tasks, sandbox
-from alphatoken.compare.code_tasks import complete_function, pass_at_1, program_of
+import alphatoken
+from alphatoken.compare import code_tasks, crossing, sandbox
+from alphatoken.compare.code_tasks import complete_function, pass_at_1
 from alphatoken.compare.sandbox import Limits, require_isolation, run_program
+from alphatoken.compare.verdict import judge_function
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError, UnsupportedError
 
@@ -129,9 +135,144 @@ def test_no_privileges_and_no_way_back() -> None:
         "assert libc.mount(None, b'/', None, 32 | 4096, None) != 0\n"  # remount writable
         "libc.unshare(0x10000000 | 0x00020000)\n"  # a new user namespace, if there can be one
         "assert libc.mount(None, b'/', None, 32 | 4096, None) != 0\n"
-        "assert [p for p in os.listdir('/proc') if p.isdigit()] == ['1', '2']\n"
+        "assert not os.path.exists('/proc')\n"
+        "for number in (2, 9, 15):\n"
+        "    try:\n"
+        "        os.kill(1, number)\n"  # the first process here; where it may, it is not heeded
+        "    except PermissionError:\n"
+        "        pass\n"
+        "assert libc.ptrace(16, 1, 0, 0) == -1\n"  # attach
+        "open('still here', 'w').close()\n"
     )
-    assert run_program(program, QUICK).output == ""
+    outcome = run_program(program, QUICK)
+    assert (outcome.state, outcome.output) == ("passed", "")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """UNIX sockets of this machine, by a path and by an abstract name, and who has reached them."""
+    addresses = {"path": str(tmp_path / "socket"), "abstract": f"\0sandbox{os.getpid()}"}
+    reached: list[str] = []
+    stop = threading.Event()
+    servers: dict[str, socket.socket] = {}
+    for kind, address in addresses.items():
+        servers[kind] = socket.socket(socket.AF_UNIX)
+        servers[kind].bind(address)
+        servers[kind].listen()
+        servers[kind].settimeout(0.1)
+    os.chmod(addresses["path"], 0o777)
+
+    def serve() -> None:
+        while not stop.is_set():
+            for kind, server in servers.items():
+                with contextlib.suppress(TimeoutError):
+                    server.accept()[0].close()
+                    reached.append(kind)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield addresses, reached
+    stop.set()
+    thread.join()
+    for server in servers.values():
+        server.close()
+
+
+def test_no_socket_of_the_machine_is_reached(
+    sockets: tuple[dict[str, str], list[str]],
+) -> None:
+    addresses, reached = sockets
+    connect = "import socket; socket.socket(socket.AF_UNIX).connect({!r})"
+    for kind, address in addresses.items():
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(address)
+        outcome = run_program(connect.format(address), QUICK)
+        assert outcome.state == "failed", kind
+        assert "FileNotFound" in outcome.output or "refused" in outcome.output
+    time.sleep(0.4)
+    assert sorted(reached) == ["abstract", "path"]  # from outside, once each
+
+
+def test_nothing_of_the_machine_can_be_read(tmp_path: Path) -> None:
+    """No file, variable, argument or descriptor; all that is there is named."""
+    secret = tmp_path / "secret"
+    secret.write_text("known to nobody")
+    secret.chmod(0o777)
+    wanted = [str(secret), "/etc/passwd", "/etc/hostname", "/proc/1/environ", "/proc/self/fd",
+              "/run", "/var", "/root", "/home", "/sys", "/dev/shm", "/dev/pts", str(Path.cwd()),
+              alphatoken.__file__, torch.__file__, "/usr/bin/env"]  # fmt: skip
+    os.environ["SANDBOX_SECRET"] = "known to nobody"
+    descriptor = os.open(secret, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    try:
+        outcome = run_program(
+            "import os, sys, json\n"
+            f"there = [path for path in {wanted!r} if os.path.lexists(path)]\n"
+            "open_ = []\n"
+            "for number in range(3, 256):\n"
+            "    try:\n"
+            "        os.fstat(number); open_.append(number)\n"
+            "    except OSError: pass\n"
+            "print(json.dumps([there, open_, sorted(os.environ), sys.argv, os.listdir('/')]))",
+            QUICK,
+        )
+    finally:
+        os.close(descriptor)
+        del os.environ["SANDBOX_SECRET"]
+    there, descriptors, variables, arguments, root = json.loads(outcome.output)
+    assert (there, descriptors) == ([], [])
+    assert set(variables) <= {"PATH", "HOME", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH"}
+    assert arguments == ["/tmp/program.py"]
+    assert not set(root) & {"etc", "proc", "run", "var", "root", "home", "sys", "mnt", "boot"}
+
+
+def test_python_and_its_library_are_whole() -> None:
+    modules = ("ssl", "sqlite3", "ctypes", "hashlib", "lzma", "bz2", "zlib", "decimal", "asyncio",
+               "multiprocessing", "unicodedata", "statistics", "typing", "json")  # fmt: skip
+    program = (
+        f"import {', '.join(modules)}, threading\nt = threading.Thread(target=print)\nt.start()"
+    )
+    outcome = run_program(program, QUICK)
+    assert (outcome.state, outcome.output) == ("passed", "\n")
+    for package in ("torch", "numpy", "alphatoken"):
+        assert "ModuleNotFoundError" in run_program(f"import {package}", QUICK).output
+
+
+def test_the_disk_cannot_be_filled() -> None:
+    """Neither by one file, nor by many, nor by names alone, nor through the output."""
+    many = run_program(
+        "n = 0\ntry:\n    while True:\n        open(f'{n}', 'wb').write(b'x' * (1 << 16)); n += 1\n"
+        "except OSError:\n    print(n)",
+        QUICK,
+    )
+    assert int(many.output) <= (1 << 22) // (1 << 16)
+    names = run_program(
+        "n = 0\ntry:\n    while True:\n        open(f'{n}', 'w').close(); n += 1\n"
+        "except OSError:\n    print(n)",
+        QUICK,
+    )
+    assert int(names.output) <= 1024
+    for folder in ("/", "/usr/lib", "/dev"):
+        assert run_program(f"open({folder + '/x'!r}, 'w')", QUICK).state == "failed"
+
+
+def test_what_outlives_the_program_is_ended() -> None:
+    """A child with a session of its own, which ignores every signal that it can."""
+    program = (
+        "import os, signal, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    for number in range(1, 32):\n"
+        "        try:\n"
+        "            signal.signal(number, signal.SIG_IGN)\n"
+        "        except OSError: pass\n"
+        "    time.sleep(60)\n"
+    )
+    began = time.monotonic()
+    assert run_program(program, QUICK).state == "passed"
+    assert time.monotonic() - began < 5
+    time.sleep(0.3)
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"program.py" in _read(p)]
 
 
 def test_without_unshare_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,6 +284,161 @@ def test_without_unshare_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finally:
         sandbox.require_isolation.cache_clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_where_namespaces_are_forbidden_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What unshare says goes into the message."""
+    fake = tmp_path / "unshare"
+    fake.write_text("#!/bin/sh\necho unshare failed: Operation not permitted\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox.require_isolation.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="Operation not permitted.*user namespaces"):
+            run_program("print(1)", QUICK)
+        with pytest.raises(UnsupportedError, match="is not run"):
+            judge_function("def f():\n", "    return 1\n", "f", CHECK, QUICK)
+    finally:
+        sandbox.require_isolation.cache_clear()
+
+
+# --- who says that it passed ---------------------------------------------------------------------
+
+HEAD = "def f(x):\n"
+CHECK = (
+    "def check(candidate):\n    assert candidate(2) == 40961\n    assert candidate(3) == 61441\n"
+)
+"""Its numbers are nowhere where the completion is."""
+
+FORGED = {
+    "ends early": "    import sys\n    sys.exit(0)\n",
+    "ends at once": "    import os\n    os._exit(0)\n",
+    "ends when it is read": "    return 1\nimport os\nos._exit(0)\n",
+    "ends by a signal": "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+    "is equal to everything": (
+        "    class Yes:\n        def __eq__(self, other): return True\n"
+        "        __ne__ = __hash__ = None\n    return Yes()\n"
+    ),
+    "is a number that is equal to everything": (
+        "    class Yes(int):\n        def __eq__(self, other): return True\n"
+        "        def __hash__(self): return 1\n        def __repr__(self): return '40961'\n"
+        "    return Yes(1)\n"
+    ),
+    "redefines assertions": (
+        "    import builtins\n    builtins.AssertionError = builtins.print\n"
+        "    builtins.__build_class__ = None\n    return 1\n"
+    ),
+    "raises what ends the tests": "    raise SystemExit(0)\n",
+    "raises an end under another name": ("    raise type('SystemExit', (Exception,), {})('0')\n"),
+    "prints what it reads": (
+        "    text = open('/tmp/program.py').read()\n    print(text, 'passed')\n    return text\n"
+    ),
+    "answers for its own driver": (
+        "    import os\n    for n in range(3, 64):\n        try:\n"
+        '            os.write(n, b\'[true, true]\\n{"list": [true, {"int": "1"}]}\\n\' * 9)\n'
+        "        except OSError: pass\n    return 1\n"
+    ),
+    "finds the tests": (
+        "    import gc, re\n"
+        "    texts = [o for o in gc.get_objects() if isinstance(o, (str, dict))]\n"
+        "    found = re.findall(r'== (40961|61441)', str(texts) + open('/tmp/program.py').read())\n"
+        "    return int(found[0]) if found else 1\n"
+    ),
+    "finds the tests in memory": (
+        "    import os\n    for name in ('/proc/1/mem', '/proc/self/mem', '/proc/1/cmdline'):\n"
+        "        if os.path.exists(name): return 40961\n    return 1\n"
+    ),
+    "sends nonsense": "    return {1: object()}\n",
+    "sends too much": "    return 'x' * (1 << 23)\n",
+    "contains itself": "    a = []\n    a.append(a)\n    return a\n",
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_completion_cannot_forge_its_verdict(how: str) -> None:
+    outcome = judge_function(HEAD, FORGED[how], "f", CHECK, QUICK)
+    assert outcome.state == "failed", outcome
+    assert outcome.code != 0
+
+
+def test_a_completion_that_never_answers_is_stopped() -> None:
+    began = time.monotonic()
+    for body in ("    while True: pass\n", "    import time\n    time.sleep(99)\n"):
+        assert judge_function(HEAD, body, "f", CHECK, Limits(seconds=1.0)).state == "timeout"
+    assert time.monotonic() - began < 30
+
+
+def test_right_functions_pass() -> None:
+    right = "    print('thinking')\n    return 20480 * x + 1\n"
+    outcome = judge_function(HEAD, right, "f", CHECK, QUICK)
+    assert outcome.state == "passed"
+    assert "thinking" in outcome.output
+    prompt = (
+        "from typing import List\n\ndef helper(x: int) -> int:\n    return x + 1\n\n"
+        'def f(x, *, more: List[int] = []):\n    """Doc."""\n'
+    )
+    body = (
+        "    from collections import OrderedDict\n"
+        "    if x is None: raise ValueError('none')\n"
+        "    return OrderedDict(a=(x, [helper(x)], {1, 2}, b'z', 1.5, float('inf'), 1j, more))\n"
+    )
+    test = (
+        "def check(candidate):\n"
+        "    found = candidate(helper(0), more=[True])\n"
+        "    assert found == {'a': (1, [2], {1, 2}, b'z', 1.5, float('inf'), 1j, [True])}\n"
+        "    assert type(found) is dict and type(found['a'][1][0]) is int\n"
+        "    assert f(10**30, more=[])['a'][0] == 10**30\n"
+        "    try:\n        candidate(None)\n    except ValueError:\n        return\n"
+        "    raise AssertionError('no error')\n"
+    )
+    outcome = judge_function(prompt, body, "f", test, QUICK)
+    assert outcome.state == "passed", outcome
+
+
+_ATOMS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.binary(),
+    st.text(),
+)  # fmt: skip
+_HASHABLE = st.recursive(_ATOMS, lambda inner: st.tuples(inner, inner), max_leaves=3)
+_PLAIN = st.recursive(
+    _ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.sets(_HASHABLE, max_size=3),
+        st.frozensets(_HASHABLE, max_size=3),
+        st.dictionaries(_HASHABLE, inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def spelled(value: Any) -> Any:
+    """Comparable: by class, sets in some order, NaN equal to itself."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [spelled(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(repr(spelled(one)) for one in value)
+    if isinstance(value, dict):
+        return dict, [(spelled(k), spelled(v)) for k, v in value.items()]
+    return type(value), repr(value)
+
+
+@given(_PLAIN)
+def test_what_crosses_is_what_was_sent(value: Any) -> None:
+    found = crossing.decode(crossing.encode(value))
+    assert spelled(found) == spelled(value)
+
+
+def test_only_plain_values_cross() -> None:
+    for value in (object(), print, {1: int}, [(i for i in ())]):
+        with pytest.raises(TypeError, match="handed over"):
+            crossing.encode(value)
+    for text in ("{}", "[]", "3", '{"int": "1", "b": 2}', '{"object": []}', "nothing"):
+        with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+            crossing.decode(text)
 
 
 # --- problems of HumanEval's form ---------------------------------------------------------------
@@ -160,8 +456,8 @@ def test_humaneval_solutions_pass_and_wrong_ones_do_not(data_dir: Path) -> None:
         ("    return None\n", False),
         ("    import os\n    os._exit(0)\n", False),  # leaves before the tests
     ):
-        program = program_of(problem, completion, "all passed")
-        assert ("all passed" in run_program(program, QUICK).output) == solved
+        given = problem["prompt"], completion, problem["entry_point"], problem["test"]
+        assert (judge_function(*given, QUICK).state == "passed") == solved
 
 
 def test_pass_at_1_of_a_real_model(data_dir: Path, tmp_path: Path) -> None:
