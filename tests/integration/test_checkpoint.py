@@ -158,6 +158,7 @@ if NIGHTLY:
     MOMENTS += [(name, [Moment("write", n)]) for name in RUNS for n in range(1, WRITES + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "moments"),
     MOMENTS,
@@ -178,6 +179,7 @@ def test_killed_run_goes_on_to_the_same_bits(
     shutil.rmtree(run.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NIGHTLY, reason="a hundred runs: the nightly profile (HYPOTHESIS_PROFILE)")
 @pytest.mark.parametrize("number", range(100 if NIGHTLY else 1))
 def test_killed_at_any_time(uninterrupted: Any, tmp_path: Path, number: int) -> None:
@@ -198,6 +200,7 @@ def test_killed_at_any_time(uninterrupted: Any, tmp_path: Path, number: int) -> 
     shutil.rmtree(run.folder)
 
 
+@pytest.mark.slow
 def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
     options = {
         "per_device_train_batch_size": 2,
@@ -215,6 +218,7 @@ def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
     assert "1 now, 2 in" in alone[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * PATIENCE + 60)
 @pytest.mark.skipif(not NIGHTLY, reason="minutes a layout: the nightly profile")
 @pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero2", "zero3"])
@@ -380,6 +384,7 @@ def test_changed_data_is_named_and_harmless_options_are_free(run: Run) -> None:
     assert watched.state.global_step == 8
 
 
+@pytest.mark.slow
 def test_changed_values_of_our_own_are_named(uninterrupted: Any) -> None:
     whole, _ = uninterrupted("full")
     for option in ({"keep_ratio": 0.25}, {"policy": "top"}, {"validation_batch_size": 4}):
@@ -473,6 +478,7 @@ def test_full_disk_leaves_the_last_checkpoint(run: Run) -> None:
     assert steps(run) == [3, 6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [2, 40, 120, 300, 400])
 def test_full_file_system(tmp_path: Path, free: int) -> None:
     """A small file system with so many KiB left, so that one file after the other does not fit."""
@@ -495,6 +501,7 @@ def test_full_file_system(tmp_path: Path, free: int) -> None:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a traceback holds a file
 
 
+@pytest.mark.slow
 def test_one_process_that_cannot_write_stops_all(tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 2}
     run = Run("plain", tmp_path, processes=2, options=options, largest_file={1: 1000})

@@ -25,6 +25,7 @@ from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
+from alphatoken.data.stdlib import code_pairs, write_files
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -374,13 +375,27 @@ def test_two_texts_part_at_a_word() -> None:
             pair_of(record, 0, "here")
 
 
-def test_pairs_of_people_are_read(data_dir: Path) -> None:
-    found = read_pairs(data_dir / "hh_rlhf" / "train.jsonl")
-    assert len(found) == 500
-    assert all(pair.prompt[-1].role == "user" for pair in found)
-    assert all("\n\nHuman:" not in turn.text for pair in found for turn in pair.prompt)
-    assert {turn.role for pair in found for turn in (*pair.chosen, *pair.rejected)} == {"assistant"}
-    assert len(read_pairs(data_dir / "dpo_en_demo" / "train.jsonl")) == 199
+def test_transcripts_and_conversations_of_real_pairs_are_read(tmp_path: Path) -> None:
+    """Two transcripts that begin alike, or turns under other names: the same pairs."""
+    wanted = code_pairs(120)
+    transcripts, conversations = [], []
+    for pair in wanted:
+        asked, good, bad = (turns[0].text for turns in (pair.prompt, pair.chosen, pair.rejected))
+        before = f"\n\nHuman: hello\n\nAssistant: yes?\n\nHuman: {asked}\n\nAssistant: "
+        transcripts.append({"chosen": before + good, "rejected": before + bad})
+        conversations.append({
+            "conversations": [{"from": "human", "value": asked}],
+            "chosen": {"from": "gpt", "value": good},
+            "rejected": {"from": "gpt", "value": bad},
+        })  # fmt: skip
+    found = read_pairs(write(tmp_path / "transcripts.jsonl", transcripts))
+    assert [pair.prompt[2:] for pair in found] == [pair.prompt for pair in wanted]
+    assert {tuple(turn.role for turn in pair.prompt) for pair in found} == {
+        ("user", "assistant", "user")
+    }
+    for one in (found, read_pairs(write(tmp_path / "conversations.jsonl", conversations))):
+        assert [pair.chosen for pair in one] == [pair.chosen for pair in wanted]
+        assert [pair.rejected for pair in one] == [pair.rejected for pair in wanted]
 
 
 def test_a_json_list_is_a_data_file(tmp_path: Path) -> None:
@@ -546,14 +561,22 @@ def run(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def real(data_dir: Path, task: str, out: Path, **changed: object) -> list[object]:
-    """A short run on the real model and real rows; keyword arguments replace options."""
-    files = {"sft": "gsm8k", "dpo": "hh_rlhf"}
+@pytest.fixture(scope="session")
+def library(library_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained decoder and rows of the standard library."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "model").symlink_to(library_decoder)
+    write_files(folder, train=120, held_out=20)
+    return folder
+
+
+def real(library: Path, task: str, out: Path, **changed: object) -> list[object]:
+    """A short run on the trained model and real rows; keyword arguments replace options."""
+    files = {"sft": "train", "dpo": "pairs"}
     options: dict[str, object] = {
         "config": f"laptop-{task}",
-        "model_name_or_path": data_dir / "stories260K" / "transformers",
-        "train_file": data_dir / files[task] / "train.jsonl",
-        "train_limit": 120,
+        "model_name_or_path": library / "model",
+        "train_file": library / f"{files[task]}.jsonl",
         "output_dir": out,
         "max_length": 192,
         "per_device_train_batch_size": 2,
@@ -581,14 +604,15 @@ def differ(left: Path, right: Path) -> bool:
     return any(not torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, *real(data_dir, task, tmp_path / "out", max_steps=3))
+def test_real_runs_train_and_say_what_they_did(task: str, library: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, *real(library, task, tmp_path / "out", max_steps=3))
     assert "3 steps trained; model:" in done.stdout
     assert "10 rows drawn for validation and not trained on" in done.stderr
     assert "6 prompts drawn for the Fisher" in done.stderr
-    assert differ(tmp_path / "out", data_dir / "stories260K" / "transformers")
+    assert differ(tmp_path / "out", library / "model")
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert len(losses) == 3
@@ -600,20 +624,21 @@ def test_real_runs_train_and_say_what_they_did(task: str, data_dir: Path, tmp_pa
     assert list((tmp_path / "out").glob("values*"))  # the values of the training tokens
     # The trained model is one that the next command can start from.
     again = run(
-        tmp_path, *real(data_dir, task, tmp_path / "more", max_steps=1, policy="random",
+        tmp_path, *real(library, task, tmp_path / "more", max_steps=1, policy="random",
                         model_name_or_path=tmp_path / "out", retention="none"),
     )  # fmt: skip
     assert "1 steps trained" in again.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft"])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    task: str, data_dir: Path, tmp_path: Path
+    task: str, library: Path, tmp_path: Path
 ) -> None:
-    whole = real(data_dir, task, tmp_path / "whole")
+    whole = real(library, task, tmp_path / "whole")
     run(tmp_path, *whole)
-    words = real(data_dir, task, tmp_path / "parts")
+    words = real(library, task, tmp_path / "parts")
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(tmp_path), cwd=tmp_path,
@@ -635,7 +660,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert "the output folder is not empty" in refused.stderr
 
     changed = subprocess.run(
-        command(*real(data_dir, task, tmp_path / "parts", learning_rate=1.0), "--resume"),
+        command(*real(library, task, tmp_path / "parts", learning_rate=1.0), "--resume"),
         capture_output=True, text=True, timeout=300, env=environment(tmp_path),
     )  # fmt: skip
     assert changed.returncode == 2
@@ -646,18 +671,36 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert not differ(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_resume_starts_where_there_is_nothing_to_resume(data_dir: Path, tmp_path: Path) -> None:
-    words = real(data_dir, "sft", tmp_path / "out", max_steps=1, retention="none")
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_run_in_this_process(
+    task: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    words = real(library, task, tmp_path / "out", max_steps=2, max_length=96, fisher_samples=2)
+    assert main([str(word) for word in words]) == 0
+    said = capsys.readouterr()
+    assert "2 steps trained; model:" in said.out
+    assert "10 rows drawn for validation and not trained on" in said.err
+    assert differ(tmp_path / "out", library / "model")
+    assert list((tmp_path / "out").glob("values*"))
+
+
+@pytest.mark.slow
+def test_resume_starts_where_there_is_nothing_to_resume(library: Path, tmp_path: Path) -> None:
+    words = real(library, "sft", tmp_path / "out", max_steps=1, retention="none")
     assert "1 steps trained" in run(tmp_path, *words, "--resume").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-def test_adapters_retention_rows_and_evaluation(data_dir: Path, tmp_path: Path) -> None:
+def test_adapters_retention_rows_and_evaluation(library: Path, tmp_path: Path) -> None:
     """laptop-lora, with retention rows of plain text, and TRL's own evaluation."""
     words = real(
-        data_dir, "sft", tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
-        retention_data=data_dir / "tinystories" / "stories.jsonl", retention_batch_size=2,
-        eval_strategy="steps", eval_steps=2, eval_data=data_dir / "gsm8k" / "test.jsonl",
+        library, "sft", tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
+        retention_data=library / "retention.jsonl", retention_batch_size=2,
+        eval_strategy="steps", eval_steps=2, eval_data=library / "test.jsonl",
         max_length=128, per_device_eval_batch_size=16,
     )  # fmt: skip
     done = run(tmp_path, *words)
@@ -665,20 +708,22 @@ def test_adapters_retention_rows_and_evaluation(data_dir: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-def test_two_processes_are_launched(data_dir: Path, tmp_path: Path) -> None:
+def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
     layout = tmp_path / "two.yaml"
     layout.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n"
         "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
         "main_training_function: main\nrdzv_backend: static\nsame_network: true\n"
     )
-    words = real(data_dir, "sft", tmp_path / "out", max_steps=1, accelerate_config=layout)
+    words = real(library, "sft", tmp_path / "out", max_steps=1, accelerate_config=layout)
     done = run(tmp_path, *words)
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
 
 
+@pytest.mark.slow
 def test_a_terminated_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
     worker = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(120)"]
     script = (
@@ -754,6 +799,7 @@ def tiny(family: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:

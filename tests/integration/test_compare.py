@@ -44,6 +44,8 @@ from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies import POLICIES
 
+pytestmark = pytest.mark.slow  # grids of runs
+
 PATIENCE = 240.0
 
 
@@ -428,9 +430,9 @@ def test_a_score_and_a_loss_have_no_mean(model: Path, tmp_path: Path) -> None:
 def task_files(folder: Path) -> Path:
     """Two local tasks of lm-eval: one of choices, one that generates; offline."""
     docs = [
-        {"question": "Once upon a time, there was a little", "choices": [" girl", " zq vx"],
+        {"question": "If the object is a class", "choices": [" instance", " zq vxjq"],
          "gold": 0},
-        {"question": "The sun was", "choices": [" xx qq", " bright"], "gold": 1},
+        {"question": "The following", "choices": [" xx qqzv", " statement"], "gold": 1},
     ]  # fmt: skip
     file = write(folder / "docs.jsonl", docs)
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}},
@@ -441,7 +443,7 @@ def task_files(folder: Path) -> Path:
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }  # fmt: skip
     written = {
-        "task": "tiny_written", "output_type": "generate_until", "doc_to_target": " girl",
+        "task": "tiny_written", "output_type": "generate_until", "doc_to_target": " instance",
         "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     }  # fmt: skip
@@ -453,9 +455,9 @@ def task_files(folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
-def test_lm_eval_runs_local_tasks_offline(data_dir: Path, tmp_path: Path) -> None:
+def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
-    one, tokenizer = load_causal_model(data_dir / "stories260K" / "transformers")
+    one, tokenizer = load_causal_model(library_decoder)
     path = str(task_files(tmp_path))
     found = task_scores(one, tokenizer, ["tiny_choice", "tiny_written"], include_path=path)
     assert found["tiny_choice"] == 100.0

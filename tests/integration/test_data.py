@@ -29,8 +29,10 @@ from alphatoken.data import (
     split_pools,
     token_texts,
 )
+from alphatoken.data.stdlib import code_rows
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
+from tests.integration import subjects
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -404,20 +406,33 @@ def test_values_do_not_depend_on_the_padding_side() -> None:
 # --- real rows ------------------------------------------------------------------------------------
 
 
+def _instruction(prompt: str, response: str) -> dict[str, str]:
+    head, _, rest = prompt.partition("\n")
+    return {"instruction": head, "input": rest, "output": response}
+
+
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "record", "fields"),
     [
-        ("gsm8k/train.jsonl", None),
-        ("codealpaca/train.jsonl", None),
-        ("dolly_hhrlhf/train.jsonl", None),
-        ("mbpp/train.jsonl", Fields(prompt="text", response="code")),
-        ("tinystories/stories.jsonl", Fields(response="text")),
+        ("functions", lambda p, r: {"prompt": p, "response": r}, None),
+        ("functions", _instruction, None),
+        ("summaries", lambda p, r: {"text": p, "code": r}, Fields(prompt="text", response="code")),
+        ("names", lambda p, r: {"question": p, "answer": r}, None),
+        ("topics", lambda p, r: {"text": r}, Fields(response="text")),
     ],
 )
-def test_real_rows_encode_and_come_back(data_dir: Path, name: str, fields: Fields | None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(data_dir / "stories260K" / "transformers")
-    rows = read_rows(data_dir / name, fields=fields, limit=60)
-    assert len(rows) == 60
+def test_real_rows_encode_and_come_back(
+    tmp_path: Path,
+    library_decoder: Path,
+    name: str,
+    record: Callable[[str, str], dict[str, str]],
+    fields: Fields | None,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    path, wanted = tmp_path / "rows.jsonl", subjects.rows(name)[:60]
+    path.write_text("".join(json.dumps(record(r.prompt, r.response)) + "\n" for r in wanted))
+    rows = read_rows(path, fields=fields, limit=60)
+    assert [row.turns for row in rows] == [row.turns for row in wanted]
     options = EncodeOptions(max_length=512, on_empty="skip")
     examples, report = encode_rows(rows, tokenizer, options)
     assert report.examples + report.skipped_empty == 60
@@ -428,30 +443,21 @@ def test_real_rows_encode_and_come_back(data_dir: Path, name: str, fields: Field
         if not example.tokens_cut:
             kept = [label for label in example.labels if label != -100]
             assert kept[-1] == tokenizer.eos_token_id
-            # sentencepiece: a leading space, and every character, byte pieces included, comes back
             assert tokenizer.decode(kept[:-1]).strip() == example.row.response.strip()
 
 
-def test_a_real_chat_of_several_turns(data_dir: Path) -> None:
-    records = [
-        json.loads(line)
-        for line in (data_dir / "dpo_en_demo/train.jsonl").read_text("utf-8").splitlines()[:60]
-    ]
+def test_a_chat_of_several_turns_of_real_text() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    several = 0
-    for record in records:
-        turns = [*record["conversations"], record["chosen"]]
-        roles = {"human": "user", "gpt": "assistant", "system": "system"}
-        row = Row(0, "x", tuple(Turn(roles[t["from"]], t["value"]) for t in turns))
-        answers = [turn.text for turn in row.turns if turn.role == "assistant"]
+    rows = code_rows(60)
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        row = Row(0, "x", (Turn("system", first.place), *first.turns, *second.turns))
+        answers = [first.response, second.response]
         assert labelled_text(tokenizer, row) == [f"{answer}<|im_end|>" for answer in answers]
-        several += len(answers) > 1
-    assert several > 0
 
 
-def test_no_leak_between_real_training_and_test_rows(data_dir: Path) -> None:
-    train = read_rows(data_dir / "gsm8k/train.jsonl", limit=200)
-    test = read_rows(data_dir / "gsm8k/test.jsonl", limit=200)
+def test_no_leak_between_real_training_and_test_rows() -> None:
+    rows = code_rows(400)
+    train, test = rows[:200], rows[200:]
     counts = split_pools(train, validation=test).counts
     assert counts["train"] == 200
     seeded: Callable[[Row], Row] = lambda row: pair(row.index, row.prompt.upper(), "other")  # noqa: E731

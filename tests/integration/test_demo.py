@@ -15,7 +15,10 @@ from alphatoken.demo.run import SPOILED, _roc_area
 from alphatoken.demo.world import TASKS, draw_exchanges, general_text, vocabulary
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+]
 
 
 def test_world_has_no_unknown_word_and_no_repeated_prompt() -> None:

@@ -11,6 +11,8 @@ from alphatoken.fidelity import coverage
 from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.subjects import subject
 
+pytestmark = pytest.mark.slow  # a long diagnostic
+
 OPTIONS = coverage.Options(draws=40, clusters=6, points=200)
 POLICIES = ("random", "low-perplexity", "direct", "alphatoken", "label")
 

@@ -10,6 +10,8 @@ from alphatoken.fidelity import drift
 from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.subjects import RETENTION, model, subject
 
+pytestmark = pytest.mark.slow  # a long diagnostic
+
 OPTIONS = drift.Options(probes=8)
 
 
@@ -30,13 +32,13 @@ def test_every_set_has_moved_and_says_how_far(found: Diagnosis):
 
 def test_its_own_text_is_forgotten(found: Diagnosis):
     losses = {record["set"]: record for record in found.table("drift-losses").records()}
-    assert losses["tinystories"]["loss_before"] < 2.5  # what the model was trained on
-    assert losses["tinystories"]["loss_change_low"] > 0
+    assert losses["topics"]["loss_before"] < 2.5  # what the model was trained on
+    assert losses["topics"]["loss_change_low"] > 0
     assert any("Forgotten" in sentence for sentence in found.answer)
 
 
 def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
-    places = [r["place"] for r in found.table("drift-layers").records() if r["set"] == "dolly"]
+    places = [r["place"] for r in found.table("drift-layers").records() if r["set"] == "summaries"]
     assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
     drawn = found.figure("drift-map").data.records()
     assert len(drawn) == 8 * len(RETENTION)

@@ -15,6 +15,8 @@ from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from tests.integration.subjects import RETENTION, examples, subject
 
+pytestmark = pytest.mark.slow  # a long diagnostic
+
 SMALL = diagnostic.Options(
     rows=2, sizes=(4, 8), max_new_tokens=6, bound_tokens=40, steps=2, block=2, draws=10
 )
@@ -92,7 +94,7 @@ def test_it_is_saved_with_its_figures(found: Diagnosis, tmp_path: Path) -> None:
 def test_what_was_compared_is_said(found: Diagnosis) -> None:
     said = " ".join(found.notes)
     assert "fine-tuned on the training rows for 4 AdamW steps" in said
-    assert "2 of tinystories, 2 of dolly, 2 of mbpp, 2 of codealpaca" in said
+    assert "2 of topics, 2 of functions, 2 of summaries, 2 of names" in said
 
 
 def test_without_retention_rows_it_is_refused() -> None:

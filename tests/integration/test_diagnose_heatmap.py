@@ -24,8 +24,11 @@ def test_it_says_what_is_valued_with_intervals(found: Diagnosis):
     assert all("[" in sentence for sentence in found.answer if "zero" not in sentence)
     assert any("Stability is zero" in sentence for sentence in found.answer)
     kinds = {record["kind"]: record for record in found.table("heatmap-kinds").records()}
-    # Numbers are what this model has never seen, and what GSM8K's answers are made of.
-    assert kinds["number"]["kept_low"] > 0.5
+    assert len(kinds) > 3
+    several = [record for record in kinds.values() if record["tokens"] > 30]
+    assert len(several) > 2
+    for record in several:
+        assert 0 <= record["kept_low"] <= record["kept"] <= record["kept_high"] <= 1
     agreement = found.table("heatmap-agreement").records()[0]
     assert 0.4 < agreement["spearman_low"] <= agreement["spearman"] <= 1
 
@@ -33,7 +36,8 @@ def test_it_says_what_is_valued_with_intervals(found: Diagnosis):
 def test_every_token_of_the_rows_is_in_table_and_page(found: Diagnosis):
     records = found.table("heatmap-tokens").records()
     text = "".join(str(record["token"]) for record in records)
-    assert "<<" in text
+    responses = [row.row.response for row in subject("far").train]
+    assert sum(response[:30] in text for response in responses) == 2
     assert found.html.count("at-tok") >= 4 * len(records)
     for record in records:
         parts = record["adaptation_direct"] + record["adaptation_causal"]
@@ -55,6 +59,7 @@ def test_the_same_run_is_the_same_diagnosis(found: Diagnosis):
     assert again.answer == found.answer
 
 
+@pytest.mark.slow
 def test_the_page_shows_signs_in_their_colours_light_and_dark(found: Diagnosis, tmp_path: Path):
     page = tmp_path / "page.html"
     start = "<!DOCTYPE html><meta charset='utf-8'><style>:root{color-scheme:light dark}</style>"

@@ -537,6 +537,7 @@ def test_browser_prints_all_of_it(browser: Browser) -> None:
         browser.send("Emulation.setEmulatedMedia", media="")
 
 
+@pytest.mark.slow
 def test_browser_runs_nothing_even_if_a_diagnosis_brings_it(tmp_path: Path) -> None:
     evil = (
         "<script>document.title = 'owned'</script>"

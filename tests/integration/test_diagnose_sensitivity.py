@@ -15,6 +15,8 @@ from alphatoken.storage import weights_digest
 from alphatoken.train.cost import work_of
 from tests.integration import subjects
 
+pytestmark = pytest.mark.slow  # a long diagnostic
+
 OPTIONS = sensitivity.Options(
     estimators=("alphatoken", "path", "label"), layers=(1, 3, 5), windows=(0, 32),
     weights=(0.0, 1.5, 15.0), ratios=(0.3, 0.7), draws=8, repeats=1,

@@ -13,6 +13,8 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.utility import Options, diagnose
 from tests.integration.subjects import subject
 
+pytestmark = pytest.mark.slow  # a long diagnostic
+
 QUICK: dict[str, Any] = {
     "groups": 8,
     "sweep_tokens": 2,

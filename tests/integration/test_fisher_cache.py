@@ -415,6 +415,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> FisherDrift:
     return fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_fit_once(tmp_path: Path, alone: FisherDrift) -> None:
     outs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     join(start(tmp_path / "cache", outs, world=1, seconds=0.5))
@@ -423,6 +424,7 @@ def test_two_launches_at_once_fit_once(tmp_path: Path, alone: FisherDrift) -> No
     assert len(list(tmp_path.glob("*.fits"))) == 1
 
 
+@pytest.mark.slow
 def test_killed_fit_leaves_no_lock_and_is_gone_on_with(tmp_path: Path) -> None:
     folder, out = tmp_path / "cache", tmp_path / "a.safetensors"
     (process,) = start(folder, [out], world=1, options=LONG, seconds=0.02)
@@ -438,6 +440,7 @@ def test_killed_fit_leaves_no_lock_and_is_gone_on_with(tmp_path: Path) -> None:
     assert equal(found, fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path / "w"))
 
 
+@pytest.mark.slow
 def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
     outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
     join(start(tmp_path / "cache", outs, world=2, seconds=0.3))
@@ -446,6 +449,7 @@ def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
     assert entries(tmp_path / "cache") == [".lock", ".safetensors"], "nothing else is left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[[1, 2], []], [["no", "ids"]]])
 def test_all_processes_stop_when_the_main_one_fails(tmp_path: Path, prompts: Any) -> None:
     outs = [tmp_path / "0", tmp_path / "1"]
@@ -455,6 +459,7 @@ def test_all_processes_stop_when_the_main_one_fails(tmp_path: Path, prompts: Any
     assert first.split(":")[0] in second
 
 
+@pytest.mark.slow
 def test_others_notice_that_the_main_process_was_killed(tmp_path: Path) -> None:
     outs = [tmp_path / "0", tmp_path / "1"]
     processes = start(tmp_path / "cache", outs, world=2, seconds=60)
@@ -467,6 +472,7 @@ def test_others_notice_that_the_main_process_was_killed(tmp_path: Path) -> None:
     assert "ended without a word" in (tmp_path / "1.error").read_text()
 
 
+@pytest.mark.slow
 def test_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     outs = [tmp_path / "0", tmp_path / "1"]
     folders = {1: tmp_path / "elsewhere"}

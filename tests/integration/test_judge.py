@@ -133,15 +133,18 @@ def test_settings_are_checked() -> None:
 
 
 @pytest.fixture(scope="module")
-def stories(data_dir: Path) -> tuple[Any, Any]:
-    folder = data_dir / "stories260K" / "transformers"
-    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+def trained(library_decoder: Path) -> tuple[Any, Any]:
+    """A model that has read documents, and its tokenizer."""
+    return (
+        AutoModelForCausalLM.from_pretrained(library_decoder),
+        AutoTokenizer.from_pretrained(library_decoder),
+    )
 
 
-def test_likelihood_is_the_model_s_own(stories: tuple[Any, Any]) -> None:
-    model, tokenizer = stories
+def test_likelihood_is_the_model_s_own(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
     judge = LikelihoodJudge(model, tokenizer)
-    prompt, answer = "Once upon a time,", " there was a little girl named Lily."
+    prompt, answer = "If the object is a class instance,", " the value of the attribute is used."
     before = tokenizer(prompt)["input_ids"]
     after = tokenizer(answer, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
@@ -155,15 +158,15 @@ def test_likelihood_is_the_model_s_own(stories: tuple[Any, Any]) -> None:
 
 
 def test_a_trained_model_wins_against_its_ruin(
-    stories: tuple[Any, Any], data_dir: Path, tmp_path: Path
+    trained: tuple[Any, Any], library_decoder: Path, tmp_path: Path
 ) -> None:
-    model, tokenizer = stories
+    model, tokenizer = trained
     torch.manual_seed(0)
     ruined = AutoModelForCausalLM.from_config(model.config).eval()
     questions = tmp_path / "questions.jsonl"
-    asked = ["Once upon a time, there was", "The little dog wanted to"]
+    asked = ["The following statement is", "If the object is"]
     questions.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
-    judge = make_judge({"kind": "likelihood", "model": str(data_dir / "stories260K/transformers")})
+    judge = make_judge({"kind": "likelihood", "model": str(library_decoder)})
     options: dict[str, Any] = {"max_new_tokens": 12, "folder": tmp_path}
     assert win_rate_against(model, ruined, tokenizer, questions, judge, **options) == 100.0
     assert win_rate_against(ruined, model, tokenizer, questions, judge, **options) == 0.0

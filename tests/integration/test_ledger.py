@@ -24,8 +24,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from alphatoken import Scorer, ScorerConfig, TokenValues
 from alphatoken.batch import label_mask
-from alphatoken.data import read_rows
 from alphatoken.data.encode import encode_row
+from alphatoken.data.stdlib import code_rows
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError, NumericalError
 from alphatoken.train.documents import row_documents
 from alphatoken.train.ledger import ValueLedger
@@ -565,10 +565,10 @@ def test_trl_preference_batches_are_found_in_the_data_set(truncation: str, tmp_p
         assert record["token_id"] == ids[shift + record["position"]]
 
 
-def test_real_rows_with_their_words(data_dir: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(data_dir / "stories260K" / "transformers")
+def test_real_rows_with_their_words(library_decoder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
     rows = []
-    for row in read_rows(data_dir / "gsm8k" / "train.jsonl", limit=30):
+    for row in code_rows(30):
         ids, labels = encode_row(row, tokenizer)
         rows.append({"input_ids": list(ids), "labels": list(labels)})
     ledger = ValueLedger()

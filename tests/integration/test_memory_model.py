@@ -28,6 +28,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's VmHWM")
 def test_predicted_peaks_are_within_15_percent_of_measured_ones() -> None:
     """Over widths, depths, vocabularies, estimators, trainers, dtypes; and at the right moment."""

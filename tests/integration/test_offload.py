@@ -76,6 +76,7 @@ def in_processes(path: Path, *kinds: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's VmHWM")
 def test_peak_memory_falls_by_what_is_not_held(tmp_path: Path) -> None:
     """F, W_ref and V are one size S: load holds 3 S, open S (V), streaming a matrix of each."""

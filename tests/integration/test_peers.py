@@ -24,6 +24,8 @@ from benchmarks.peers.autograd import per_token_autograd
 from benchmarks.peers.peer import Peer, Work, started, validation_gradient
 from benchmarks.peers.registry import ALL, BY_NAME
 
+pytestmark = pytest.mark.slow  # other libraries, memory
+
 OWN = [peer for peer in ALL if not peer.requires]
 PACKAGES = [peer for peer in ALL if peer.requires]
 TORCH_OF_OLD = "ignore:.torch.jit.script. is deprecated:DeprecationWarning"

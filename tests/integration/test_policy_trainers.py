@@ -461,6 +461,7 @@ def test_ten_lines_by_object_class_and_name(tmp_path: Path) -> None:
 # --- resuming -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["sstoken", "flow"])
 def test_resumed_after_kill_to_the_same_bits(tmp_path: Path, name: str) -> None:
@@ -501,6 +502,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch("single", tmp_path_factory.mktemp("single"), *JOBS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_two_processes_are_one(tmp_path: Path, one: Any, layout: str) -> None:

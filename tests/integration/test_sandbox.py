@@ -23,7 +23,6 @@ from alphatoken.compare import code_tasks, crossing, sandbox
 from alphatoken.compare.code_tasks import complete_function, pass_at_1
 from alphatoken.compare.sandbox import Limits, require_isolation, run_program
 from alphatoken.compare.verdict import judge_function
-from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError, UnsupportedError
 
 QUICK = Limits(seconds=5.0)
@@ -449,8 +448,21 @@ def test_a_completion_ends_at_the_left_edge() -> None:
     assert complete_function("    return 1") == "    return 1"
 
 
-def test_humaneval_solutions_pass_and_wrong_ones_do_not(data_dir: Path) -> None:
-    problem = dict(next(row for _, row in read_records(data_dir / "humaneval/HumanEval.jsonl")))
+PROBLEM = {
+    "task_id": "ours/0",
+    "prompt": "from typing import List\n\n\ndef rising(numbers: List[int]) -> bool:\n"
+    '    """Whether each number is larger than the one before it."""\n',
+    "entry_point": "rising",
+    "canonical_solution": "    return all(a < b for a, b in zip(numbers, numbers[1:]))\n",
+    "test": "def check(candidate):\n    assert candidate([]) and candidate([3])\n"
+    "    assert candidate([1, 2, 5])\n    assert not candidate([1, 1])\n"
+    "    assert not candidate([2, 1])\n",
+}
+"""A problem of HumanEval's form, ours."""
+
+
+def test_solutions_of_humanevals_form_pass_and_wrong_ones_do_not() -> None:
+    problem = PROBLEM
     for completion, solved in (
         (problem["canonical_solution"], True),
         ("    return None\n", False),
@@ -460,19 +472,20 @@ def test_humaneval_solutions_pass_and_wrong_ones_do_not(data_dir: Path) -> None:
         assert (judge_function(*given, QUICK).state == "passed") == solved
 
 
-def test_pass_at_1_of_a_real_model(data_dir: Path, tmp_path: Path) -> None:
-    folder = data_dir / "stories260K" / "transformers"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems = data_dir / "humaneval" / "HumanEval.jsonl"
+def test_pass_at_1_of_a_model_that_cannot_program(library_decoder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(library_decoder)
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    problems, others = tmp_path / "problems.jsonl", tmp_path / "others.jsonl"
+    problems.write_text(json.dumps(PROBLEM) + "\n")
+    others.write_text('{"prompt": "a", "response": "b"}\n')
     torch.manual_seed(0)
     options: dict[str, Any] = {"max_new_tokens": 4, "limit": 1, "folder": tmp_path}
-    assert pass_at_1(model, tokenizer, problems, allow=True, **options) == 0.0  # it tells stories
+    assert pass_at_1(model, tokenizer, problems, allow=True, **options) == 0.0
     assert (tmp_path / "code.json").is_file()
     with pytest.raises(ConfigError, match="allow_code_execution"):
         pass_at_1(model, tokenizer, problems, allow=False, **options)
     with pytest.raises(DataError, match="no problem of HumanEval's form"):
-        pass_at_1(model, tokenizer, data_dir / "gsm8k" / "test.jsonl", allow=True)
+        pass_at_1(model, tokenizer, others, allow=True)
 
 
 def test_a_model_that_solves_a_problem_is_credited(

@@ -122,6 +122,7 @@ def test_report_holds_every_cell_and_only_measured_ones(
         report.write_report(measured)
 
 
+@pytest.mark.slow
 def test_parts_of_a_task_share_no_row(data_dir: Path) -> None:
     for name, sizes in tasks.SIZES.items():
         task = tasks.load_task(name, starts.tokenizer())
@@ -134,6 +135,7 @@ def test_parts_of_a_task_share_no_row(data_dir: Path) -> None:
         assert not prompts & {json.dumps(prompt) for prompt in task.prompts}
 
 
+@pytest.mark.slow
 def test_one_real_cell(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.training import cell as cells
 

@@ -12,8 +12,8 @@ from tests.property import optimizer_steps as steps
 from tests.property.optimizer_steps import Case, Kind
 from tests.property.tolerance import close
 
-DOUBLE = tuple(kind for kind in (*steps.TORCH, *steps.OTHERS) if not kind.single)
-SINGLE = tuple(kind for kind in (*steps.TORCH, *steps.OTHERS) if kind.single)
+DOUBLE = tuple(kind for kind in steps.INSTALLED if not kind.single)
+SINGLE = tuple(kind for kind in steps.INSTALLED if kind.single)
 ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" not in k.name)
 ADAMS = tuple(k for k in ADAMS if k.name not in ("Adamax", "Adadelta"))
 HELD = tuple(k for k in DOUBLE if k.name in ("Adam", "AdamW", "NAdam", "RAdam", "Yogi"))

@@ -521,7 +521,8 @@ def _check_rows(seen: Seen) -> None:
     size = asked.validation_batch_size
     assert len(pairs) == asked.steps * size
     if asked.validation_mode == "fixed":
-        assert pairs == pairs[:size] * asked.steps and len(set(pairs)) == size
+        assert pairs == pairs[:size] * asked.steps
+        assert len(set(pairs)) == size
     else:
         epoch = min(count - held, len(pairs))
         assert len(set(pairs[:epoch])) == epoch, "a row came again before all had come"

@@ -1,0 +1,98 @@
+"""``python -m tests.coverage_page FILE``: what the fast tests run, as a page; see `make coverage`.
+
+Reads the combined data of coverage.py. A module of the core or of ``train`` below 95 % stands on
+the page with its reason, from ``REASONS``; a module there without a reason ends in an error, and so
+does a reason that is no longer needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import coverage
+
+PROMISED = 95.0
+
+REASONS: dict[str, str] = {}
+"""Why a module of the core or of ``train`` has less, by its path."""
+
+
+def group_of(path: str) -> str:
+    """The room of a module: the core's flat modules, adapters and oracle are one."""
+    parts = Path(path).parts
+    if len(parts) == 2 or parts[1] in ("adapters", "oracle"):
+        return "core"
+    return parts[1]
+
+
+def share(sums: dict[str, int]) -> float:
+    """Lines and branches that ran, of all, in percent."""
+    count = sums["num_statements"] + sums["num_branches"]
+    found = sums["covered_lines"] + sums["covered_branches"]
+    return 100.0 * found / count if count else 100.0
+
+
+def page(files: dict[str, Any]) -> str:
+    """The page, from coverage.py's JSON.
+
+    Raises:
+        SystemExit: a gap without its reason, or a reason without its gap.
+    """
+    groups: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    low: dict[str, dict[str, Any]] = {}
+    for path, entry in sorted(files.items()):
+        group = group_of(path)
+        for key, number in entry["summary"].items():
+            if isinstance(number, int):
+                groups[group][key] += number
+                groups["all"][key] += number
+        if group in ("core", "train") and share(entry["summary"]) < PROMISED:
+            low[path] = entry["summary"]
+    if set(low) != set(REASONS):
+        sys.exit(
+            f"without a reason in tests/coverage_page.py: {sorted(set(low) - set(REASONS))}; "
+            f"no longer below {PROMISED:.0f} %: {sorted(set(REASONS) - set(low))}"
+        )
+    lines = [
+        "<!-- written by `make coverage` -->",
+        "# Coverage",
+        "",
+        "Lines and branches of `alphatoken/` that the fast tests run (`make coverage`, profile "
+        "`dev`, Linux, CPU; processes that tests start are counted). It says what is run, not "
+        "what is checked: for that see the [kill matrix](kill-matrix.md).",
+        "",
+        "| room | lines | run | branches | run | together |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    order = ["core", "train", *sorted(set(groups) - {"core", "train", "all"}), "all"]
+    for name in order:
+        sums = groups[name]
+        lines.append(
+            f"| {name} | {sums['num_statements']} | {sums['covered_lines']} | "
+            f"{sums['num_branches']} | {sums['covered_branches']} | {share(sums):.1f} % |"
+        )
+    if low:
+        lines += ["", f"Modules of core and train below {PROMISED:.0f} %:", ""]
+        lines += ["| module | together | why |", "|---|---:|---|"]
+        lines += [f"| `{path}` | {share(low[path]):.1f} % | {REASONS[path]} |" for path in low]
+    return "\n".join([*lines, ""])
+
+
+def main(out: str) -> None:
+    """Write the page."""
+    data = coverage.Coverage()
+    data.load()
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "coverage.json")
+        data.json_report(outfile=str(found))
+        files = json.loads(found.read_text("utf-8"))["files"]
+    Path(out).write_text(page(files), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,223 @@
+"""A real language model of 134.5 million parameters: scored, observed, trained on, diagnosed.
+
+SmolLM2-135M-Instruct with four-bit weights, dequantised to float32; few and short rows of the
+standard library. What is exact elsewhere must hold here to the rounding of float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken.data import EncodeOptions, Example, Row, collate, encode_rows
+from alphatoken.data.stdlib import code_pairs, code_rows
+from alphatoken.fidelity import heatmap
+from alphatoken.fidelity.subject import Subject
+
+pytestmark = [
+    pytest.mark.smollm2,
+    # PyTorch's own forward-mode rules are scripted when the first of them is used.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+    pytest.mark.filterwarnings("ignore:The adaptation side alone decides"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Path) -> Iterator[Any]:
+    """Shared by the tests that change nothing in it, which the last line sees."""
+    found = load(smollm2)
+    before = found.lm_head.weight[:64].clone()
+    yield found
+    assert torch.equal(found.lm_head.weight[:64], before)
+    assert all(p.grad is None for p in found.parameters())
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """Short functions."""
+    return [row for row in code_rows(400) if len(row.prompt) + len(row.response) < 300][:12]
+
+
+@pytest.fixture(scope="module")
+def examples(rows: list[Row], tokenizer: Any) -> list[Example]:
+    """Through the model's chat template."""
+    found, _ = encode_rows(rows, tokenizer, EncodeOptions(max_length=96, on_empty="skip"))
+    return found
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference over the largest entry."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def gradient(model: Any, batch: dict[str, Tensor], *, mean: bool) -> list[Tensor]:
+    """Of the response tokens' loss, by autograd, in the linears of the last layer."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    keep = batch["labels"] != -100
+    loss = masked_sft_loss(logits, batch["labels"], keep, normalization="sum")
+    weights = [p for p in model.model.layers[-1].parameters() if p.dim() == 2]
+    return list(torch.autograd.grad(loss / keep[:, 1:].sum() if mean else loss, weights))
+
+
+def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
+    """Components add up; label values add up to autograd's own inner product of two gradients."""
+    batch, validation = collate(examples[:2]), collate(examples[4:6])
+    values = {
+        name: Scorer(model, validation, config=ScorerConfig(estimator=name, layers=1)).score(batch)
+        for name in ("alphatoken", "label")
+    }
+    ours, label = values["alphatoken"], values["label"]
+    assert ours.adaptation_direct is not None
+    assert ours.adaptation_causal is not None
+    parts = ours.adaptation_direct + ours.adaptation_causal
+    assert relative(parts, ours.total) < 1e-5
+    assert not ours.total[~ours.mask].any()
+    assert torch.isfinite(ours.total).all()
+    pairs = zip(
+        gradient(model, batch, mean=False), gradient(model, validation, mean=True), strict=True
+    )
+    wanted = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
+    scale = float(label.total.abs().double().sum())
+    assert float(label.total.double().sum()) == pytest.approx(wanted, abs=1e-5 * scale)
+    alone = Scorer(model, validation, config=ScorerConfig(layers=1)).score(collate(examples[1:2]))
+    width = alone.total.shape[1]
+    assert relative(ours.total[1:, :width], alone.total) < 1e-3  # padding and company do nothing
+
+
+def test_observe_is_score_and_leaves_the_step(model: Any, examples: list[Example]) -> None:
+    batch = collate(examples[:2])
+    labels = batch.pop("labels")
+    scorer = Scorer(model, collate(examples[4:6]), config=ScorerConfig(layers=1))
+    with scorer.observe() as observed:
+        logits = model(**batch).logits
+        values = observed.values(logits, labels)
+    scored = scorer.score(batch | {"labels": labels})
+    assert relative(values.total, scored.total) < 1e-3
+    head = model.model.layers[-1].mlp.down_proj.weight
+    loss = masked_sft_loss(logits, labels, labels != -100)
+    (through,) = torch.autograd.grad(loss, [head])
+    plain = masked_sft_loss(model(**batch).logits, labels, labels != -100)
+    (wanted,) = torch.autograd.grad(plain, [head])
+    assert relative(through, wanted) < 1e-4
+
+
+def arguments(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "max_length": 80,
+        "score_layers": "1",
+        "validation_batch_size": 2,
+        "retention": "none",
+        "held_out_share": 0.0,
+    }
+
+
+def logged(trainer: Any, key: str) -> float:
+    (found,) = [entry[key] for entry in trainer.state.log_history if key in entry]
+    return float(found)
+
+
+def test_one_step_of_sft(smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    data = Dataset.from_list([{"prompt": r.prompt, "completion": r.response} for r in rows])
+    model = load(smollm2)
+    before = {n: p.detach().clone() for n, p in model.model.layers[-1].named_parameters()}
+    options = arguments(tmp_path) | {"optim": "sgd", "gradient_checkpointing": False}
+    trainer = AlphaSFTTrainer(
+        model=model,
+        args=AlphaSFTConfig(**options),
+        train_dataset=data.select(range(2)),
+        validation_dataset=data.select(range(4, 6)),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)
+    assert 0 < logged(trainer, "loss") < 6
+    moved = [n for n, p in model.model.layers[-1].named_parameters() if not p.equal(before[n])]
+    assert len(moved) == len(before)
+
+
+def test_one_step_of_dpo_with_adapters(
+    smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
+) -> None:
+    """Policy and reference are one model before the first step: the loss is log 2."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+
+    data = Dataset.from_list([
+        {"prompt": p.prompt[0].text, "chosen": p.chosen[0].text, "rejected": p.rejected[0].text}
+        for p in code_pairs(4)
+    ])  # fmt: skip
+    model = load(smollm2)
+    before = model.model.layers[-1].self_attn.q_proj.weight.detach().clone()
+    trainer = AlphaDPOTrainer(
+        model=model,
+        args=AlphaDPOConfig(**arguments(tmp_path) | {"gradient_checkpointing": False}),
+        train_dataset=data.select(range(2)),
+        validation_dataset=data.select(range(2, 4)),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+    )
+    trainer.train()
+    assert logged(trainer, "loss") == pytest.approx(math.log(2), abs=1e-4)
+    assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)
+    last = trainer.model.base_model.model.model.layers[-1].self_attn.q_proj
+    assert torch.equal(last.base_layer.weight, before)
+    assert last.lora_B["default"].weight.abs().max() > 0
+
+
+def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Example]) -> None:
+    subject = Subject(
+        model=model,
+        tokenizer=tokenizer,
+        train=examples[:2],
+        validation=examples[4:6],
+        tokens=60,
+        batch_size=2,
+        config=ScorerConfig(layers=1),
+        names={"model": "SmolLM2-135M-Instruct", "train": "functions"},
+    )
+    found = heatmap.diagnose(subject, heatmap.Options(examples=1, against="direct"))
+    records = found.table("heatmap-tokens").records()
+    assert len(records) > 10
+    text = "".join(str(record["token"]) for record in records)
+    assert any(text.strip()[:20] in example.row.response for example in examples[:2])
+    for record in records:
+        parts = record["adaptation_direct"] + record["adaptation_causal"]
+        assert record["total"] == pytest.approx(parts, rel=1e-4, abs=1e-9)
+    assert any("Stability is zero" in sentence for sentence in found.answer)

@@ -1,0 +1,30 @@
+"""Where the tests find what is no part of the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+__all__ = ["data_folder", "models_folder"]
+
+
+def models_folder() -> Path:
+    """``$ALPHATOKEN_MODELS``, which checkouts may share, or ``models`` beside the tests."""
+    shared = os.environ.get("ALPHATOKEN_MODELS")
+    return Path(shared).absolute() if shared else Path(__file__).parents[1] / "models"
+
+
+def data_folder() -> Path:
+    """Larger sets of rows and a decoder trained on stories, for figures of the documents.
+
+    Only slow tests need them. ALPHATOKEN_DATA unset: skip; set but absent: failure.
+    """
+    name = os.environ.get("ALPHATOKEN_DATA")
+    if not name:
+        pytest.skip("ALPHATOKEN_DATA is not set: the larger sets are not here")
+    folder = Path(name)
+    if not folder.is_dir():
+        pytest.fail(f"ALPHATOKEN_DATA is set to {name!r}, and there is no such folder")
+    return folder
