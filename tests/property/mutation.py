@@ -22,7 +22,6 @@ import copy
 import functools
 import importlib
 import inspect
-import textwrap
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from hypothesis import strategies as st
 
 from alphatoken import proofs
 from alphatoken.errors import CoverageError, UnsupportedError
+from tests.property.sources import Definition, definition, place, source_of
 from tests.property.tolerance import unrecorded
 
 __all__ = [
@@ -47,18 +47,15 @@ __all__ = [
     "Mutant",
     "applied",
     "claim",
-    "definition",
     "function_of",
     "hunt",
     "replaced",
-    "source_of",
     "without_proofs",
 ]
 
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
 TESTS = Path(__file__).parents[1]
-PACKAGE = TESTS.parent / "alphatoken"
 _COMPARISONS = ("testing", "unittest")
 """Folders whose assertions are made for a test: ``torch.testing``, ``numpy.testing``."""
 
@@ -155,53 +152,9 @@ class Mutant:
 # --- applying it ---------------------------------------------------------------------------------
 
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@functools.cache
-def _parsed(file: Path) -> tuple[str, ast.Module]:
-    text = file.read_text(encoding="utf-8")
-    return text, ast.parse(text)
-
-
-def _place(target: str) -> tuple[Path, str, list[str]]:
-    """(file, module, names inside) of a dotted path, found without importing anything."""
-    parts, here = target.split("."), PACKAGE
-    for index, part in enumerate(parts):
-        if (here / part).is_dir():
-            here = here / part
-            continue
-        if (here / f"{part}.py").is_file():
-            file, used = here / f"{part}.py", index + 1
-        else:
-            file, used = here / "__init__.py", index
-        return file, ".".join(["alphatoken", *parts[:used]]), parts[used:]
-    raise LookupError(f"{target} is a package, not a function")
-
-
-def definition(target: str) -> tuple[str, Definition, list[str]]:
-    """(text of the file, node of the function, names of the classes around it)."""
-    file, _, (*classes, name) = _place(target)
-    text, tree = _parsed(file)
-    scope: list[ast.stmt] = tree.body
-    for owner in classes:
-        scope = next(n for n in scope if isinstance(n, ast.ClassDef) and n.name == owner).body
-    nodes = [n for n in scope if isinstance(n, Definition) and n.name == name]
-    if not nodes:
-        raise LookupError(f"there is no function {target}: its mutants must follow")
-    return text, nodes[0], classes  # of a property the getter, which stands first
-
-
-def source_of(target: str) -> str:
-    """Source of a function of the library, decorators included, dedented."""
-    text, node, _ = definition(target)
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
-
-
 def function_of(target: str) -> FunctionType:
     """The innermost function that a dotted path means: below decorators, checks and properties."""
-    _, module, path = _place(target)
+    _, module, path = place(target)
     owner: Any = importlib.import_module(module)
     for part in path[:-1]:
         owner = getattr(owner, part)
@@ -297,7 +250,7 @@ def replaced(new: dict[str, Definition]) -> Iterator[Counter[str]]:
 
 def _forget(target: str) -> None:
     """Empty the function's own cache, if it has one."""
-    _, module, path = _place(target)
+    _, module, path = place(target)
     found: Any = importlib.import_module(module)
     for part in path:
         found = inspect.getattr_static(found, part)

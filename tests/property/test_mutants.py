@@ -18,9 +18,9 @@ from tests.property.mutation import (
     claim,
     function_of,
     hunt,
-    source_of,
 )
 from tests.property.profiles import budget
+from tests.property.sources import source_of
 from tests.property.strategies import configs
 
 SENTENCES = """

@@ -1,0 +1,1 @@
+"""Operator mutants, sampled over the syntax trees of the library: ``python -m tests.sampled``."""
