@@ -49,7 +49,16 @@ def sample(modules: list[str], count: int, seed: int) -> list[Site]:
 
 
 def _pytest(plugin: object, arguments: list[str]) -> int:
-    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--no-header", "-m", "not slow"]
+    quiet = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "--no-header",
+        "-m",
+        "not slow and not smollm2",
+    ]
     ignored = [f"--ignore-glob=*{part}*" for part in DESELECT]
     return int(pytest.main([*quiet, *ignored, *arguments], plugins=[plugin]))
 
