@@ -60,6 +60,8 @@ class Hunt:
         """Instead of pytest's own loop."""
         importlib.import_module("tests.property.mutation")  # once, for all children
         items = {item.nodeid: item for item in session.items}
+        for item in items.values():
+            _without_shrinking(item)
         todo = [site for site in self.sample if not self._done(site)]
         begun = time.monotonic()
         for number, site in enumerate(todo, 1):
@@ -114,6 +116,17 @@ class Hunt:
             chosen.append(items[name])
             total += seconds
         return chosen
+
+
+def _without_shrinking(item: pytest.Item) -> None:
+    """A kill needs a failing example, not the smallest one."""
+    from hypothesis import Phase, settings  # pytest wants to be first
+
+    function = getattr(item, "function", None)
+    drawn = getattr(function, "_hypothesis_internal_use_settings", None)
+    if drawn is not None:
+        phases = (Phase.explicit, Phase.generate)
+        function._hypothesis_internal_use_settings = settings(drawn, phases=phases, database=None)
 
 
 def _executes(site: Site, lines: list[int]) -> bool:
