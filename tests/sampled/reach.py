@@ -56,6 +56,7 @@ class Reach:
         self.coverage = coverage.Coverage(
             data_file=None, config_file=False, include=[f"{PACKAGE}/*"]
         )
+        self.coverage.set_option("run:disable_warnings", ["no-data-collected"])
         self.since = 0
 
     def pytest_collection_modifyitems(
