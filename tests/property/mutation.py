@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 
 from alphatoken import proofs
 from alphatoken.errors import CoverageError, UnsupportedError
+from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
 from tests.property.sources import Definition, definition, place, source_of
 from tests.property.tolerance import unrecorded
 
@@ -79,12 +80,17 @@ class Edit:
 
 @dataclass(frozen=True)
 class Claim:
-    """A property, the arguments that it is tried on, and packages that it cannot do without."""
+    """A property, the arguments that it is tried on, and packages that it cannot do without.
+
+    ``late`` is a module that it imports by itself; ``hunt`` does so before anything is drawn, since
+    what Hypothesis decorates inside an example takes over the example's settings.
+    """
 
     check: Callable[..., None]
     arguments: st.SearchStrategy[tuple[Any, ...]]
     examples: int
     needs: tuple[str, ...] = ()
+    late: str = ""
 
     @property
     def name(self) -> str:
@@ -309,6 +315,8 @@ class Kill:
 
 def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
     """Try the claim on its examples with the mutant inside, up to the first kill."""
+    if claim.late:
+        importlib.import_module(claim.late)
     seen, kills = 0, list[Kill]()
 
     @settings(

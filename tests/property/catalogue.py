@@ -1,0 +1,22 @@
+"""All mutants, file by file; ``mutants`` says what one is."""
+
+from __future__ import annotations
+
+from tests.property import mutants, mutants_adapters, mutants_policies, mutants_proofs
+
+__all__ = ["BY_NAME", "CLAIMS", "LISTED", "MUTANTS", "ROOMS"]
+
+LISTED = mutants.LISTED
+ROOMS = {
+    "Errors in further steps of the core": (*mutants.OWN, *mutants.WEIGHTS),
+    "Errors in proofs that run on the user's model, and in the Fisher drift": (
+        mutants_proofs.MUTANTS
+    ),
+    "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
+    "Errors in the other methods": mutants_policies.MUTANTS,
+}
+"""Those that nobody demanded, by room."""
+MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+CLAIMS = tuple(dict.fromkeys(one for mutant in MUTANTS for one in mutant.claims))
+"""Every claim that a mutant names, once: what a mutant that survives its own is tried on next."""

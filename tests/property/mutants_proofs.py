@@ -1,0 +1,330 @@
+"""Errors in the proofs that run on a user's model, and in the Fisher drift as an object.
+
+A proof that is made vacuous lets the trap through that it is there for.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tests.property import properties_drift as drifting
+from tests.property import properties_proofs as proving
+from tests.property import properties_sharded as sharding
+from tests.property.mutants import SEVERAL, small
+from tests.property.mutation import Claim, Edit, Mutant, claim
+
+__all__ = ["MUTANTS"]
+
+SEEDS = st.integers(0, 2**16)
+
+
+def trap(name: str) -> Claim:
+    """One trap, which has to be refused."""
+    return claim(proving.check_a_trap_is_refused, name, examples=1)
+
+
+HIDDEN_USE = trap("hidden use")
+MIXER = trap("hidden mixer")
+UNEXPLAINED = claim(
+    proving.check_a_gradient_that_is_not_explained_is_named, st.sampled_from([1e-6, 1e-2]), True
+)
+DOCUMENTS = claim(proving.check_documents_that_see_each_other_are_refused, SEEDS, examples=3)
+ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.booleans())
+
+
+def _proof(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
+    target, old, new = edit
+    edits = (Edit(f"proofs.{target}", old, new),)
+    return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
+
+
+PROOFS = (
+    _proof(
+        "isolation-never-fails",
+        "errors at other positions are looked at, and forgiven",
+        ("prove_isolation", "if bool((elsewhere != 0).any()):", "if False:"),
+        MIXER,
+        trap("hidden mixer, tokens of one row only"),
+    ),
+    _proof(
+        "isolation-of-the-first-token",
+        "the token that is sent back has no other position to leak to",
+        (
+            "prove_isolation",
+            "torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows]",
+            "torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows].clamp(max=1)",
+        ),
+        MIXER,
+        ISOLATED,
+    ),
+    _proof(
+        "isolation-of-the-ordinary-backward",
+        "the backward that is proved is not the one that is used",
+        ("prove_isolation", 'recorder.outputs, "self")', 'recorder.outputs, "ordinary")'),
+        ISOLATED,
+    ),
+    _proof(
+        "isolation-said-without-proof",
+        "the report calls a model isolated when no token could show it",
+        ("prove_isolation", "return False", "return True"),
+        ISOLATED,
+    ),
+    _proof(
+        "coverage-never-fails",
+        "any relative error is accepted",
+        ("compare_gradients", "if not relative <= ", "if False and not relative <= "),
+        HIDDEN_USE,
+        trap("use below the scored layers"),
+        UNEXPLAINED,
+    ),
+    _proof(
+        "coverage-as-loose-as-half-precision",
+        "one tolerance for all dtypes: a part of 1e-3 may be missing in float64",
+        (
+            "compare_gradients",
+            "_COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF)",
+            "_COVERAGE_TOLERANCE_HALF",
+        ),
+        UNEXPLAINED,
+    ),
+    _proof(
+        "coverage-of-what-was-seen",
+        "a weight of which no use was captured is passed over",
+        ("compare_gradients", "if not parts:", "if len(parts) < 2:"),
+        UNEXPLAINED,
+    ),
+    _proof(
+        "coverage-against-the-gradient-alone",
+        "a gradient that cancels is a false alarm",
+        (
+            "compare_gradients",
+            "scale = max(scale, 0.0 if target is None else float(target.double().norm()))",
+            "scale = 0.0 if target is None else float(target.double().norm())",
+        ),
+        UNEXPLAINED,
+    ),
+    _proof(
+        "coverage-not-asked-for",
+        "nothing is proved on the first forward",
+        ("Witness.see", "if self.pending and self._sharding is None:", "if False:"),
+        HIDDEN_USE,
+        ISOLATED,
+    ),
+    _proof(
+        "documents-left-as-they-are",
+        "the documents before the last one are not changed",
+        ("prove_documents", "ids[row, :last] = ", "_ = "),
+        DOCUMENTS,
+    ),
+    _proof(
+        "documents-watched-in-the-wrong-place",
+        "the first document's logits are compared, which nothing comes before",
+        (
+            "prove_documents",
+            "last = int(starts[row].nonzero()[-1])",
+            "last = int(starts[row].nonzero()[0])",
+        ),
+        DOCUMENTS,
+    ),
+    _proof(
+        "mixers-taken-for-attention",
+        "a layer without softmax attention is given a direct value",
+        ("require_self_rule", "if scope.mixers:", "if False:"),
+        trap("named mixer"),
+    ),
+    _proof(
+        "dropout-scored-as-if-it-were-off",
+        "the recomputed attention weights do not contain the pass's dropout mask",
+        ("require_self_rule", "if dropped:", "if False:"),
+        trap("attention dropout"),
+    ),
+)
+
+STRUCTURE = st.sampled_from(["diagonal", "kronecker"])
+V = claim(drifting.check_v_is_the_definition, SEEDS, "diagonal", examples=4)
+V_KRONECKER = claim(drifting.check_v_is_the_definition, SEEDS, "kronecker", examples=4)
+STALE = claim(
+    drifting.check_v_is_of_the_weights_as_they_are, SEEDS, STRUCTURE, st.booleans(), examples=8
+)
+FILES = claim(drifting.check_files_give_the_same_drift, SEEDS, "kronecker", examples=3)
+FILES_DIAGONAL = claim(drifting.check_files_give_the_same_drift, SEEDS, "diagonal", examples=3)
+DISTANCE = claim(
+    drifting.check_drift_is_the_relative_distance, SEEDS, st.sampled_from([0.01, 0.5]), examples=6
+)
+FOREIGN = claim(drifting.check_a_fisher_of_something_else_is_refused, SEEDS, STRUCTURE, examples=4)
+
+
+def sharded(retention: str) -> Claim:
+    """V from parts of the weights."""
+    check = sharding.check_sharded_values_equal_whole_ones
+    return claim(check, small(validations=SEVERAL), "path", retention, examples=4)
+
+
+def _drift(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
+    return Mutant(name, sentence, (Edit(*edit),), claims, listed=False)
+
+
+DRIFT = (
+    _drift(
+        "fisher-squared-again",
+        "V = F^2 o (W - W_ref)",
+        (
+            "drift.FisherDrift._V",
+            "diagonal_drift(self.fisher[name].to(weight.device), weight, reference)",
+            "diagonal_drift(self.fisher[name].to(weight.device) ** 2, weight, reference)",
+        ),
+        V,
+    ),
+    _drift(
+        "reference-not-subtracted",
+        "V = F o W",
+        (
+            "drift.FisherDrift._V",
+            "reference = self.reference[name].to(weight.device)",
+            "reference = 0 * self.reference[name].to(weight.device)",
+        ),
+        V,
+        V_KRONECKER,
+    ),
+    _drift(
+        "kronecker-sides-exchanged",
+        "V = A_F (W - W_ref) S_F",
+        (
+            "drift.FisherDrift._V",
+            "return kronecker_drift(left, right, weight, reference)",
+            "return kronecker_drift(right, left, weight, reference)",
+        ),
+        V_KRONECKER,
+    ),
+    _drift(
+        "kronecker-sides-of-a-transposed-weight",
+        "a weight stored as (d_in, d_out) is multiplied as one stored as (d_out, d_in)",
+        (
+            "drift.FisherDrift.from_kronecker",
+            "(A, S) if _parameter_name(name) in turned else (S, A)",
+            "(S, A)",
+        ),
+        V_KRONECKER,
+    ),
+    _drift(
+        "fisher-of-another-parameter",
+        "every weight is multiplied with the first one's Fisher",
+        (
+            "drift.FisherDrift._V",
+            "self.fisher[name].to(weight.device), weight",
+            "self.fisher[self.names[0] if weight.dim() == 2 else name].to(weight.device), weight",
+        ),
+        V,
+    ),
+    _drift(
+        "bias-named-as-a-weight",
+        "an entry of a bias goes to a weight of its name",
+        ("drift._parameter_name", '(".weight", ".bias")', '".weight"'),
+        V,
+    ),
+    _drift(
+        "weights-of-an-earlier-step",
+        "V that is formed later is taken of whatever the weights are then",
+        (
+            "drift.FisherDrift.forming",
+            "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
+            "if False:",
+        ),
+        STALE,
+    ),
+    _drift(
+        "change-seen-by-its-version-only",
+        "a weight that is written to through .data is taken for the one of before",
+        (
+            "drift.FisherDrift.forming",
+            "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
+            "if weight._version != version:",
+        ),
+        STALE,
+    ),
+    _drift(
+        "half-precision-reference",
+        "the reference weights are rounded to half precision",
+        (
+            "drift.FisherDrift._V",
+            "self.reference[name].to(weight.device)",
+            "self.reference[name].half().to(weight)",
+        ),
+        V,
+        V_KRONECKER,
+    ),
+    _drift(
+        "factors-exchanged-in-the-file",
+        "left is written where right is read",
+        (
+            "drift.FisherDrift.save",
+            'f"left/{name}": left, f"right/{name}": right',
+            'f"left/{name}": right, f"right/{name}": left',
+        ),
+        FILES,
+    ),
+    _drift(
+        "reference-read-for-the-fisher",
+        "an opened file gives its reference weights for its Fisher",
+        (
+            "drift.FisherDrift._described",
+            'read(f"fisher/{name}")',
+            'read(f"reference/{name}").abs()',
+        ),
+        FILES_DIAGONAL,
+    ),
+    _drift(
+        "any-distance-accepted",
+        "a Fisher of unrelated weights is used",
+        ("drift.check_distance", "if not middle <= most:", "if False:"),
+        DISTANCE,
+    ),
+    _drift(
+        "distance-of-the-reference-from-zero",
+        "the relative drift is 1 whatever has moved",
+        (
+            "drift.FisherDrift.drift",
+            "(weight.to(torch.float32) - reference).norm()",
+            "(0 * weight.to(torch.float32) - reference).norm()",
+        ),
+        DISTANCE,
+    ),
+    _drift(
+        "any-architecture-accepted",
+        "a Fisher of another model of equal shapes is used",
+        ("drift.FisherDrift.check_identity", "if differing:", "if False:"),
+        FOREIGN,
+    ),
+    _drift(
+        "any-shape-accepted",
+        "a Fisher of other shapes is broadcast",
+        (
+            "drift.FisherDrift.require",
+            "if tuple(shape) != tuple(self.shapes[name]):",
+            "if len(shape) != len(self.shapes[name]):",
+        ),
+        FOREIGN,
+    ),
+    _drift(
+        "part-of-the-fisher-forgotten",
+        "where weights are sharded, V = W - W_ref",
+        (
+            "drift_parts.ShardedDrift.direction",
+            "diagonal_drift(self._fisher[name], self._part(name), self._reference[name])",
+            "diagonal_drift(1 + 0 * self._fisher[name], self._part(name), self._reference[name])",
+        ),
+        sharded("diagonal"),
+    ),
+    _drift(
+        "kronecker-v-of-the-reference",
+        "where weights are sharded, the Kronecker V is that of weights twice as far away",
+        (
+            "drift_parts.ShardedDrift.direction",
+            "self._drift.direction({name: whole})[name]",
+            "self._drift.direction({name: 2 * whole - self._drift.reference[name]})[name]",
+        ),
+        sharded("kronecker"),
+    ),
+)
+
+MUTANTS = (*PROOFS, *DRIFT)
