@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,7 +190,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 def kills_text() -> str:
     """The kill matrix; every mutant is hunted by each of its properties. Raises if one survives."""
-    from tests.property.mutants import MUTANTS
+    from tests.property.catalogue import LISTED, ROOMS
 
     return "\n".join(
         [
@@ -203,14 +203,17 @@ def kills_text() -> str:
             "last column says whether the "
             "library's proofs refuse the mutant by themselves, before any value is returned.\n",
             "## Errors that must be noticed\n",
-            _kill_table([mutant for mutant in MUTANTS if mutant.listed]),
-            "## Errors in further steps of the core\n",
-            _kill_table([mutant for mutant in MUTANTS if not mutant.listed]),
+            _kill_table(LISTED),
+            *(
+                part
+                for title, room in ROOMS.items()
+                for part in (f"## {title}\n", _kill_table(room))
+            ),
         ]
     )
 
 
-def _kill_table(mutants: list[Mutant]) -> str:
+def _kill_table(mutants: Sequence[Mutant]) -> str:
     head = ["Mutant", "What it stands for", "Change", "Killed by", "Own proofs"]
     return table(head, [_kill_row(mutant, _kills(mutant)) for mutant in mutants])
 

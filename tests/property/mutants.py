@@ -29,7 +29,6 @@ from tests.property.strategies import configs, contractions
 
 __all__ = [
     "BY_NAME",
-    "CLAIMS",
     "LISTED",
     "MUTANTS",
 ]
@@ -1502,5 +1501,3 @@ WEIGHTS = (
 
 MUTANTS = (*LISTED, *OWN, *WEIGHTS)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
-CLAIMS = tuple(dict.fromkeys(one for mutant in MUTANTS for one in mutant.claims))
-"""Every claim that a mutant names, once: what a mutant that survives its own is tried on next."""

@@ -173,7 +173,7 @@ def _override_and_leave(name: str, seed: int) -> None:
     implementation = BY_NAME[name].implementations[0]
     models = [model_of(name, implementation, seed + i) for i in range(2)]
     adapters = [find_adapter(model) for model in models]
-    batch = batch_of("left", seed)
+    batch = batch_of("right", seed)
     plain = [adapter.forward(batch).detach() for adapter in adapters]
     calls: list[int] = []
 

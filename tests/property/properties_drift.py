@@ -121,7 +121,8 @@ def check_drift_is_the_relative_distance(seed: int, most: float) -> None:
     for name, weight in weights.items():
         reference = drift.reference[name]
         expected = float((weight - reference).norm() / reference.norm())
-        close(found[name], expected, expected, 1e-6, name="relative drift")
+        # taken in float32, of weights that are ten times as large as their difference
+        close(found[name], expected, 1.0 + expected, 1e-6, name="relative drift")
     middle = sorted(found.values())[1]
     assert _refused(lambda: check_distance(found, most), "too far") == (middle > most)
     assert not _refused(lambda: check_distance(found, None), "")

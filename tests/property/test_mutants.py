@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from alphatoken import selection
 from tests.property import generate_docs, properties_mutants
+from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS
 from tests.property.decoder import DecoderConfig
-from tests.property.mutants import BY_NAME, CLAIMS, LISTED, MUTANTS
 from tests.property.mutation import (
     Claim,
     Edit,
