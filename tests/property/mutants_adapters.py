@@ -202,8 +202,8 @@ MUTANTS = (
         "rows beyond the model's positions are valued",
         (
             "transformers.TransformersAdapter.max_positions",
-            "limit if isinstance(limit, int) and limit > 0 else None",
-            "None",
+            "return max([limit, *scaled])",
+            "return None",
         ),
         LIMIT,
     ),

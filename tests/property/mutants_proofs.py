@@ -113,17 +113,13 @@ PROOFS = (
     _proof(
         "documents-left-as-they-are",
         "the documents before the last one are not changed",
-        ("prove_documents", "ids[row, :last] = ", "_ = "),
+        ("prove_documents", '"input_ids": other}', '"input_ids": ids}'),
         DOCUMENTS,
     ),
     _proof(
         "documents-watched-in-the-wrong-place",
         "the first document's logits are compared, which nothing comes before",
-        (
-            "prove_documents",
-            "last = int(starts[row].nonzero()[-1])",
-            "last = int(starts[row].nonzero()[0])",
-        ),
+        ("prove_documents", "watched = (places >= last)", "watched = (places == 0)"),
         DOCUMENTS,
     ),
     _proof(
