@@ -23,6 +23,7 @@ from tests.property import properties_scorer as scoring
 from tests.property import properties_sharded as sharding
 from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
+from tests.property.mutants_train import TRAINERS
 from tests.property.mutation import Claim, Edit, Mutant, claim
 from tests.property.properties import Setup, setups
 from tests.property.strategies import configs, contractions
@@ -1499,5 +1500,5 @@ WEIGHTS = (
     ),
 )
 
-MUTANTS = (*LISTED, *OWN, *WEIGHTS)
+MUTANTS = (*LISTED, *OWN, *WEIGHTS, *TRAINERS)
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -9,6 +9,7 @@ without them.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ STORED = 2.0**-23
 """The ledger keeps values that may be used again in float32."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 WIDTH, PADDING = 16, "<pad>"
+RETAINED = 5
+"""Retention rows."""
 
 
 # --- the rows ------------------------------------------------------------------------------------
@@ -67,8 +70,8 @@ def made_rows(asked: Asked) -> Rows:
     count = asked.accumulation * asked.rows * (1 if asked.reuse_values else 2)
     if asked.packing:
         count *= 3
-    make = _sft_row if asked.family == "sft" else _pair
-    sizes = (count, asked.validation_batch_size + 4, 5)
+    make = {"sft": _sft_row, "lm": _labelled_row, "dpo": _pair}[asked.family]
+    sizes = (count, asked.validation_batch_size + 4, RETAINED)
     plain = asked.policy == "random"  # responses of one length, so that masks can be compared
     return Rows(*([make(generator, plain) for _ in range(size)] for size in sizes))
 
@@ -90,6 +93,26 @@ def _sft_row(generator: torch.Generator, plain: bool) -> dict[str, Any]:
     if response == 5:
         mask[-2] = 0
     return {"input_ids": ids, "completion_mask": mask}
+
+
+def _labelled_row(generator: torch.Generator, plain: bool) -> dict[str, Any]:
+    row = _sft_row(generator, plain)
+    marks = zip(row["input_ids"], row["completion_mask"], strict=True)
+    return {"input_ids": row["input_ids"], "labels": [i if m else -100 for i, m in marks]}
+
+
+def _padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """What a collator of transformers makes of labelled rows."""
+    width = max(len(row["input_ids"]) for row in rows)
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    found = {
+        name: [
+            [*row.get(name, [1] * len(row["input_ids"])), *[fill] * (width - len(row["input_ids"]))]
+            for row in rows
+        ]
+        for name, fill in fills.items()
+    }
+    return {name: torch.tensor(table) for name, table in found.items()}
 
 
 def _pair(generator: torch.Generator, _: bool) -> dict[str, Any]:
@@ -222,6 +245,16 @@ def _double_head() -> Iterator[None]:
         utils._ChunkedLogProbFunction = before
 
 
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """accelerate collects garbage around a run, half of its time were all of it looked at."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _reference_model(model: Any) -> Any:
     """A copy with a plain attention, and without the forward that TRL has put on it."""
     from transformers import AttentionInterface
@@ -250,6 +283,7 @@ class Seen:
     kept_back: dict[int, Micro] = field(default_factory=dict)
     told: Told | None = None
     all_rows: Micro = ()
+    left_over: list[Any] = field(default_factory=list)
     values: list[list[dict[str, Tensor]]] = field(default_factory=list)
     weights: list[list[Tensor]] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -268,11 +302,10 @@ def _of_step(lists: list[list[Any]], step: int) -> list[Any]:
 def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
     own = {"family", "lora", "steps", "accumulation", "rows", "layers", "seed", "beta", "packing"}
     given = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in own}
-    if asked.family == "sft":
-        del given["shared_threshold"], given["masked_logit"]
-        given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
-    else:
+    if asked.family == "dpo":
         given |= {"beta": asked.beta, "max_length": None}
+    if asked.family == "sft":
+        given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
     return {
         **given,
         "output_dir": folder,
@@ -321,7 +354,7 @@ def trained(asked: Asked) -> Seen:
     import datasets
 
     train = import_module("alphatoken.train")
-    family = asked.family.upper()
+    family = {"sft": "SFT", "dpo": "DPO", "lm": ""}[asked.family]
     rows, seen, model = made_rows(asked), Seen(asked), made_model(asked)
     uses_fisher = asked.retention in ("diagonal", "kronecker") and asked.objective != "adaptation"
     fisher = _fisher(asked, model, seen) if uses_fisher and asked.policy != "random" else None
@@ -330,7 +363,9 @@ def trained(asked: Asked) -> Seen:
         more["retention_dataset"] = datasets.Dataset.from_list(rows.retention)
     if asked.family == "dpo" and not asked.lora:
         more["ref_model"] = copy.deepcopy(model)
-    with tempfile.TemporaryDirectory() as folder, _double_head():
+    if asked.family == "lm":
+        more["data_collator"] = _padded
+    with tempfile.TemporaryDirectory() as folder, _double_head(), _little_garbage():
         trainer = getattr(train, f"Alpha{family}Trainer")(
             model,
             args=getattr(train, f"Alpha{family}Config")(**_arguments(asked, folder)),
@@ -347,6 +382,7 @@ def trained(asked: Asked) -> Seen:
         _listen(trainer, seen)
         trainer.train()
     _read_ledger(trainer, seen)
+    seen.left_over = list(getattr(trainer, "_metrics", {}).get("eval", {}).values())
     seen.logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     _tell(trainer, seen)
     return seen
@@ -481,6 +517,7 @@ def compared(asked: Asked) -> tuple[Seen, Replay]:
     """Both runs, once they have been found to agree."""
     seen = trained(asked)
     _check_rows(seen)
+    assert not seen.left_over, "a scoring pass has left something in the trainer's own metrics"
     replay = replayed(seen)
     assert len(seen.gradients) == len(seen.parameters) == len(seen.logs) == asked.steps
     for step, expected in enumerate(replay.steps):
@@ -506,28 +543,39 @@ def _check_rows(seen: Seen) -> None:
     held out; the same at every step, or each once before any comes again."""
     asked, told = seen.asked, seen.told
     assert told is not None
-    if asked.policy == "random" or asked.objective == "stability":
-        assert not seen.drawn or asked.objective != "stability"
+    if asked.policy == "random":
         return
-    assert sorted(seen.drawn) == list(range(0, asked.steps, asked.direction_steps))
+    due = list(range(0, asked.steps, asked.direction_steps))
+    if asked.retention == "data" and asked.objective != "adaptation":
+        assert sorted(seen.kept_back) == due
+        branches = 2 if asked.family == "dpo" else 1
+        kept_back = [seen.kept_back[step] for step in (due if asked.direction_steps == 1 else [0])]
+        _check_stream(kept_back, branches * asked.retention_batch_size, branches * RETAINED)
+    if asked.objective == "stability":
+        assert not seen.drawn
+        return
+    assert sorted(seen.drawn) == due
+    branches = 2 if asked.family == "dpo" else 1
     share = asked.held_out_share if asked.held_out_steps else 0.0
-    branches = 1 if asked.family == "sft" else 2
-    pairs = [tuple(told.validation[s][i : i + branches]) for s in range(asked.steps)
-             for i in range(0, len(told.validation[s]), branches)]  # fmt: skip
     count = len(seen.all_rows) // branches
     held = max(1, round(share * count)) if share else 0
     assert len(told.held_out) == branches * held
-    assert not set(told.held_out) & {d for pair in pairs for d in pair}, "a held-out row was drawn"
-    size = asked.validation_batch_size
-    assert len(pairs) == asked.steps * size
-    if asked.validation_mode == "fixed":
-        assert pairs == pairs[:size] * asked.steps
-        assert len(set(pairs)) == size
+    drawn = [row for step in told.validation for row in step]
+    assert not set(told.held_out) & set(drawn), "a held-out row was drawn"
+    size = branches * asked.validation_batch_size
+    if asked.validation_mode == "pool":
+        _check_stream(told.validation, size, len(seen.all_rows) - len(told.held_out))
     else:
-        epoch = min(count - held, len(pairs))
-        assert len(set(pairs[:epoch])) == epoch, "a row came again before all had come"
-        for start in range(0, len(pairs), size):
-            assert len(set(pairs[start : start + size])) == size
+        assert len(set(told.validation)) == 1
+        assert len(drawn) == size * asked.steps == len(set(drawn)) * asked.steps
+
+
+def _check_stream(batches: Sequence[Micro], size: int, whole: int) -> None:
+    """Batches of this many documents, none twice in one, and all before any comes again."""
+    drawn = [document for batch in batches for document in batch]
+    assert {len(batch) for batch in batches} == {len(set(batch)) for batch in batches} == {size}
+    epoch = min(whole, len(drawn))
+    assert len(set(drawn[:epoch])) == epoch, "a row came again before all had come"
 
 
 def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:

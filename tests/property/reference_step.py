@@ -35,7 +35,10 @@ FLOOR = 1e-16
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run was asked for: the options of the trainers that the reference knows."""
+    """What a run was asked for: the options of the trainers that the reference knows.
+
+    ``family`` is the trainer: TRL's for "sft" and "dpo", transformers' own for "lm".
+    """
 
     family: str = "sft"
     lora: bool = False
@@ -59,6 +62,7 @@ class Asked:
     shared_threshold: bool = False
     masked_logit: bool = False
     retention: str = "diagonal"
+    retention_batch_size: int = 2
     preconditioner: str | None = None
     precondition_after: int = 1
     validation_mode: str = "fixed"
@@ -195,6 +199,15 @@ def scored(model: nn.Module, layers: int) -> dict[str, nn.Module]:
     }
 
 
+def propagated_size(layer: propagation.PropagationLayer) -> Tensor:
+    """Sum of the absolute terms of Value-Propagation by position, without a window."""
+    heads, length, width = layer.errors.shape[1:]
+    moved = (layer.inputs[0] @ layer.direction.T).view(length, -1, width)
+    by_head = moved.repeat_interleave(heads // moved.shape[1], dim=1).abs()
+    alpha, errors = layer.alpha[0].tril(-1), layer.errors[0].abs()
+    return torch.einsum("hkt,hkv,thv->t", alpha, errors, by_head)
+
+
 def proportional(values: Sequence[float], budget: int) -> list[float]:
     """``w_k = min(c, s max(v_k, 0))`` with c = 4 and the s that makes the total the budget.
 
@@ -262,6 +275,7 @@ class Replay:
         self.built: int | None = None
         self.balance: dict[str, float] = {}  # as it was last measured
         self.look: dict[str, float] = {}  # the last look at the validation objective
+        self.seen = 0  # tokens trained on
         self.steps = [self.run(step) for step in range(asked.steps)]
 
     # --- tokens ------------------------------------------------------------------------------
@@ -305,7 +319,7 @@ class Replay:
 
     def objective(self, documents: Sequence[Document]) -> tuple[Tensor, int]:
         """Sum of the objective and what its mean divides by in a log: tokens, or pairs."""
-        if self.asked.family == "sft":
+        if self.asked.family != "dpo":
             losses = [self.losses(d).sum() for d in documents if d.places]
             return torch.stack(losses).sum(), sum(len(d.places) for d in documents)
         terms = []
@@ -389,16 +403,8 @@ class Replay:
             zero = torch.zeros_like(direct[0])
             return {"_direct": direct, "_causal": (zero, zero)}
         layers = self.propagated(batch, direction)
-        sizes = [
-            propagation.PropagationLayer(
-                x.alpha, *(y.abs() for y in (x.errors, x.inputs, x.direction))
-            )
-            for x in layers
-        ]
-        causal, size = (
-            propagation.value_propagation(x, window=self.asked.window)[0, at]
-            for x in (layers, sizes)
-        )
+        causal = propagation.value_propagation(layers, window=self.asked.window)[0, at]
+        size = torch.stack([propagated_size(layer) for layer in layers]).sum(0)[at]
         return {"_direct": direct, "_causal": (causal, size)}
 
     def propagated(
@@ -525,7 +531,7 @@ class Replay:
         self, micro: Micro, losses: Sequence[Tensor], masks: Sequence[Tensor] | None
     ) -> list[float]:
         """Factor of each document's token losses: 1, or +-omega with omega = beta sigma(-s)."""
-        if self.asked.family == "sft":
+        if self.asked.family != "dpo":
             return [1.0] * len(micro)
         ratios = {}
         for number, (document, loss) in enumerate(zip(micro, losses, strict=True)):
@@ -746,6 +752,9 @@ class Replay:
             "alpha/effective_share": float(weights.sum() ** 2 / (weights**2).sum() / count),
             "alpha/reused_share": reused / count,
         }
+        if self.asked.family == "sft":  # TRL's count, which a pass of our own must not move
+            self.seen += sum(len(d.ids) for m in self.told.micro[step] for d in m)
+            found["num_tokens"] = float(self.seen)
         fresh = [v for v, again in zip(out.values, out.reused, strict=True) if not again]
         if fresh:
             table = {n: torch.cat([v[n] for v in fresh]) for n in fresh[0]}
@@ -769,7 +778,7 @@ class Replay:
 
     def reported(self, step: int, losses: Sequence[Sequence[Tensor]]) -> float:
         """The loss that the run reports: of all tokens, whatever was kept."""
-        if self.asked.family == "sft":
+        if self.asked.family != "dpo":
             total = sum(float(loss.sum()) for of_micro in losses for loss in of_micro)
             return total / sum(len(d.places) for m in self.told.micro[step] for d in m)
         terms = []

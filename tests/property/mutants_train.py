@@ -1,0 +1,561 @@
+"""Errors in the trainers: a few words of ``alphatoken.train`` each, seen by a real trainer's run.
+
+Every claim is one pinned run beside the reference step. The first five are the errors that a review
+planted and the tests of that time did not see.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tests.property import properties_trainer as running
+from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.reference_step import Asked
+from tests.property.test_trainer_oracle import PINNED
+
+__all__ = ["TRAINERS"]
+
+NEEDS = ("trl", "peft")
+MIXIN = "train.mixin.AlphaTrainerMixin"
+DPO = "train.dpo.AlphaDPOTrainer"
+LEDGER = "train.ledger.ValueLedger"
+POOL = "train.pool.ValidationPool"
+MASKS = claim(running.check_random_masks, Asked(policy="random"), examples=1, needs=NEEDS)
+
+
+@cache
+def run_of(name: str) -> Claim:
+    """The claim about one pinned run."""
+    check = running.check_the_trainer_is_the_reference
+    return claim(check, PINNED[name][0], examples=1, needs=NEEDS)
+
+
+def _of(name: str, sentence: str, target: str, old: str, new: str, *claims: str | Claim) -> Mutant:
+    found = tuple(run_of(one) if isinstance(one, str) else one for one in claims)
+    return Mutant(name, sentence, (Edit(target, old, new),), found, listed=False)
+
+
+PAPER, PAIRS = "the paper's, SFT", "the paper's, DPO"
+POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for two steps"
+FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
+KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
+MASKED, AGAIN, SCHEDULED = "masked logit", "values again", "schedules"
+
+TRAINERS = (
+    _of(
+        "omega-forgotten-in-the-trainers-values",
+        "DPO's values without omega, which differs from pair to pair",
+        f"{DPO}.value_weights",
+        "-by_token(coefficients) *",
+        "-by_token(coefficients).sign() *",
+        PAIRS,
+    ),
+    _of(
+        "micro-batch-taken-for-the-step",
+        "the full preconditioner at the gradient of one micro-batch of several",
+        f"{MIXIN}.step_scale",
+        "float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0",
+        "1.0",
+        FULL,
+    ),
+    _of(
+        "clipping-forgotten",
+        "the full preconditioner at the gradient before it is cut",
+        f"{MIXIN}._step_weights",
+        " * self._clip",
+        "",
+        FULL,
+    ),
+    _of(
+        "ledger-without-the-tokens-weight",
+        "the ledger's scale is the learning rate alone",
+        f"{MIXIN}._record",
+        "* self.loss_unit(mask, num_items)",
+        "",
+        PAPER,
+    ),
+    _of(
+        "validation-gradient-in-bf16",
+        "G is summed up from gradients rounded to bfloat16",
+        "objective.objective_sums",
+        "gradient.to(total[name].dtype)",
+        "gradient.bfloat16().to(total[name].dtype)",
+        PAPER,
+    ),
+    _of(
+        "pairs-of-the-step-miscounted",
+        "the ledger's scale of a pair forgets the other micro-batches of the step",
+        f"{DPO}.loss_unit",
+        " * self.current_gradient_accumulation_steps",
+        "",
+        PAIRS,
+    ),
+    _of(
+        "sign-of-the-rejected-forgotten",
+        "rejected tokens are valued as if they were chosen",
+        f"{DPO}.value_weights",
+        "-by_token(coefficients) *",
+        "by_token(coefficients).abs() *",
+        PAIRS,
+    ),
+    _of(
+        "beta-twice",
+        "values carry beta a second time",
+        f"{DPO}.value_weights",
+        "-by_token(coefficients) *",
+        "-by_token(coefficients) * self.beta *",
+        PAIRS,
+    ),
+    _of(
+        "beta-of-the-objective",
+        "the validation pairs are compared at another beta than the trained ones",
+        f"{DPO}.row_batch",
+        ", beta=self.beta",
+        "",
+        PAIRS,
+    ),
+    _of(
+        "reference-of-the-other-branch",
+        "validation pairs with the two reference log-probabilities exchanged",
+        f"{DPO}.row_batch",
+        "reference[0], reference[1]",
+        "reference[1], reference[0]",
+        PAIRS,
+    ),
+    _of(
+        "reference-in-float32",
+        "the reference's sums are rounded to float32",
+        f"{DPO}.row_batch",
+        "dtype=torch.float64",
+        "dtype=torch.float32",
+        PAIRS,
+    ),
+    _of(
+        "one-threshold-for-both-branches",
+        "chosen and rejected tokens are ranked together although they should not be",
+        f"{DPO}.pools",
+        "if self.args.shared_threshold:",
+        "if True:",
+        PAIRS,
+    ),
+    _of(
+        "shared-threshold-ignored",
+        "branches keep thresholds of their own where one was asked for",
+        f"{DPO}.pools",
+        "if self.args.shared_threshold:",
+        "if False:",
+        "full preconditioner, DPO, one threshold",
+    ),
+    _of(
+        "pools-exchanged",
+        "weights of the chosen go to the rejected, and the other way",
+        f"{DPO}.pools",
+        "[slice(0, rows // 2), slice(rows // 2, rows)]",
+        "[slice(rows // 2, rows), slice(0, rows // 2)]",
+        "retention by pairs",
+    ),
+    _of(
+        "masked-logit-ignored",
+        "omega from the unmasked logit where the masked one was asked for",
+        f"{DPO}.final_coefficients",
+        "if not self.args.masked_logit:",
+        "if True:",
+        MASKED,
+    ),
+    _of(
+        "masked-logit-of-divided-weights",
+        "what divides the loss enters the masked logit",
+        f"{MIXIN}._finish",
+        "final = self.final_coefficients(gate, coefficients, weights, inputs)",
+        "final = self.final_coefficients(gate, coefficients, "
+        "self._normalised(weights, mask, num_items), inputs)",
+        MASKED,
+    ),
+    _of(
+        "kept-tokens-counted-by-micro-batch",
+        "each micro-batch is divided by its own kept tokens",
+        f"{MIXIN}._normalised",
+        "if share is None",
+        "if True",
+        KEPT,
+    ),
+    _of(
+        "kept-tokens-of-all",
+        "kept normalisation divides by all response tokens",
+        f"{MIXIN}._normalised",
+        'if kind == "kept":',
+        "if False:",
+        KEPT,
+    ),
+    _of(
+        "budget-over-both-branches",
+        "the kept tokens are counted with one rounding for both branches",
+        f"{MIXIN}._budget",
+        "else self.pools(len(mask))",
+        "else [slice(None)]",
+        "kept normalisation, DPO",
+    ),
+    _of(
+        "global-budget-by-micro-batch",
+        "the kept tokens of a global threshold are counted micro-batch by micro-batch",
+        f"{MIXIN}._kept_share",
+        'if self.args.keep_scope == "global":',
+        "if False:",
+        GLOBAL,
+    ),
+    _of(
+        "sum-still-divided",
+        "kept_normalization='sum' leaves the trainer's divisor in the loss",
+        f"{MIXIN}._undivided",
+        'if kind == "sum" else 1.0',
+        "if False else 1.0",
+        FULL_SUM,
+    ),
+    _of(
+        "ledger-of-a-sum-divided",
+        "the ledger divides by the response tokens what the loss does not",
+        f"{MIXIN}._record",
+        "* self._undivided(mask, num_items)",
+        "",
+        FULL_SUM,
+    ),
+    _of(
+        "step-of-a-sum-divided",
+        "the full preconditioner at the mean gradient where the sum is descended",
+        f"{MIXIN}._step_weights",
+        " * self._undivided(mask, num_items)",
+        "",
+        FULL_SUM,
+    ),
+    _of(
+        "clip-factor-inverted",
+        "a long gradient is taken to be lengthened",
+        f"{MIXIN}._clip",
+        "min(1.0, self",
+        "max(1.0, self",
+        FULL,
+    ),
+    _of(
+        "ledger-at-the-first-learning-rate",
+        "the ledger uses the learning rate that the run began with",
+        f"{MIXIN}._record",
+        "self._get_learning_rate()",
+        "self.args.learning_rate",
+        PAPER,
+    ),
+    _of(
+        "ratio-of-the-next-step",
+        "the scheduled ratio is one step ahead",
+        f"{MIXIN}._ratio",
+        "state.global_step,",
+        "state.global_step + 1,",
+        SCHEDULED,
+        "random, schedule",
+    ),
+    _of(
+        "lambda-of-the-next-step",
+        "the scheduled stability weight is one step ahead",
+        "train.valuation.Valuation.begin",
+        '"stability_weight", step, total',
+        '"stability_weight", step + 1, total',
+        SCHEDULED,
+    ),
+    _of(
+        "draws-that-forget-the-micro-batch",
+        "every micro-batch of a step draws the same random numbers",
+        f"{MIXIN}._draw_seed",
+        "        count,\n",
+        "",
+        MASKS,
+    ),
+    _of(
+        "draws-that-forget-the-step",
+        "every step draws the same random numbers",
+        f"{MIXIN}._draw_seed",
+        "        self.state.global_step,\n        count,\n",
+        "        count,\n",
+        MASKS,
+    ),
+    _of(
+        "draws-that-forget-the-seed",
+        "runs of different seeds draw the same random numbers",
+        f"{MIXIN}._draw_seed",
+        "        self.args.value_seed,\n",
+        "",
+        MASKS,
+    ),
+    _of(
+        "global-threshold-by-micro-batch",
+        "a global threshold is taken micro-batch by micro-batch",
+        f"{MIXIN}.get_batch_samples",
+        'self.args.keep_scope == "global" and samples',
+        "False",
+        "global threshold, DPO",
+    ),
+    _of(
+        "first-micro-batch-decides",
+        "every micro-batch gets the weights that were decided for the first one's tokens",
+        "train.distributed.global_selection",
+        "start = places[step, ranks.rank]",
+        "start = 0",
+        GLOBAL,
+    ),
+    _of(
+        "responses-ranked-by-token",
+        "whole responses were asked for, and tokens are ranked",
+        f"{MIXIN}._ranked",
+        'self.args.value_unit == "response"',
+        "False",
+        "whole responses, the worst",
+    ),
+    _of(
+        "metrics-counted-twice",
+        "a scoring pass of its own moves the trainer's running metrics",
+        f"{MIXIN}._untouched_metrics",
+        "setattr(self, name, value)",
+        "pass",
+        "packing, own forward",
+    ),
+    _of(
+        "weights-shifted-by-one",
+        "a token's weight acts on the token before it",
+        "train.gate.TokenGate.surrogate",
+        "weights[:, 1:]",
+        "weights[:, :-1]",
+        PAPER,
+    ),
+    _of(
+        "coefficients-shifted-by-one",
+        "log-probabilities are laid out as if the last token had none",
+        "train.gate.by_token",
+        "(1, 0)",
+        "(0, 1)",
+        PAIRS,
+    ),
+    _of(
+        "validation-labels-shifted",
+        "validation labels are off by one token",
+        "train.sft.padded_batch",
+        'labels[i, :n] = torch.as_tensor(row["labels"])',
+        'labels[i, : n - 1] = torch.as_tensor(row["labels"])[1:]',
+        PAPER,
+    ),
+    _of(
+        "micro-batch-divided-by-itself",
+        "transformers' own trainer divides each micro-batch by its own tokens",
+        "train.trainer.AlphaTrainer.base_loss",
+        "if num_items is None else torch.as_tensor(num_items)",
+        "if True else torch.as_tensor(num_items)",
+        "transformers' own trainer",
+    ),
+    _of(
+        "direction-kept-a-step-too-long",
+        "G and V are used for one step more than was asked for",
+        "train.valuation.Valuation.begin",
+        "step - self._built < options.direction_steps",
+        "step - self._built <= options.direction_steps",
+        PAPER,
+        OLD,
+    ),
+    _of(
+        "direction-never-pinned",
+        "G and V are built anew at every step although they should last for two",
+        "train.valuation.Valuation.begin",
+        "step - self._built < options.direction_steps",
+        "False",
+        OLD,
+    ),
+    _of(
+        "first-rows-for-ever",
+        "a pool gives the validation rows of the first step at every step",
+        "train.valuation.Valuation.begin",
+        "self._draw(self.pool, self._validation, step)",
+        "self._draw(self.pool, self._validation, 0)",
+        POOLED,
+    ),
+    _of(
+        "retention-rows-never-drawn-anew",
+        "retention rows are those of the first step at every step",
+        "train.valuation.Valuation.begin",
+        "self._draw(*self._retention, step)",
+        "self._draw(*self._retention, 0)",
+        "retention by rows",
+    ),
+    _of(
+        "running-mean-of-retention-too",
+        "the retention gradient enters the running mean of the validation gradient",
+        "train.valuation.Valuation._reduce",
+        'role == "validation" and ',
+        "",
+        "retention by rows",
+    ),
+    _of(
+        "validation-rows-dropped",
+        "of the validation rows only the first micro-batch is used",
+        "train.valuation.Valuation._batches",
+        "range(0, len(own), size)",
+        "range(0, size, size)",
+        POOLED,
+    ),
+    _of(
+        "gap-with-the-other-sign",
+        "the alarm is the pool's loss minus the held-out one",
+        "train.valuation.Valuation.objective_gap",
+        'found["held_out"] - found["pool"]',
+        'found["pool"] - found["held_out"]',
+        PAPER,
+    ),
+    _of(
+        "gap-at-the-first-rows",
+        "the gap is always looked at on the rows of the first step",
+        "train.valuation.Valuation.objective_gap",
+        "self.pool.rows(step)",
+        "self.pool.rows(0)",
+        POOLED,
+    ),
+    _of(
+        "gap-without-the-reference",
+        "the preference loss that is logged leaves the reference model out",
+        "train.valuation.objective_value",
+        "item.beta * margin",
+        "item.beta * (losses[1].sum(-1) - losses[0].sum(-1))",
+        PAIRS,
+    ),
+    _of(
+        "held-out-rows-drawn",
+        "rows that are set aside are drawn all the same",
+        f"{POOL}.__post_init__",
+        "drawn = order[held:]",
+        "drawn = order",
+        PAPER,
+    ),
+    _of(
+        "held-out-share-of-the-drawn",
+        "one row too many is set aside",
+        f"{POOL}.__post_init__",
+        "max(1, round(self.held_out_share * self.size))",
+        "max(1, round(self.held_out_share * self.size)) + 1",
+        PAPER,
+    ),
+    _of(
+        "pool-overlaps",
+        "a step takes rows that the step before has taken",
+        f"{POOL}.rows",
+        "first = step * self.batch_size",
+        "first = step * (self.batch_size - 1)",
+        POOLED,
+    ),
+    _of(
+        "running-mean-uncorrected",
+        "the running mean begins at zero and is not corrected for it",
+        "train.running.RunningMean._weight",
+        "/ -math.expm1(count * math.log(self.decay))",
+        "",
+        POOLED,
+    ),
+    _of(
+        "running-mean-forgets-the-wrong-end",
+        "the newest gradient gets the decay, the mean the rest",
+        "train.running.RunningMean.update",
+        "torch.lerp(self._mean.get(name, new).to(new), new, weight)",
+        "torch.lerp(new, self._mean.get(name, new).to(new), weight)",
+        POOLED,
+    ),
+    _of(
+        "values-too-young",
+        "values are scored anew one step too early",
+        f"{LEDGER}.lookup",
+        "> max_age",
+        ">= max_age",
+        AGAIN,
+    ),
+    _of(
+        "values-that-never-age",
+        "reusing values makes them young again",
+        f"{LEDGER}.add",
+        '    self._documents["steps"][number] = step\n',
+        '    pass\n        self._documents["steps"][number] = step\n',
+        AGAIN,
+    ),
+    _of(
+        "ledger-unscaled",
+        "visits add up values without the scale",
+        f"{LEDGER}.add",
+        "scale * found.astype",
+        "found.astype",
+        PAPER,
+    ),
+    _of(
+        "ledger-keeps-the-last-visit",
+        "a visit overwrites the ones before",
+        f"{LEDGER}.add",
+        "sums[span, :-1] +=",
+        "sums[span, :-1] =",
+        AGAIN,
+    ),
+    _of(
+        "ledger-counts-dropped-tokens",
+        "every visited token counts as kept",
+        f"{LEDGER}.add",
+        "sums[span, -1] += kept[document.places]",
+        "sums[span, -1] += 1",
+        PAPER,
+    ),
+    _of(
+        "ledger-sides-exchanged",
+        "adaptation and stability change places in the ledger",
+        "train.ledger._components",
+        "stacked = torch.stack(",
+        "parts = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
+        "parts.items()}\n    stacked = torch.stack(",
+        "LoRA",
+    ),
+    _of(
+        "kept-share-of-all-tokens",
+        "the kept share is logged of all tokens, prompts too",
+        "train.statistics.summary",
+        'counts["kept"] / counts["response"]',
+        'counts["kept"] / counts["tokens"]',
+        PAPER,
+    ),
+    _of(
+        "deviation-around-zero",
+        "the logged deviation is the root mean square",
+        "train.statistics._by_component",
+        "square / count - mean * mean",
+        "square / count",
+        PAPER,
+    ),
+    _of(
+        "effective-share-without-its-square",
+        "the effective share of the weights is not squared",
+        "train.statistics.summary",
+        'counts["weight"] ** 2',
+        'counts["weight"]',
+        "proportional weights",
+    ),
+    _of(
+        "statistics-never-cleared",
+        "a log repeats what the logs before it have told",
+        "train.monitor.TrainMonitor.logs",
+        "self._sums.clear()",
+        "pass",
+        PAPER,
+    ),
+    _of(
+        "drift-relative-to-today",
+        "the drift is logged relative to the current weights",
+        "train.monitor.weight_drift",
+        "whole.append(start.norm())",
+        "whole.append(weight.detach().norm())",
+        PAPER,
+    ),
+    _of(
+        "largest-balance",
+        "the logged balance is that of the worst parameter",
+        "train.monitor.TrainMonitor.logs",
+        "median(self._balance.values())",
+        "max(self._balance.values())",
+        PAPER,
+    ),
+)
