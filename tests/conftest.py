@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 
+from tests import shapes
 from tests.places import data_folder, models_folder
 from tests.property import tolerance
 
@@ -35,7 +35,7 @@ _CHECKED = [
     if found.name != "train"
 ]
 if importlib.util.find_spec("beartype") is not None:
-    jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
+    shapes.install(_CHECKED)
 
 torch.set_num_threads(1)
 
@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     tolerance.begin()
+    shapes.begin()
     try:
         return (yield)
     finally:
