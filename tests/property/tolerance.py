@@ -13,10 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PROPERTY", "Record", "begin", "close", "finish", "summary", "unrecorded"]
+__all__ = ["PROPERTY", "Record", "allowed", "begin", "close", "finish", "summary", "unrecorded"]
 
 PROPERTY = "worst_error_over_tolerance"
 """Key under which a test's records travel in ``user_properties`` (also between processes)."""
+
+
+TABLE: dict[str, dict[torch.dtype, float]] = {
+    "library": {torch.float64: 5e-6, torch.float32: 5e-5},
+}
+
+
+def allowed(kind: str, dtype: torch.dtype) -> float:
+    """The tolerance of ``TABLE``."""
+    return TABLE[kind][dtype]
 
 
 @dataclass(frozen=True)
