@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.adapter import DecoderAdapter, find_adapter
-from alphatoken.fidelity.tolerances import Narrowest
+from alphatoken.fidelity.tolerances import Narrowest, tolerance_of
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.scorer import Given
 
@@ -74,7 +74,7 @@ class Expected:
         causal: exact causal value, all hops, along M: by token; None where it was not taken.
         own_error: largest difference of the two oracles of the direct part.
         attention_error: of the recomputed attention from the model's own kernel.
-        inside: narrowest dtype of the forward.
+        arithmetic: row of the table of tolerances, and the tolerance.
     """
 
     mask: Tensor
@@ -88,7 +88,7 @@ class Expected:
     causal: Tensor | None
     own_error: float
     attention_error: float
-    inside: torch.dtype
+    arithmetic: tuple[str, float]
 
 
 @dataclass
@@ -155,8 +155,8 @@ class Oracle:
         if config.estimator == "label":
             return count + tokens + 1
         if config.estimator == "path":
-            return count + 1
-        return count + 3 + (tokens if config.estimator in _SELF_ONLY else 0)
+            return count + 2
+        return count + 5 + (tokens if config.estimator in _SELF_ONLY else 0)
 
     # --- M -------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Oracle:
             unassigned=self._total(rest),
             direction=(sides[0], sides[1]),
             names=self.names,
-            inside=self.inside.dtype,
+            arithmetic=self.arithmetic,
             **found,
         )
 
@@ -251,6 +251,23 @@ class Oracle:
         if self.token_weights is None:
             return torch.ones_like(losses)
         return self.token_weights[tuple(places.T)].to(losses)
+
+    @property
+    def arithmetic(self) -> tuple[str, float]:
+        """Row of the table of tolerances, once a forward has run, and the tolerance."""
+        weights = next(iter(self.scope.parameters.values())).dtype
+        return tolerance_of(weights, self.inside.dtype)
+
+    def _conditions(self, losses: Tensor) -> Tensor:
+        """Rounding that no code can avoid, by token, in units of the tolerance.
+
+        The error of a loss at the logits is p - 1, with absolute terms 1 / (1 - p) times as large:
+        a confident prediction has lost that many digits before anything is sent back.
+        """
+        weights = next(iter(self.scope.parameters.values())).dtype
+        eps = torch.finfo(torch.promote_types(weights, torch.float32)).eps
+        unsure = (-torch.expm1(-losses.detach().double())).clamp(min=eps)
+        return 8 * eps / self.arithmetic[1] / unsure
 
     def _rows(
         self,
@@ -274,7 +291,9 @@ class Oracle:
         entries: list[Entry | None] = [
             None if side is None else _empty(self._shape, parameters) for side in sides
         ]
-        for (row, token), loss, weight in zip(places.tolist(), losses, weights, strict=True):
+        conditions = 1 + self._conditions(losses)
+        for n, (row, token) in enumerate(places.tolist()):
+            loss, weight = losses[n], weights[n]
             if not bool(sampled[row, token]):
                 continue
             for entry, parts in zip(entries, along(weight * loss), strict=True):
@@ -282,7 +301,7 @@ class Oracle:
                     for name, (value, size) in parts.items():
                         entry.by[name][row, token] = value
                         entry.value[row, token] += value
-                        entry.scale[row, token] += size
+                        entry.scale[row, token] += size * float(conditions[n])
         sums = {}
         whole = along((weights * losses).sum())
         for name, parts in zip(SIDES, whole, strict=True):
@@ -334,7 +353,10 @@ class Oracle:
                 for m in by_id
             ]
 
+        rounding = (weights * self._conditions(losses)).to(losses)
         ordinary = read(trace, self._errors(trace, (weights * losses).sum()))
+        unsure = read(trace, self._errors(trace, (rounding * losses).sum()))
+        ordinary = _loosened(ordinary, unsure)
         none: list[Entry | None] = [None if m is None else _empty(self._shape, ()) for m in by_id]
         own_error, attention_error = 0.0, 0.0
         direct, causal, self_only = ordinary, none, none
@@ -345,27 +367,18 @@ class Oracle:
             ) as second:
                 again, _ = composite.losses_of(self.forward, self.batch)
             attention_error = max((use.error for use in second.attentions), default=0.0)
-            loss = (weights * again).sum()
             outputs = [use.output for use in second.attentions]
-            errors = self._errors(second, loss, outputs)
-            heads = errors[len(second.linears) :]
-            direct = read(second, errors[: len(second.linears)])
+
+            def both(factors: Tensor) -> tuple[list[Entry | None], list[Entry | None]]:
+                errors = self._errors(second, (factors * again).sum(), outputs)
+                uses = len(second.linears)
+                return read(second, errors[:uses]), self._causal(second, errors[uses:], read)
+
+            (direct, causal), (unsure, later) = both(weights), both(rounding)
+            direct, causal = _loosened(direct, unsure), _loosened(causal, later)
             if config.estimator == "same_layer_hop":
-                later = readouts.hop_errors(second, heads)
                 # The library takes its own k = t terms away from the kernel's backward.
-                causal = [
-                    None if c is None or d is None else Entry(c.value, c.scale + d.scale, c.by)
-                    for c, d in zip(read(second, later), direct, strict=True)
-                ]
-            elif config.estimator != "direct":
-                mean = config.estimator == "paper_literal"
-                later, spread = readouts.propagated_errors(
-                    second,
-                    heads,
-                    window=config.window,
-                    head_reduction="mean" if mean else config.head_reduction,
-                )
-                causal = read(second, later, spread)
+                causal = _loosened(causal, direct)
             if split:
                 self_only = direct
                 direct, own_error = self._one_by_one(direct, by_id, trace, losses, places, sampled)
@@ -391,6 +404,27 @@ class Oracle:
             "attention_error": attention_error,
         }
         return [*one, *two], rest, found
+
+    def _causal(
+        self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any
+    ) -> list[Entry | None]:
+        """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
+        config = self.given.config
+        errors: list[Tensor | None] = [None] * len(trace.linears)
+        if config.estimator in ("same_layer_hop", "direct"):
+            if config.estimator == "same_layer_hop":
+                errors = readouts.hop_errors(trace, heads)
+            found: list[Entry | None] = read(trace, errors)
+            return found
+        mean = config.estimator == "paper_literal"
+        errors, spread = readouts.propagated_errors(
+            trace,
+            heads,
+            window=config.window,
+            head_reduction="mean" if mean else config.head_reduction,
+        )
+        propagated: list[Entry | None] = read(trace, errors, spread)
+        return propagated
 
     def _one_by_one(
         self,
@@ -418,10 +452,10 @@ class Oracle:
                     trace, errors, m, score_bias=self.given.config.score_bias, rows=place
                 )
                 one = _entry(parts, torch.Size([]))
-                size = float(one.scale)
+                size = float(entry.scale[place])  # of the joint backward, conditions included
                 away = abs(float(entry.value[place] - one.value))
                 worst = max(worst, away / size if size > 0 else (torch.inf if away else 0.0))
-                entry.value[place], entry.scale[place] = one.value, one.scale
+                entry.value[place] = one.value
                 for name, value in one.by.items():
                     entry.by[name][place] = value
         return list(entries), worst
@@ -510,6 +544,14 @@ def _entry(parts: readouts.Parts, shape: torch.Size) -> Entry:
         value = value + parts.value[name].cpu()
         scale = scale + parts.scale[name].cpu()
     return Entry(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
+
+
+def _loosened(entries: Sequence[Entry | None], more: Sequence[Entry | None]) -> list[Entry | None]:
+    """The same values, with the absolute terms of ``more`` beside their own."""
+    return [
+        None if one is None or other is None else Entry(one.value, one.scale + other.scale, one.by)
+        for one, other in zip(entries, more, strict=True)
+    ]
 
 
 def _rest(columns: Entry, assigned: Tensor) -> Entry:

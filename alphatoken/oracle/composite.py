@@ -95,7 +95,7 @@ def counted_tokens(batch: Mapping[str, Any]) -> Tensor:
     labels, attention = batch["labels"], batch.get("attention_mask")
     counted = torch.zeros_like(labels, dtype=torch.bool)
     counted[:, 1:] = labels[:, 1:] != IGNORED
-    if isinstance(attention, Tensor) and attention.dim() == 2:
+    if isinstance(attention, Tensor) and attention.shape == labels.shape:
         counted[:, 1:] &= attention[:, :-1] != 0
     return counted
 
@@ -103,15 +103,15 @@ def counted_tokens(batch: Mapping[str, Any]) -> Tensor:
 def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """One forward: (losses (n,), places (n, 2)) of the counted tokens, row by row.
 
-    ``l = -log pi(z_i | z_<i)`` from the logits at position i - 1, in float32 or wider.
+    ``l = -log pi(z_i | z_<i)`` from the logits at position i - 1, in float64.
     """
     places = counted_tokens(batch).nonzero()
     with torch.enable_grad():
         logits = forward({k: v for k, v in batch.items() if k != "labels"})
         rows, tokens = places.unbind(1)
         predicted = logits[rows, tokens - 1]
-        wide = torch.promote_types(predicted.dtype, torch.float32)
-        every = -torch.log_softmax(predicted.to(wide), dim=-1)
+        # In float32 log-softmax over a real vocabulary loses a digit and more in p - 1.
+        every = -torch.log_softmax(predicted.double(), dim=-1)
         labels = batch["labels"][rows, tokens].to(every.device)
         return every.gather(1, labels.unsqueeze(1)).squeeze(1), places
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
+from alphatoken import FisherDrift, Scorer, ScorerConfig, contraction, select_top
 from alphatoken.cli import main
 from alphatoken.data import batches, encode_rows, read_rows, split_pools
 from alphatoken.data.stdlib import write_files
@@ -172,6 +172,22 @@ def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) 
     page = (tmp_path / "report.html").read_text()
     assert "per-token oracle" in page
     assert "Value-Propagation" in page
+
+
+def test_values_that_do_not_agree_end_in_an_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The certificate is in the summary and the report, and the status says that it failed."""
+    right = contraction.contract
+    monkeypatch.setattr(contraction, "contract", lambda *given: 1.01 * right(*given))
+    fisher = world / "fisher.safetensors"
+    status = world.score(tmp_path, "--verify", 2, fisher=fisher, validation=None, validation_rows=5)
+    assert status == 2
+    assert "the values do not agree with the oracle" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["certificate"].endswith("does not agree")
+    assert "adaptation_direct" in summary["certificate"]
+    assert "does not agree" in (tmp_path / "report.html").read_text()
 
 
 def test_scope_dataset_keeps_the_best_of_all(world: World, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.fidelity.certificate import Certificate
+from alphatoken.fidelity.tolerances import TOLERANCES
+from tests.property import mutants_adapters, mutants_proofs
 from tests.property import properties_options as options
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -179,6 +183,7 @@ V = trial("direction (stability)", "path")
 FULL = trial("direction (adaptation)", "path", build=full)
 HOP = trial("adaptation_causal", "same_layer_hop")
 TOTAL = trial("total", "path")
+PADDED = trial("mask", "path", rows=("pprrrr", "..rrrr"))
 
 SEEN = {
     "sum-then-outer-in-the-gram-factors": GRAM,
@@ -188,6 +193,8 @@ SEEN = {
     "validation-prompt-dropped-from-the-gram-factors": GRAM,
     "padding-leaks-into-the-attention-weights": DIRECT,
     "padding-leaks-into-the-losses": PATH,
+    "label-after-padding-valued": PADDED,
+    "mask-of-the-token-for-that-of-its-label-position": PADDED,
     "mean-for-sum-of-the-losses": PATH,
     "mean-for-sum-over-the-heads-of-a-group": CAUSAL,
     "last-token-dropped": PATH,
@@ -235,6 +242,7 @@ SEEN = {
     "reference-sign": V,
     "fisher-forgotten-in-the-drift": V,
     "mean-of-batch-means": G,
+    "validation-gradient-in-bf16": G,
     "gram-factors-not-divided": GRAM,
     "token-weights-ignored": trial("adaptation", "path", build=weighted),
     "epsilon-inside-adams-root": FULL,
@@ -483,3 +491,244 @@ def test_right_code_agrees(
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)
     assert found.passed, str(found)
     close(found.error, 0.0, 1.0, found.tolerance, name="certificate of right code")
+
+
+# --- narrow arithmetic, real classes -------------------------------------------------------------
+
+
+def real_scorer(name: str, dtype: torch.dtype, estimator: str, **chosen: Any) -> Any:
+    """A tiny transformers decoder, a drift, a padded batch."""
+    from tests.property.architectures import BY_NAME as ARCHITECTURES
+
+    model = ARCHITECTURES[name].build(1, dtype=dtype)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, 23, (2, 9), generator=generator)
+    held = torch.randint(3, 23, (2, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    columns = torch.arange(9)
+    labels = ids.masked_fill((columns < 3) | (mask == 0), -100)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    validation = {"input_ids": held, "labels": held.masked_fill(torch.arange(7) < 2, -100)}
+    config = ScorerConfig(estimator, layers=2, max_relative_drift=None, **chosen)
+    parameters = Scorer(model, validation, None, config).parameters
+    noise = {n: torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
+    drift = FisherDrift(
+        {n: x.square() for n, x in noise.items()},
+        {n: p.detach().float() + 0.02 * noise[n] for n, p in parameters.items()},
+    )
+    return Scorer(model, validation, drift, config), batch
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
+def test_real_classes_agree_in_every_arithmetic(name: str, dtype: str) -> None:
+    """Split, fused and transposed projections, soft-cap and windows; the margin is recorded."""
+    for estimator in ("alphatoken", "label"):
+        scorer, batch = real_scorer(name, getattr(torch, dtype), estimator)
+        with quiet():
+            found = scorer.verify(batch, tokens=4)
+        assert found.passed, str(found)
+        assert found.tolerance == TOLERANCES[found.arithmetic]
+        label = f"certificate, {found.arithmetic}"
+        close(found.error, 0.0, 1.0, found.tolerance, name=label)
+
+
+SCALES = {
+    "forgotten in dk": (BY_NAME["scale-forgotten-in-dk"], "direct"),
+    "a quarter more in the weights": (
+        edit("attention.AttentionStatistics.block", "* self.scale", "* (1.25 * self.scale)"),
+        "alphatoken",
+    ),
+    "forgotten in the weights": (
+        edit("attention.AttentionStatistics.block", "* self.scale", "* 1.0"), "label",
+    ),
+    "forgotten on the diagonal": (
+        edit("attention.AttentionStatistics.diagonal", "* self.scale", "* 1.0"), "direct",
+    ),
+    "half of it in forward mode": (
+        edit("attention.forward_mode_attention", "queries * statistics.scale",
+             "queries * (0.5 * statistics.scale)"),
+        "label",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SCALES))
+def test_a_changed_attention_scale_shows_under_bfloat16(name: str) -> None:
+    """Where rounding is coarsest."""
+    fault, estimator = SCALES[name]
+    with quiet(), applied(fault) as calls, without_proofs():
+        scorer, batch = real_scorer("llama", torch.bfloat16, estimator)
+        found = scorer.verify(batch, tokens=4)
+    assert calls.total() > 0
+    assert not found.passed, str(found)
+    assert any(check.component.startswith("adaptation") for check in found.failures)
+
+
+def test_lora_factors_agree_and_a_fault_is_named() -> None:
+    """Factors A and B are scored by themselves, B after its first step."""
+    peft = pytest.importorskip("peft")
+    from tests.property.architectures import BY_NAME as ARCHITECTURES
+
+    base = ARCHITECTURES["llama"].build(1, dtype=torch.float32)
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(base, wanted)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    ids = torch.randint(3, 23, (2, 8), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) < 3, -100)}
+    for estimator in ("alphatoken", "label"):
+        scorer = Scorer(model, batch, None, ScorerConfig(estimator, layers=2))
+        assert scorer.verify(batch, tokens=3).passed
+    fault = edit(
+        "readout._contract_use",
+        "return contraction.contract(",
+        "return (2.0 if 'v_proj.lora_A' in linear.name else 1.0) * contraction.contract(",
+    )
+    with applied(fault), without_proofs():
+        found = Scorer(model, batch, None, ScorerConfig("direct", layers=2)).verify(batch)
+    off = {check.component: check for check in found.failures}
+    assert "v_proj.lora_A" in str(off["adaptation_direct"].parameter)
+
+
+@pytest.mark.smollm2
+def test_a_real_model_agrees_and_a_fault_does_not(smollm2: Any) -> None:
+    """SmolLM2-135M: a few tokens, float32, in less than a minute of one quiet core."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+
+    def encoded(text: str | None) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([tokenizer(str(text))["input_ids"][:40]])
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < 20, -100)}
+
+    batch, validation = encoded(dict.__doc__), encoded(int.__doc__)
+    config = ScorerConfig("alphatoken", layers=2)
+    found = Scorer(model, validation, None, config).verify(batch, tokens=2)
+    assert found.passed, str(found)
+    close(found.error, 0.0, 1.0, found.tolerance, name="certificate, SmolLM2")
+    with applied(BY_NAME["scale-forgotten-in-dk"]), without_proofs():
+        off = Scorer(model, validation, None, config).verify(batch, tokens=2)
+    assert "adaptation_direct" in {check.component for check in off.failures}, str(off)
+
+
+DRIFT = {mutant.name: mutant for mutant in mutants_proofs.MUTANTS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fisher-squared-again",
+        "reference-not-subtracted",
+        "half-precision-reference",
+    ],
+)
+def test_a_fault_in_the_drift_does_not_agree(name: str) -> None:
+    """V of another Fisher, or of another reference."""
+    with applied(DRIFT[name]) as calls, without_proofs():
+        found = V.certificate()
+    assert calls.total() > 0
+    assert {"direction (stability)", "total"} <= {check.component for check in found.failures}
+
+
+def test_a_fault_in_the_adapter_does_not_agree() -> None:
+    """A soft-cap that the recorded call does not pass on."""
+    fault = next(m for m in mutants_adapters.MUTANTS if m.name == "soft-cap-not-passed-on")
+    with quiet(), applied(fault), without_proofs():
+        scorer, batch = real_scorer("gemma2", torch.float32, "direct")
+        found = scorer.verify(batch, tokens=3)
+    assert {"adaptation_direct", "attention"} <= {check.component for check in found.failures}
+
+
+# --- what else users hand over -------------------------------------------------------------------
+
+
+def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> None:
+    """Kronecker factors and a diagonal from a file, streamed or not; a fault in reading shows."""
+    one = trial("direction (stability)", "path")
+    case, scorer = one.setup.case, make_scorer(one.setup, "path")
+    weights = scorer.parameters
+    factors = {
+        n: tuple(torch.eye(size, dtype=torch.float64) * 0.5 + 0.1 for size in w.shape)
+        for n, w in weights.items()
+    }
+    kronecker = FisherDrift.from_kronecker(factors, scorer.given.retention.reference)
+    for number, drift in enumerate((scorer.given.retention, kronecker)):
+        path = tmp_path / f"{number}.safetensors"
+        drift.save(path)
+        with quiet():
+            for offload in ("none", "stream"):
+                other = make_scorer(one.setup, "path", offload=offload, retention=False)
+                other.set_retention(FisherDrift.open(path))
+                assert other.verify(case.batch, tokens=1, fisher_file=path).passed
+    scaled = {n: 1.01 * r for n, r in scorer.given.retention.reference.items()}
+    with quiet():
+        other.set_retention(FisherDrift(scorer.given.retention.fisher, scaled))
+        off = other.verify(case.batch, tokens=1, fisher_file=tmp_path / "0.safetensors")
+    assert "direction (stability)" in {check.component for check in off.failures}
+
+
+@pytest.mark.parametrize("kind", ["frozen", "full"])
+@pytest.mark.parametrize("make", ["AdamW", "Adam, L2", "amsgrad"])
+def test_preconditioned_values_agree(kind: str, make: str) -> None:
+    """P from the optimizer's state; with retention batches too."""
+    one = trial("total", "alphatoken")
+    if make == "amsgrad":
+        model = one.setup.case.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, eps=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            options.summed_loss(model, one.setup.case.batch).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        config = ScorerConfig("alphatoken", layers=2, preconditioner=kind, precondition_after=1)
+        validation = one.setup.case.validation
+        scorer = Scorer(model, validation, [one.setup.case.batch], config, optimizer=optimizer)
+        extra: dict[str, Any] = {}
+    else:
+        scorer, extra = adam(one, kind, make)
+    with quiet():
+        found = scorer.verify(one.setup.case.batch, tokens=2, **extra)
+    assert found.passed, str(found)
+
+
+def test_what_cannot_be_certified_is_refused() -> None:
+    """No tokens; reduced gradients; an optimizer whose step the oracle does not know."""
+    one = trial("total", "path")
+    case, model = one.setup.case, one.setup.case.model()
+    with pytest.raises(InputError, match="at least 1"):
+        make_scorer(one.setup, "path").verify(case.batch, tokens=0)
+    reduced = Scorer(
+        model, case.validation, None, ScorerConfig("path", layers=1),
+        reduce=lambda role, sums, count: {n: g / count for n, g in sums.items()},
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="reduce"):
+        reduced.verify(case.batch)
+    optimizer = torch.optim.NAdam(model.parameters())
+    options.summed_loss(model, case.batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=1)
+    with pytest.raises(UnsupportedError, match="Adam and AdamW"):
+        Scorer(model, case.validation, None, config, optimizer=optimizer).verify(case.batch)
+
+
+def test_the_cost_is_said_first_and_the_model_is_left_as_it_was() -> None:
+    """The first report has the number of passes, the last one has them all."""
+    one, reports = trial("total"), []
+    scorer = make_scorer(one.setup, "alphatoken", model=(model := one.setup.case.model()))
+    model.train()
+    flags = [p.requires_grad for p in model.parameters()]
+    with quiet():
+        found = scorer.verify(one.setup.case.batch, tokens=3, progress=reports.append)
+    assert reports[0].done == 0
+    assert reports[0].note == f"{found.passes} forwards and backwards for 3 tokens"
+    assert reports[-1].done == reports[-1].total == found.passes
+    assert model.training
+    assert flags == [p.requires_grad for p in model.parameters()]
+    assert all(p.grad is None for p in model.parameters())
