@@ -228,6 +228,14 @@ TRAINERS = (
         FULL_SUM,
     ),
     _of(
+        "weights-divided-in-float32",
+        "weights of values that are used again are divided in the float32 they were stored in",
+        f"{MIXIN}._finish",
+        "weights.to(coefficients)",
+        "weights",
+        "values again, DPO",
+    ),
+    _of(
         "clip-factor-inverted",
         "a long gradient is taken to be lengthened",
         f"{MIXIN}._clip",

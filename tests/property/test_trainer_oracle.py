@@ -116,7 +116,12 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
     ),
     "values again": (Asked(reuse_values=1), reused),
-    "values again, DPO": (Asked("dpo", reuse_values=1), reused),
+    "values again, DPO": (
+        Asked(
+            "dpo", reuse_values=1, kept_normalization="kept", keep_ratio=0.3, max_grad_norm=1e9
+        ),
+        reused,
+    ),
     "global threshold, DPO": (Asked("dpo", keep_scope="global", estimator="path"), unequal),
     "by sequence": (Asked(keep_scope="sequence", estimator="direct", layers=2), moved),
     "stability alone, all tied at first": (Asked(objective="stability", seed=3), tied),
