@@ -107,7 +107,7 @@ class Oracle:
     batch: Mapping[str, Any]
     token_weights: Tensor | None
     step_weights: Tensor | None
-    tick: Callable[[], None] = lambda: None
+    tick: Callable[[], None]
 
     def __post_init__(self) -> None:
         """Find the scope."""
