@@ -84,24 +84,31 @@ def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 # --- ratio 1 --------------------------------------------------------------------------------------
 
 
+STEPS = [4, pytest.param(20, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_ratio_one_equals_trl_bit_for_bit(tmp_path: Path, peft: bool, estimator: str) -> None:
-    """Twenty steps with accumulation, clipping and checkpointing, every one of them scored."""
-    shared = {"max_steps": 20, "gradient_accumulation_steps": 2}
+def test_ratio_one_equals_trl_bit_for_bit(
+    tmp_path: Path, peft: bool, estimator: str, steps: int
+) -> None:
+    """Steps with accumulation, clipping and checkpointing, every one of them scored."""
+    shared = {"max_steps": steps, "gradient_accumulation_steps": 2}
     plain = sft(tmp_path / "trl", alpha=False, peft=peft, **shared)
     valued = sft(tmp_path / "alpha", peft=peft, keep_ratio=1.0, estimator=estimator, **shared)
     plain.train()
     valued.train()
     assert losses(plain) == losses(valued)
-    assert len(losses(plain)) == 20
+    assert len(losses(plain)) == steps
     expected, found = weights(plain.model), weights(valued.model)
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool) -> None:
-    shared = {"max_steps": 20, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool, steps: int) -> None:
+    shared = {"max_steps": steps, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     plain = dpo(tmp_path / "trl", alpha=False, peft=peft, **shared)
     valued = dpo(tmp_path / "alpha", peft=peft, keep_ratio=1.0, **shared)
     plain.train()
