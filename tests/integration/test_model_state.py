@@ -26,7 +26,7 @@ from alphatoken.oracle import influence
 from tests.integration.snapshot import Snapshot, bits
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
-from tests.property.tolerance import close
+from tests.property.tolerance import allowed, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
 
@@ -304,8 +304,8 @@ def test_bf16_weights_give_float32_values_in_nearly_the_same_order(estimator: st
     assert expected.total.dtype == torch.float64
     assert bool(torch.isfinite(found.total).all())
     rank = spearmanr(found.total[found.mask].numpy(), expected.total[expected.mask].numpy())
-    print(f"Spearman of {estimator}, bf16 against float64: {rank.statistic:.4f}")
-    assert rank.statistic > 0.95  # measured: see the printed line; 0.98 to 0.999
+    off = 1 - float(rank.statistic)
+    close(off, 0.0, 1.0, allowed("rank", torch.bfloat16), name=f"order of {estimator} in bf16")
 
 
 # --- dropout ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from alphatoken.adapter import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder, explicit_attention
 from tests.property.strategies import Case, cases
-from tests.property.tolerance import close
+from tests.property.tolerance import allowed, close
 
 __all__ = [
     "CONTRACTION",
@@ -47,9 +47,9 @@ __all__ = [
     "truth",
 ]
 
-CONTRACTION = 1e-12
+CONTRACTION = allowed("contraction", torch.float64)
 """Float64, one contraction, relative to the sum of absolute terms."""
-MODEL = 1e-10
+MODEL = allowed("model", torch.float64)
 """Float64, through a whole model."""
 LAMBDA = 1.5
 

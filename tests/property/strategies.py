@@ -493,6 +493,7 @@ class ContractionCase:
     i: int
     v: int
     seed: int = 0
+    device: str = "cpu"
 
     def factors(self, *, integers: bool = False) -> Factors:
         """float64 tensors; with ``integers`` from -4 to 4, so that every sum is exact."""
@@ -500,8 +501,10 @@ class ContractionCase:
 
         def tensor(*shape: int) -> Tensor:
             if integers:
-                return torch.randint(-4, 5, shape, generator=generator).double()
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
+                drawn = torch.randint(-4, 5, shape, generator=generator).double()
+            else:
+                drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return drawn.to(self.device)
 
         return Factors(
             tensor(self.b, self.t, self.o),

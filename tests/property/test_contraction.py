@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from alphatoken import contraction
 from tests.property import properties_algebra as algebra
 from tests.property import properties_scorer as scorer
+from tests.property.devices import on_devices
 from tests.property.profiles import budget
 from tests.property.properties import Setup, setups
 from tests.property.strategies import ContractionCase, contractions, make_case
@@ -16,29 +19,35 @@ from tests.property.strategies import ContractionCase, contractions, make_case
 SIZES = st.integers(1, 5000)
 
 
+@on_devices
 @given(contractions(), st.booleans())
 @budget(0.5)
-def test_projected_is_the_explicit_outer_product(case: ContractionCase, bias: bool) -> None:
-    algebra.check_projected_is_the_loop(case, bias)
+def test_projected_is_the_explicit_outer_product(
+    device: str, case: ContractionCase, bias: bool
+) -> None:
+    algebra.check_projected_is_the_loop(replace(case, device=device), bias)
 
 
+@on_devices
 @given(contractions(), st.integers(1, 13))
 @budget(0.5)
-def test_gram_is_the_explicit_double_loop(case: ContractionCase, chunk: int) -> None:
-    algebra.check_gram_is_the_loop(case, chunk)
+def test_gram_is_the_explicit_double_loop(device: str, case: ContractionCase, chunk: int) -> None:
+    algebra.check_gram_is_the_loop(replace(case, device=device), chunk)
 
 
+@on_devices
 @given(contractions())
 @example(ContractionCase(1, 1, 1, 1, 1))
 @budget(0.5)
-def test_both_routes_give_one_number(case: ContractionCase) -> None:
-    algebra.check_gram_is_projected(case)
+def test_both_routes_give_one_number(device: str, case: ContractionCase) -> None:
+    algebra.check_gram_is_projected(replace(case, device=device))
 
 
+@on_devices
 @given(contractions())
 @budget(0.5)
-def test_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
-    algebra.check_outer_sum_is_the_weight_gradient(case)
+def test_outer_sum_is_the_weight_gradient(device: str, case: ContractionCase) -> None:
+    algebra.check_outer_sum_is_the_weight_gradient(replace(case, device=device))
 
 
 @given(SIZES, SIZES, SIZES, SIZES)
@@ -48,10 +57,11 @@ def test_the_plan_is_the_inequality(tokens: int, validation: int, d_out: int, d_
     algebra.check_plan(tokens, validation, d_out, d_in)
 
 
+@on_devices
 @given(contractions())
 @budget(0.25)
-def test_narrow_inputs_are_contracted_in_float32(case: ContractionCase) -> None:
-    algebra.check_narrow_inputs_are_widened(case)
+def test_narrow_inputs_are_contracted_in_float32(device: str, case: ContractionCase) -> None:
+    algebra.check_narrow_inputs_are_widened(replace(case, device=device))
 
 
 def test_summing_before_the_outer_product_is_right_for_one_example_only() -> None:

@@ -95,7 +95,7 @@ def same_files(one: Path, two: Path) -> None:
     setup=Setup(make_case(transposed=True)),
     estimator="direct", objective="stability", kind=None, structure="kronecker", route="projected",
 )  # fmt: skip
-@budget(2.0)
+@budget(0.5)
 def test_values_are_the_same_to_the_bit(
     setup: Setup,
     estimator: str,

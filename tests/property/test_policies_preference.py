@@ -494,7 +494,8 @@ def test_attribution_is_finite_differences(case: Pairs, seed: int) -> None:
         for row in range(len(case.prompts)):
             wanted = difference_attribution(model, case, row)
             here = found[row][case.real[row] != 0]
-            close(here, wanted, 1.0 + wanted.sum(), 1e-7, name="attribution")
+            # Steep models leave 6e-7 to the quotient itself (an attribution of 72).
+            close(here, wanted, 1.0 + wanted.sum(), 1e-5, name="attribution")
     assert not bool(found[case.real == 0].any())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.property import tolerance
-from tests.property.tolerance import close, summary, unrecorded
+from tests.property.tolerance import TABLE, allowed, close, summary, unrecorded
 
 NAN, INF = float("nan"), float("inf")
 
@@ -88,3 +88,24 @@ def test_the_table_shows_the_worst_first() -> None:
     lines = summary(records, top=3)
     assert [line.split()[-2] for line in lines[1:4]] == ["t29", "t28", "t27"]
     assert lines[-1] == "... and 27 closer comparisons"
+
+
+WIDTHS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_narrower_arithmetic_is_allowed_more(kind: str) -> None:
+    row = [allowed(kind, dtype) for dtype in WIDTHS if dtype in TABLE[kind]]
+    assert row == sorted(row)
+    assert all(0 < tolerance <= 0.05 for tolerance in row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_within_the_table_and_a_wrong_scale_is_not(dtype: torch.dtype) -> None:
+    values = torch.randn(60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    size, tolerance = values.norm(), allowed("norm", dtype)
+    close((values.to(dtype).double() - values).norm(), 0.0, size, tolerance)
+    with pytest.raises(AssertionError, match="off by"):  # one token in sixty forgotten
+        close(values[int(values.abs().argmax())].abs(), 0.0, size, tolerance)
+    with pytest.raises(AssertionError, match="off by"):  # attention without its scale, at d = 4
+        close((values * 0.5 - values).norm(), 0.0, size, tolerance)
