@@ -363,7 +363,8 @@ def propagate_values(
 
     Exactness: approximates the causal part (column minus diagonal) of the influence matrix;
     exact for the value projection of the last decoder layer with W = T and per-head weights.
-    Cost: O(T (W + block)) with a window; never T x T in memory.
+    Cost: O(T (W + block)) with a window, and all T x T logits once for the log-sum-exp, which the
+    self-only backward of the same call needs too and shares; in blocks, never T x T in memory.
     Source: eqs. app_causal_rank1, phi_tgt_causal. Oracle: ``alphatoken.oracle.propagation``.
     """
     length = statistics.length
