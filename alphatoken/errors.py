@@ -31,10 +31,10 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     A fixed ``stacklevel`` points into the library as soon as there is another way to the warning.
     (From Python 3.12 on ``skip_file_prefixes`` does the same.)
     """
-    modules = (sys.modules.get(name) for name in ("alphatoken", "torch", "jaxtyping"))
-    folders = [os.path.dirname(m.__file__) for m in modules if m is not None and m.__file__]
-    # Wrappers of torch and of the run-time type checks stand between two frames of the library.
-    within = (*(os.path.join(folder, "") for folder in folders), "<@beartype")
+    # torch: its decorators stand between two frames of the library.
+    modules = (sys.modules.get(name) for name in ("alphatoken", "torch"))
+    files = [module.__file__ for module in modules if module is not None and module.__file__]
+    within = tuple(os.path.join(os.path.dirname(file), "") for file in files)
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(within):
         frame = frame.f_back

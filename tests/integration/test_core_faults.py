@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
+from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.adapter import find_adapter
 from alphatoken.attention import BackwardSwitch
 from alphatoken.capture import find_scope
@@ -82,24 +84,47 @@ def test_a_refused_lambda_changes_nothing() -> None:
 # --- where a warning points -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-@pytest.mark.parametrize("how", ["score", "observe", "components"])
-def test_a_warning_points_at_the_users_line(estimator: str, how: str) -> None:
-    model = BY_NAME["llama"].build(1)
-    config = ScorerConfig(estimator=estimator, layers=2, max_relative_drift=None)
-    scorer = Scorer(model, VALIDATION, drift_of(model, 1e9), config)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if how == "score":
-            scorer.score(BATCH)
-        else:
-            inputs = {k: v for k, v in BATCH.items() if k != "labels"}
-            with scorer.observe() as observed:
-                logits = model(**inputs, use_cache=False).logits
-                observed.values(logits, BATCH["labels"], components=how == "observe")
-                observed.components()
-    found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
-    assert [Path(w.filename).name for w in found] == [Path(__file__).name]
+POINTED = """
+import warnings
+from alphatoken import AlphaTokenWarning
+from tests.integration import test_core_faults as own
+for estimator in ("alphatoken", "path", "label"):
+    for how in ("score", "values", "components"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = own.BY_NAME["llama"].build(1)
+            config = own.ScorerConfig(estimator=estimator, layers=2, max_relative_drift=None)
+            scorer = own.Scorer(model, own.VALIDATION, own.drift_of(model, 1e9), config)
+            inputs = {k: v for k, v in own.BATCH.items() if k != "labels"}
+            if how == "score":
+                scorer.score(own.BATCH)  # here
+            else:
+                with scorer.observe() as observed:
+                    logits = model(**inputs, use_cache=False).logits
+                    observed.values(logits, own.BATCH["labels"], components=how == "values")  # here
+                    observed.components()  # here
+        found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
+        print(estimator, how, *(f"{w.filename}:{w.lineno}" for w in found))
+"""
+
+
+def test_a_warning_points_at_the_users_line() -> None:
+    """In a process of its own: the run-time type checks of pytest stand between the frames."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", POINTED], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    here = [n for n, line in enumerate(POINTED.split("\n"), 1) if line.endswith("# here")]
+    score, values, components = (f"<string>:{line}" for line in here)
+    lines = {"score": score, "values": values, "components": components}
+    expected = [
+        f"{estimator} {how} {line}"
+        for estimator in ("alphatoken", "path", "label")
+        for how, line in lines.items()
+    ]
+    assert run.stdout.splitlines() == expected
 
 
 # --- the longest sequence -------------------------------------------------------------------------
