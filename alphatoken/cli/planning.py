@@ -14,7 +14,8 @@ from torch import nn
 
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.loading import text_only
-from alphatoken.cli.training_data import count_rows, held_out
+from alphatoken.cli.training_data import check_rows, count_rows, held_out
+from alphatoken.cli.training_rows import check_source
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.train.cost import Layout
 from alphatoken.train.plan import Plan, make_plan
@@ -30,6 +31,7 @@ def plan_run(arguments: Arguments, layout: Layout) -> Plan:
         ConfigError, CoverageError, UnsupportedError: what the run itself would refuse.
     """
     model, source = meta_model(arguments)
+    has = check_rows(arguments, layout.processes)
     given, drawn = count_rows(arguments), held_out(arguments).drawn
     plan = make_plan(
         model,
@@ -40,9 +42,10 @@ def plan_run(arguments: Arguments, layout: Layout) -> Plan:
         dtype=_dtype(arguments, model),
         rows=None if given is None else max(given - drawn, 0),
         options=arguments.changed,
+        given=has,
     )
     plan.model["shape_from"] = source
-    plan.notes.extend(_notes(arguments, given, drawn))
+    plan.notes.extend(_notes(arguments, given))
     return plan
 
 
@@ -169,12 +172,12 @@ def _dtype(arguments: Arguments, model: nn.Module) -> str:
     return dtype
 
 
-def _notes(arguments: Arguments, given: int | None, drawn: int) -> list[str]:
+def _notes(arguments: Arguments, given: int | None) -> list[str]:
     notes = []
-    if given is None:
+    if not check_source(arguments):
+        notes.append("No training rows are named: the run would refuse. --train_file names some.")
+    elif given is None:
         notes.append("How many training rows there are is not known without reading them.")
-    elif drawn >= given:
-        notes.append(f"{drawn} rows are to be held out of {given}: the run would refuse.")
     if arguments.training.output_dir is None:
         notes.append("No output_dir is given: trainer_output would be used.")
     return notes

@@ -59,10 +59,13 @@ def run_training(
     if arguments.run.dry_run:
         from alphatoken.cli.planning import plan_run, show_plan
 
+        check_files(arguments)
+        check_output(arguments)
         show_plan(plan_run(arguments, layout_of(arguments)), as_json=arguments.run.json)
         return 0
     check_files(arguments)
-    prepare_output(arguments)
+    check_output(arguments)
+    clear_output(arguments)
     if wants_launch(arguments):
         return launch(arguments)
     _train(arguments, trainer)
@@ -83,29 +86,27 @@ def check_files(arguments: Any) -> None:
         source = getattr(data, name)
         if source is not None and Path(source).suffix in (".jsonl", ".json", ".parquet"):
             named[name] = source
+    template = getattr(arguments.training, "chat_template_path", None)
+    if template is not None and Path(template).suffix in (".jinja", ".j2"):
+        named["chat_template_path"] = template
     for name, path in named.items():
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
 
 
-def prepare_output(arguments: Any) -> None:
+def check_output(arguments: Any) -> None:
     """Refuse an output folder with something in it, unless it is to be resumed or overwritten.
 
     Raises:
         ConfigError: it is not empty.
     """
     folder = Path(arguments.training.output_dir)
-    first = os.environ.get("RANK", "0") == "0" and "ALPHATOKEN_LAUNCHED" not in os.environ
-    if not first or not folder.exists():
+    if not _first() or not folder.exists():
         return
     if not folder.is_dir():
         raise ConfigError("output_dir is a file", got=str(folder), remedy="name a folder")
-    if arguments.run.overwrite_output:
-        for path in folder.glob("checkpoint-*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-        return
-    going_on = arguments.run.resume or arguments.training.resume_from_checkpoint
+    run = arguments.run
+    going_on = run.resume or arguments.training.resume_from_checkpoint or run.overwrite_output
     if os.listdir(folder) and not going_on:
         raise ConfigError(
             "the output folder is not empty",
@@ -114,6 +115,19 @@ def prepare_output(arguments: Any) -> None:
             remedy="--resume to continue the run in it, --overwrite_output to start anew, or "
             "another --output_dir",
         )
+
+
+def clear_output(arguments: Any) -> None:
+    """Under ``--overwrite_output``, remove the checkpoints of the run that was there."""
+    if _first() and arguments.run.overwrite_output:
+        for path in Path(arguments.training.output_dir).glob("checkpoint-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+
+
+def _first() -> bool:
+    """Whether this is the first process, and the one that the user started."""
+    return os.environ.get("RANK", "0") == "0" and "ALPHATOKEN_LAUNCHED" not in os.environ
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -237,7 +251,5 @@ def _tokenizer(arguments: Any) -> Any:
     )
     template = getattr(args, "chat_template_path", None)
     if template is not None and Path(template).suffix in (".jinja", ".j2"):
-        if not Path(template).is_file():
-            raise ConfigError("chat_template_path is not there", got=template)
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer

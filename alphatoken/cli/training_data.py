@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
-from alphatoken.cli.training_rows import Item, RowReader
+from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
+from alphatoken.data.split import check_draw
+from alphatoken.train.checks import Given, check_pool
 
-__all__ = ["HeldOut", "RunData", "count_rows", "held_out", "load_run_data"]
+__all__ = ["HeldOut", "RunData", "check_rows", "count_rows", "held_out", "load_run_data"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
     kept, told = _apart(arguments, held, train, apart)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
-    if str(getattr(arguments.training.eval_strategy, "value", "no")) != "no":
+    if evaluates(arguments):
         evaluation = reader.dataset(reader.usable(reader.evaluation_rows(), "evaluation", notes))
     return RunData(
         **found,
@@ -106,6 +108,33 @@ def held_out(arguments: Arguments) -> HeldOut:
         fisher = 0 if data.fisher_data else data.fisher_prompts
         fisher = args.fisher_samples if fisher is None else fisher
     return HeldOut(validation, fisher)
+
+
+def check_rows(arguments: Arguments, processes: int) -> Given:
+    """Refuse what the run would refuse of its rows, as far as it shows without reading them.
+
+    Returns:
+        Which data sets the trainer will be given.
+
+    Raises:
+        ConfigError: as the run.
+    """
+    data, args, held = arguments.data, arguments.training, held_out(arguments)
+    check_source(arguments)
+    rows = count_rows(arguments)
+    if rows is not None:
+        check_draw(held.validation or 0, rows, "validation rows")
+        check_draw(held.fisher or 0, rows - (held.validation or 0), "Fisher prompts")
+    validation = held.validation
+    if held.validation is not None and data.validation_data is not None:
+        path = Path(data.validation_data)
+        validation = _rows_in(path) if path.is_file() else None
+    if args.needs_values and validation:
+        check_pool(args, validation, processes)
+    return Given(
+        validation=bool(held.validation or data.validation_data),
+        retention=data.retention_data is not None,
+    )
 
 
 def count_rows(arguments: Arguments) -> int | None:

@@ -18,13 +18,52 @@ from alphatoken.train.datasets import (
     sft_records,
 )
 
-__all__ = ["Item", "RowReader"]
+__all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
 _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 _HUB = re.compile(r"(?P<name>[\w./-]+)(#(?P<config>[\w.-]+))?(:(?P<split>[^:#]+))?")
 _FIELDS = ("prompt", "instruction", "question", "query", "messages", "conversations")
 
 Item = Row | Pair
+
+
+_PLACE = "training rows must come from one place"
+_ONE = "give train_file (a local file), dataset_name (of the hub), or a mixture under datasets"
+
+
+def check_source(arguments: Arguments) -> bool:
+    """Refuse what names rows twice, or rows that this command does not read.
+
+    Returns:
+        Whether training rows are named at all: a recipe may leave them to the command line.
+
+    Raises:
+        ConfigError: two sources, a stream, evaluation without rows.
+    """
+    data, mixture = arguments.data, arguments.mixture
+    given = [n for n, v in (
+        ("train_file", data.train_file),
+        ("dataset_name", data.dataset_name),
+        ("datasets", mixture.datasets),
+    ) if v]  # fmt: skip
+    if len(given) > 1:
+        raise ConfigError(_PLACE, got=" and ".join(given), remedy=_ONE)
+    if data.dataset_streaming or mixture.streaming:
+        raise ConfigError(
+            "streamed data sets are not read by this command",
+            why="held-out rows could not be told from training rows",
+            remedy="leave dataset_streaming out, or use the trainer from Python",
+        )
+    if evaluates(arguments) and data.eval_data is None and data.dataset_name is None:
+        raise ConfigError(
+            "evaluation needs rows", got="eval_strategy without eval_data", remedy="--eval_data"
+        )
+    return bool(given)
+
+
+def evaluates(arguments: Arguments) -> bool:
+    """Whether TRL's own evaluation runs."""
+    return str(getattr(arguments.training.eval_strategy, "value", "no")) != "no"
 
 
 class RowReader:
@@ -40,23 +79,9 @@ class RowReader:
     def training_rows(self) -> list[Item]:
         """From the file, the hub, or TRL's mixture."""
         data, mixture = self.data, self.arguments.mixture
-        given = [n for n, v in (
-            ("train_file", data.train_file),
-            ("dataset_name", data.dataset_name),
-            ("datasets", mixture.datasets),
-        ) if v]  # fmt: skip
-        if len(given) != 1:
+        if not check_source(self.arguments):
             raise ConfigError(
-                "training rows must come from one place",
-                got=" and ".join(given) or "none named",
-                remedy="give train_file (a local file), dataset_name (of the hub), or a mixture "
-                "under datasets",
-            )
-        if data.dataset_streaming or mixture.streaming:
-            raise ConfigError(
-                "streamed data sets are not read by this command",
-                why="held-out rows could not be told from training rows",
-                remedy="leave dataset_streaming out, or use the trainer from Python",
+                "training rows must come from one place", got="none named", remedy=_ONE
             )
         if data.train_file is not None:
             return self._file(Path(data.train_file), data.train_limit)
@@ -71,10 +96,7 @@ class RowReader:
         """Of ``eval_data``, or of the hub's test split."""
         if self.data.eval_data is not None:
             return self.source_rows(self.data.eval_data)
-        if self.data.dataset_name is None:
-            raise ConfigError(
-                "evaluation needs rows", got="eval_strategy without eval_data", remedy="--eval_data"
-            )
+        assert self.data.dataset_name is not None  # see check_source
         split = self.data.dataset_test_split
         found = _hub(self.data.dataset_name, self.data.dataset_config, split)
         return self._items(found, f"{self.data.dataset_name}:{split}", None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from alphatoken.data.rows import Row
 from alphatoken.errors import ConfigError, DataError
 
-__all__ = ["Pools", "leak_keys", "split_pools"]
+__all__ = ["Pools", "check_draw", "leak_keys", "split_pools"]
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,23 @@ def _all_keys(rows: Sequence[Row]) -> set[str]:
     return {key for row in rows for key in leak_keys(row)}
 
 
-def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[Row], list[Row]]:
-    """A seeded draw and what it leaves, both in the order of the input."""
-    if count < 0 or (count >= max(1, len(rows)) and count):
+def check_draw(count: int, rows: int, what: str) -> None:
+    """See that so many of these rows can be drawn, and some remain.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if count < 0 or (count >= max(1, rows) and count):
         raise ConfigError(
             f"{what} cannot be drawn from the data",
-            got=f"{count} of {len(rows)} rows",
+            got=f"{count} of {rows} rows",
             remedy="ask for fewer, so that rows to train on remain",
         )
+
+
+def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[Row], list[Row]]:
+    """A seeded draw and what it leaves, both in the order of the input."""
+    check_draw(count, len(rows), what)
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     return (
         [row for index, row in enumerate(rows) if index in chosen],

@@ -23,6 +23,7 @@ from alphatoken.train.given import by_name, model_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
+from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.sft import padded_batch
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
@@ -62,6 +63,9 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
             )
         if self.masked_logit:
             self._check_masked_logit()
+        policy = chosen_policy(self, None, self.FAMILY)
+        if policy is not None:
+            check_pair_policy(policy, self)
 
     def _check_masked_logit(self) -> None:
         for name, plain in _OWN_LOSS.items():
@@ -78,6 +82,37 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
                 why="what is computed ahead is their sum over a response, which no mask can enter",
                 remedy="precompute_ref_log_probs=False",
             )
+
+
+def check_pair_policy(policy: TokenPolicy, args: AlphaDPOConfig) -> None:
+    """Refuse options of TRL's losses that a policy's own loss would ignore, and sums for tokens.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if type(policy).loss is not TokenPolicy.loss:
+        for name, neutral in _OWN_LOSS.items():
+            if getattr(args, name) != neutral:
+                raise ConfigError(
+                    f"policy '{policy.name}' has a loss of its own, which {name} does not change",
+                    got=f"{name}={getattr(args, name)!r}",
+                    remedy="leave it out; the policy's base loss is in policy_options",
+                )
+        own = getattr(policy, "beta", args.beta)
+        if args.beta not in (own, type(args).beta):
+            raise ConfigError(
+                f"policy '{policy.name}' has a beta of its own",
+                got=f"beta={args.beta}, the policy's is {own}",
+                why="the trainer's beta would scale the logged rewards only",
+                remedy=f"policy_options={{'beta': {args.beta}}}",
+            )
+    if args.precompute_ref_log_probs and policy.needs.reference:
+        raise ConfigError(
+            f"policy '{policy.name}' asks for the reference's log-probability of a token",
+            got="precompute_ref_log_probs=True",
+            why="what is computed ahead is their sum over a response",
+            remedy="precompute_ref_log_probs=False",
+        )
 
 
 class _LogProbs:
@@ -175,34 +210,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             ConfigError: they were computed ahead; options of a loss that the policy replaces.
         """
         assert self._policy is not None
-        self._refuse_ignored_losses(self._policy)
-        if self.precompute_ref_logps and self._policy.needs.reference:
-            raise ConfigError(
-                f"policy '{self._policy.name}' asks for the reference's log-probability of a token",
-                got="precompute_ref_log_probs=True",
-                why="what is computed ahead is their sum over a response",
-                remedy="precompute_ref_log_probs=False",
-            )
+        check_pair_policy(self._policy, self.args)
         super().policy_setup(validation, reference)
-
-    def _refuse_ignored_losses(self, policy: TokenPolicy) -> None:
-        if type(policy).loss is TokenPolicy.loss:
-            return
-        for name, neutral in _OWN_LOSS.items():
-            if getattr(self.args, name) != neutral:
-                raise ConfigError(
-                    f"policy '{policy.name}' has a loss of its own, which {name} does not change",
-                    got=f"{name}={getattr(self.args, name)!r}",
-                    remedy="leave it out; the policy's base loss is in policy_options",
-                )
-        own = getattr(policy, "beta", self.args.beta)
-        if self.args.beta not in (own, type(self.args).beta):
-            raise ConfigError(
-                f"policy '{policy.name}' has a beta of its own",
-                got=f"beta={self.args.beta}, the policy's is {own}",
-                why="the trainer's beta would scale the logged rewards only",
-                remedy=f"policy_options={{'beta': {self.args.beta}}}",
-            )
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
@@ -308,6 +317,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation."""
         return self._prepare_dataset(dataset, self.processing_class, self.args, name)
+
+    def _row_length(self, row: Mapping[str, Any]) -> int:
+        longest = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+        length = len(row["prompt_ids"]) + longest
+        return length if self.args.max_length is None else min(length, self.args.max_length)
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised pairs; reference log-probabilities too where TRL computes them ahead."""

@@ -111,6 +111,16 @@ def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterato
             why="its replicas live for one forward only",
             remedy="start one process a GPU with `accelerate launch`, or show it one GPU",
         )
+    spread = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(spread) > 1:
+        yield ConfigError(
+            "a model that is spread over several devices does not work with token values",
+            got=f"device_map over {', '.join(sorted(spread))}",
+            why="directions and errors of its layers would lie on different devices; TRL spreads "
+            "a model that is given by its name over all GPUs that one process sees",
+            remedy="one process a GPU with `accelerate launch`, or model_init_kwargs={'device_map':"
+            " None} and one GPU shown",
+        )
     handler = accelerator.ddp_handler
     if getattr(handler, "static_graph", False) or getattr(args, "ddp_static_graph", False):
         yield ConfigError(

@@ -40,9 +40,9 @@ from alphatoken.objective import scoring_forward
 from alphatoken.scorer import Observed
 from alphatoken.selection import keep_count, response_values
 from alphatoken.train.checkpoint import CheckpointMixin
+from alphatoken.train.checks import Given, check_lengths, check_pool, check_run
 from alphatoken.train.distributed import (
     Ranks,
-    check_layout,
     global_selection,
     needs_own_forward,
     sharded_drift,
@@ -165,6 +165,10 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         """The first tokenised rows, whole: on their prefixes labels are sampled anew."""
         raise NotImplementedError
 
+    def _row_length(self, row: Mapping[str, Any]) -> int:
+        """Tokens of a tokenised row in a batch; of a pair's longer sequence, as it is cut."""
+        return len(row["input_ids"])
+
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Whatever validation and retention rows need that only the prepared model can give."""
 
@@ -241,34 +245,32 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         self._retention_rows: list[dict[str, Any]] = []
         if not self._alpha_active:
             return
-        check_layout(self.accelerator, self.args, options, self.model)
+        given = Given(
+            validation=validation_dataset is not None,
+            retention=retention_dataset is not None,
+            second_model=policy_reference is not None,
+        )
         self._refuse_virtual_tokens()
+        check_run(self.model, self.accelerator, options, self._policy, given)
         if self._policy is not None:
             self.policy_setup(validation_dataset, policy_reference)
         if not self.needs_values:
             return
         self._reference = self._scored_weights()
+        adapter = find_adapter(self.model)
+        if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
+            check_lengths(adapter, self.train_dataset, "training", self._row_length)
         if options.objective != "stability":
-            if validation_dataset is None:
-                raise ConfigError(
-                    "values need a validation dataset",
-                    got=f"policy={options.policy!r}, validation_dataset=None",
-                    why="adaptation is measured against the loss on it",
-                    remedy="pass validation_dataset=..., or policy='all' or 'random'",
-                )
             self._validation_rows = self.prepare_rows(validation_dataset, "validation")
+            check_pool(options, len(self._validation_rows), self.accelerator.num_processes)
+            check_lengths(adapter, self._validation_rows, "validation", self._row_length)
         if options.retention == "data" and options.objective != "adaptation":
-            if retention_dataset is None:
-                raise ConfigError(
-                    "retention='data' needs a retention dataset",
-                    remedy="pass retention_dataset=..., or retention='diagonal'",
-                )
             self._retention_rows = self.prepare_rows(retention_dataset, "retention")
         if options.retention in ("diagonal", "kronecker") and options.objective != "adaptation":
             self._fisher = self.fit_or_load_fisher(fisher, fisher_dataset)
             if self._reference:  # whole weights, as they are before training
                 self._fisher.check(
-                    find_adapter(self.model),
+                    adapter,
                     list(self._reference),
                     max_relative_drift=options.max_relative_drift,
                 )
@@ -336,13 +338,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
         ranks = Ranks(self.accelerator)
         pool = retention = None
         if self._validation_rows:
-            pool = ValidationPool(
-                len(self._validation_rows),
-                options.validation_batch_size,
-                mode=options.validation_mode,
-                held_out_share=options.held_out_share if options.held_out_steps else 0.0,
-                seed=options.value_seed,
-            )
+            pool = check_pool(options, len(self._validation_rows), ranks.world)
             self.prepare_pool(self._validation_rows)
         if self._retention_rows:
             self.prepare_pool(self._retention_rows)

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from alphatoken.adapter import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.capture import Scope, find_scope
-from alphatoken.errors import CoverageError, UnsupportedError
-from alphatoken.estimators import CAPTURED, SELF_ONLY
 from alphatoken.layer_choice import read_layers
+from alphatoken.train.checks import Given, check_run
 from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
-from alphatoken.train.layouts import check_layout
 from alphatoken.train.policy_names import chosen_policy
 
-__all__ = ["Plan", "make_plan", "refuse_scope"]
+__all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ def make_plan(
     dtype: str = "float32",
     rows: int | None = None,
     options: Mapping[str, tuple[Any, Any]] | None = None,
+    given: Given | None = None,
 ) -> Plan:
     """The plan of a run.
 
@@ -87,17 +86,17 @@ def make_plan(
         dtype: that the weights are loaded in.
         rows: training rows, held-out ones taken off; None where unknown.
         options: whatever differs from the defaults.
+        given: which data sets the run has; None if it has all that it needs.
 
     Raises:
-        ConfigError, CoverageError, UnsupportedError: what the run itself would refuse because of
-            the model's shape or the layout.
+        ConfigError, CoverageError, UnsupportedError: what the run itself would refuse, see
+            :func:`alphatoken.train.checks.check_run`.
     """
     adapter = find_adapter(model)
     scope = find_scope(adapter, read_layers(args.score_layers))
-    if args.needs_values:
-        refuse_scope(scope, args)
     if args.policy != "all" or args.needs_values:
-        check_layout(layout.accelerator(), args, args, model)
+        policy = chosen_policy(args, None, args.FAMILY)
+        check_run(model, layout.accelerator(), args, policy, given or Given())
     length = args.max_length or adapter.max_positions() or 1024
     own = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
     batch = _batch(args, layout, command, length)
@@ -122,31 +121,6 @@ def make_plan(
         options=dict(options or {}),
         notes=_notes(adapter, scope, args),
     )
-
-
-def refuse_scope(scope: Scope, args: Any) -> None:
-    """Raise what the scorer would raise on the layers of this model.
-
-    Raises:
-        UnsupportedError: a layer without softmax attention under a self-only estimator.
-        CoverageError: a matrix that the estimator does not cover.
-    """
-    if args.estimator in SELF_ONLY and scope.mixers:
-        name, kind = next(iter(scope.mixers.items()))
-        raise UnsupportedError(
-            f"estimator={args.estimator!r} is not defined on a layer without softmax attention",
-            got=f"{name} ({kind})",
-            why="its self-only backward has no rule here, and an approximation would be silent",
-            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
-        )
-    if args.estimator in CAPTURED and scope.uncovered and args.uncovered == "error":
-        name, reason = next(iter(scope.uncovered.items()))
-        raise CoverageError(
-            f"{args.estimator!r} cannot cover every matrix of the scored layers",
-            got=f"{name}: {reason} ({len(scope.uncovered)} such)",
-            why="their part of the gradient would be missing from the values",
-            remedy="estimator='label', or uncovered='skip' to leave them out",
-        )
 
 
 def _model_part(model: nn.Module, adapter: DecoderAdapter, name: str) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.storage import replacing
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token
-from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 
@@ -69,7 +68,6 @@ class PolicyMixin(_Base):
         """
         policy, self._ahead = self._policy, []
         assert policy is not None
-        self._check_forward(policy)
         self._prepare_policy(policy, validation, reference)
         self._write_policy(policy)
 
@@ -130,41 +128,6 @@ class PolicyMixin(_Base):
                 remedy="packing=False",
             )
         self.train_dataset = select_rows(self.train_dataset, rows, self._policy.name)
-
-    @staticmethod
-    def _runs_model(policy: TokenPolicy) -> bool:
-        """Whether it runs the model at every batch, not only in a pass before training."""
-        kind = type(policy)
-        before = kind.prepare is TokenPolicy.prepare and kind.choose_rows is TokenPolicy.choose_rows
-        return policy.needs.model and before
-
-    def _check_forward(self, policy: TokenPolicy) -> None:
-        """See that the training forward can give what the policy asks of it."""
-        if self._runs_model(policy) and layout(self.accelerator) in SHARDED:
-            raise UnsupportedError(
-                f"policy '{policy.name}' runs the model itself, and the weights are sharded",
-                why="no process has whole weights outside the trainer's own forward",
-                remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
-            )
-        if not policy.needs.attention:
-            return
-        adapter = find_adapter(self.model)  # type: ignore[arg-type]
-        last = len(adapter.layers()) - 1
-        mixers = adapter.other_mixers([last])
-        if mixers:
-            name, other = next(iter(mixers.items()))
-            raise UnsupportedError(
-                f"policy '{policy.name}' reads the attention of the last layer, which has none",
-                got=f"{name} ({other})",
-                remedy="a model with softmax attention there",
-            )
-        kwargs: Any = getattr(self.args, "gradient_checkpointing_kwargs", None) or {}
-        if self.args.gradient_checkpointing and kwargs.get("use_reentrant"):
-            raise ConfigError(
-                "reentrant gradient checkpointing hides the last layer's attention",
-                got="use_reentrant=True",
-                remedy="gradient_checkpointing_kwargs={'use_reentrant': False}",
-            )
 
     # --- one step ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.train.checks import require_second_model, require_validation
 from alphatoken.train.identity import option_values
 from alphatoken.train.layouts import layout
 from alphatoken.train.policy import PolicyStage, TokenPolicy
@@ -121,13 +122,7 @@ def make_stage(
             got=f"layout {layout(trainer.accelerator)}",
             remedy="run it once in one process; the files in policy_cache are then found here",
         )
-    if policy.needs.validation and validation is None:
-        raise ConfigError(
-            f"policy '{policy.name}' needs a validation dataset",
-            got="validation_dataset=None",
-            why="it chooses what serves those rows",
-            remedy="pass validation_dataset=..., or validation_data on the command line",
-        )
+    require_validation(policy, validation is not None)
     second = _second_model(trainer, policy, reference)
     wanted = policy.needs.validation
     limits = trainer.export_arguments()
@@ -161,13 +156,7 @@ def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) ->
     """The model handed over, or the one that the options name, without gradients."""
     options = trainer.args
     if given is None and options.policy_reference is None:
-        if policy.needs.scorer_model:
-            raise ConfigError(
-                f"policy '{policy.name}' needs a reference model",
-                got="policy_reference is not set",
-                why="it scores tokens by what that model makes of them",
-                remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
-            )
+        require_second_model(policy, options, given=False)
         return None
     parameter = next(trainer.model.parameters())
     if given is None:

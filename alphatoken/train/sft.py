@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -32,6 +32,35 @@ class AlphaSFTConfig(AlphaOptions, SFTConfig):
         """TRL's checks, then ours."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
+
+    def check_alpha(self) -> None:
+        """As for all; and losses that are not made of token log-probabilities."""
+        super().check_alpha()
+        refuse_losses("AlphaSFTTrainer", fused_losses(self))
+
+
+def fused_losses(args: Any) -> dict[str, bool]:
+    """Options of transformers that build a loss of the logits -> whether they are on."""
+    return {
+        "label_smoothing_factor": args.label_smoothing_factor > 0,
+        "use_liger_kernel": bool(args.use_liger_kernel),
+    }
+
+
+def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
+    """Raise for the first that is there.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    for name, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"{trainer} does not work with {name}",
+                why="token weights act on the token log-probabilities that the loss is made of, "
+                "and here it is made of something else",
+                remedy="leave it off, or policy='all' in TRL's or transformers' own trainer",
+            )
 
 
 def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[str, torch.Tensor]:
@@ -165,18 +194,9 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
     def _refuse(self) -> None:
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
-            "label_smoothing_factor": self.args.label_smoothing_factor > 0,
-            "use_liger_kernel": self.args.use_liger_kernel,
             "a vision dataset": self._is_vision_dataset,
         }
-        for name, present in refused.items():
-            if present:
-                raise UnsupportedError(
-                    f"AlphaSFTTrainer does not work with {name}",
-                    why="token weights act on the token log-probabilities that TRL's loss reads, "
-                    "and here it reads none",
-                    remedy="leave it off, or policy='all' in TRL's own SFTTrainer",
-                )
+        refuse_losses("AlphaSFTTrainer", refused)
 
     def value_weights(
         self, coefficients: torch.Tensor, mask: torch.Tensor, num_items: Any

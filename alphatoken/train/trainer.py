@@ -11,13 +11,12 @@ from transformers import Trainer, TrainingArguments
 
 from alphatoken.batch import label_mask
 from alphatoken.drift import FisherDrift
-from alphatoken.errors import UnsupportedError
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.sft import LabelledRows, with_responses
+from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses, with_responses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
 
@@ -30,6 +29,11 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
         """transformers' checks, then ours."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
+
+    def check_alpha(self) -> None:
+        """As for all; and losses that are not made of token log-probabilities."""
+        super().check_alpha()
+        refuse_losses("AlphaTrainer", fused_losses(self))
 
 
 class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
@@ -71,18 +75,7 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
             given.get("args"), AlphaConfig, TrainingArguments, folder=lambda: "tmp_trainer"
         )
         super().__init__(**given)
-        refused = {
-            "compute_loss_func": self.compute_loss_func is not None,
-            "label_smoothing_factor": self.args.label_smoothing_factor > 0,
-            "use_liger_kernel": self.args.use_liger_kernel,
-        }
-        for name, present in refused.items():
-            if present:
-                raise UnsupportedError(
-                    f"AlphaTrainer does not work with {name}",
-                    why="its loss is the cross-entropy of the logits, token by token",
-                    remedy="leave it off",
-                )
+        refuse_losses("AlphaTrainer", {"compute_loss_func": self.compute_loss_func is not None})
         self.alpha_setup(
             validation_dataset,
             retention_dataset,

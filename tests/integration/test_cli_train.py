@@ -621,7 +621,7 @@ def test_real_runs_train_and_say_what_they_did(task: str, library: Path, tmp_pat
     assert shares
     assert all(abs(share - 0.5) < 0.05 for share in shares)
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
-    assert list((tmp_path / "out").glob("values*"))  # the values of the training tokens
+    assert list((tmp_path / "out" / "_alphatoken").glob("values/values.*"))  # of training tokens
     # The trained model is one that the next command can start from.
     again = run(
         tmp_path, *real(library, task, tmp_path / "more", max_steps=1, policy="random",
@@ -684,7 +684,7 @@ def test_a_run_in_this_process(
     assert "2 steps trained; model:" in said.out
     assert "10 rows drawn for validation and not trained on" in said.err
     assert differ(tmp_path / "out", library / "model")
-    assert list((tmp_path / "out").glob("values*"))
+    assert list((tmp_path / "out" / "_alphatoken" / "values").glob("values.*"))
 
 
 @pytest.mark.slow

@@ -238,6 +238,15 @@ def test_data_parallel(accelerator: Accelerator) -> None:
     refuse(accelerator, "DataParallel", "2 GPUs", args=args)
 
 
+def test_a_model_spread_by_its_device_map(accelerator: Accelerator) -> None:
+    """TRL loads a name with device_map="auto" and sets n_gpu to 1: past the refusal above."""
+    spread = nn.Linear(2, 2)
+    spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
+    refuse(accelerator, "spread over several devices", "0, 1", model=spread)
+    spread.hf_device_map = {"": 0}
+    check_layout(accelerator, arguments(), AlphaOptions(), spread)
+
+
 def test_static_graph_by_accelerate() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     handler = DistributedDataParallelKwargs(static_graph=True)

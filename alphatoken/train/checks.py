@@ -1,0 +1,276 @@
+"""What a run refuses before any work: asked by the trainers, and by ``--dry-run`` for the same run.
+
+Each check needs no more than options, the model's shape, the layout, and how many rows there are;
+so the plan of a run can ask it without weights or rows, and gives the same error. Options that
+contradict each other are refused where the configuration is made, which both do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from alphatoken.adapter import DecoderAdapter, find_adapter
+from alphatoken.capture import Scope, find_scope
+from alphatoken.errors import ConfigError, CoverageError, InputError, UnsupportedError
+from alphatoken.estimators import CAPTURED, SELF_ONLY
+from alphatoken.layer_choice import read_layers
+from alphatoken.train.layouts import SHARDED, check_layout, layout
+from alphatoken.train.policy import TokenPolicy
+from alphatoken.train.pool import ValidationPool
+
+__all__ = [
+    "Given",
+    "check_lengths",
+    "check_pool",
+    "check_run",
+    "refuse_scope",
+    "require_second_model",
+    "require_validation",
+    "runs_model",
+]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run has beside its options.
+
+    Attributes:
+        validation: whether it has validation rows.
+        retention: whether it has retention rows.
+        second_model: whether a policy's second model was handed over.
+    """
+
+    validation: bool = True
+    retention: bool = True
+    second_model: bool = False
+
+
+def check_run(
+    model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy | None, given: Given
+) -> None:
+    """Refuse what this run cannot do.
+
+    Args:
+        model: of the right shape; its weights are not looked at.
+        accelerator: of the trainer, or of a layout (``alphatoken.train.cost.Layout``).
+        args: the trainer's configuration.
+        policy: that is carried out, or None for the trainer's own one.
+        given: what else it has.
+
+    Raises:
+        ConfigError, UnsupportedError, CoverageError: the first thing that does not work.
+    """
+    check_layout(accelerator, args, args, model)
+    if policy is not None:
+        _check_policy(model, accelerator, args, policy, given)
+        return
+    if not args.needs_values:
+        return
+    adapter = find_adapter(model)
+    refuse_scope(find_scope(adapter, read_layers(args.score_layers)), args)
+    _check_limit(args, adapter)
+    if args.objective != "stability" and not given.validation:
+        raise ConfigError(
+            "values need a validation dataset",
+            got=f"policy={args.policy!r}, validation_dataset=None",
+            why="adaptation is measured against the loss on it",
+            remedy="pass validation_dataset=..., or policy='all' or 'random'",
+        )
+    if args.retention == "data" and args.objective != "adaptation" and not given.retention:
+        raise ConfigError(
+            "retention='data' needs a retention dataset",
+            remedy="pass retention_dataset=..., or retention='diagonal'",
+        )
+
+
+def refuse_scope(scope: Scope, args: Any) -> None:
+    """Raise what the scorer would raise on the layers of this model.
+
+    Raises:
+        UnsupportedError: a layer without softmax attention under a self-only estimator.
+        CoverageError: a matrix that the estimator does not cover.
+    """
+    if args.estimator in SELF_ONLY and scope.mixers:
+        name, kind = next(iter(scope.mixers.items()))
+        raise UnsupportedError(
+            f"estimator={args.estimator!r} is not defined on a layer without softmax attention",
+            got=f"{name} ({kind})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
+        )
+    if args.estimator in CAPTURED and scope.uncovered and args.uncovered == "error":
+        name, reason = next(iter(scope.uncovered.items()))
+        raise CoverageError(
+            f"{args.estimator!r} cannot cover every matrix of the scored layers",
+            got=f"{name}: {reason} ({len(scope.uncovered)} such)",
+            why="their part of the gradient would be missing from the values",
+            remedy="estimator='label', or uncovered='skip' to leave them out",
+        )
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
+    """The validation pool of so many rows, of which every process has a share at every step.
+
+    Raises:
+        ConfigError: too few rows for the batch, or for the processes.
+    """
+    pool = ValidationPool(
+        rows,
+        args.validation_batch_size,
+        mode=args.validation_mode,
+        held_out_share=args.held_out_share if args.held_out_steps else 0.0,
+        seed=args.value_seed,
+    )
+    ValidationPool.share_of(pool.rows(0), 0, processes)
+    if 0 < len(pool.held_out) < processes:
+        raise ConfigError(
+            "there are fewer held-out validation rows than processes",
+            got=f"{len(pool.held_out)} of {rows} rows, {processes} processes",
+            why="a process without rows has no part in looking at them",
+            remedy="more validation rows, a larger held_out_share, or held_out_steps=0 to hold "
+            "none out",
+        )
+    return pool
+
+
+def check_lengths(
+    adapter: DecoderAdapter, rows: Iterable[Mapping[str, Any]], name: str, length: Any
+) -> None:
+    """Refuse rows that are longer than the model allows, before anything is fitted.
+
+    Args:
+        adapter: of the model.
+        rows: tokenised.
+        name: of the data set.
+        length: row -> its number of tokens in a batch.
+
+    Raises:
+        InputError: names the longest.
+    """
+    limit = adapter.max_positions()
+    if limit is None:
+        return
+    longest, index = max(((length(row), i) for i, row in enumerate(rows)), default=(0, 0))
+    if longest > limit:
+        raise InputError(
+            f"a row of the {name} dataset is longer than the model allows",
+            got=f"{longest} tokens in row {index}, limit {limit}",
+            why="positions past the limit have no meaning to the model",
+            remedy=f"max_length={limit} or less",
+        )
+
+
+def _check_limit(args: Any, adapter: DecoderAdapter) -> None:
+    """Refuse a length that was asked for and that the model does not have.
+
+    TRL's default is no such wish: rows that are shorter than the model's limit may well be all
+    there are.
+    """
+    asked, limit = getattr(args, "max_length", None), adapter.max_positions()
+    if asked is None or limit is None or asked <= limit or asked == type(args).max_length:
+        return
+    raise ConfigError(
+        "max_length is more than the model allows",
+        got=f"{asked}, limit {limit}",
+        why="positions past the limit have no meaning to the model",
+        remedy=f"max_length={limit} or less",
+    )
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+def _check_policy(
+    model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy, given: Given
+) -> None:
+    kind, own = layout(accelerator), type(policy)
+    chooses = own.choose_rows is not TokenPolicy.choose_rows
+    passes = own.prepare is not TokenPolicy.prepare
+    if runs_model(policy) and kind in SHARDED:
+        raise UnsupportedError(
+            f"policy '{policy.name}' runs the model itself, and the weights are sharded",
+            why="no process has whole weights outside the trainer's own forward",
+            remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
+    if policy.needs.attention:
+        _check_attention(model, args, policy)
+    if chooses or passes:
+        if kind == "zero3":
+            raise UnsupportedError(
+                f"policy '{policy.name}' cannot run its pass over the rows on sharded weights",
+                got=f"layout {kind}",
+                remedy="run it once in one process; the files in policy_cache are then found here",
+            )
+        require_validation(policy, given.validation)
+        require_second_model(policy, args, given.second_model)
+    if chooses and getattr(args, "packing", False):
+        raise ConfigError(
+            "samples cannot be chosen from packed rows",
+            got=f"policy '{policy.name}', packing=True",
+            why="a packed row holds several samples",
+            remedy="packing=False",
+        )
+
+
+def runs_model(policy: TokenPolicy) -> bool:
+    """Whether it runs the model at every batch, not only in a pass before training."""
+    own = type(policy)
+    before = own.prepare is TokenPolicy.prepare and own.choose_rows is TokenPolicy.choose_rows
+    return policy.needs.model and before
+
+
+def require_validation(policy: TokenPolicy, given: bool) -> None:
+    """See that a policy that chooses by validation rows has some.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if policy.needs.validation and not given:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a validation dataset",
+            got="validation_dataset=None",
+            why="it chooses what serves those rows",
+            remedy="pass validation_dataset=..., or validation_data on the command line",
+        )
+
+
+def require_second_model(policy: TokenPolicy, args: Any, given: bool) -> None:
+    """See that a policy that scores with a second model has one.
+
+    Raises:
+        ConfigError: neither handed over nor named.
+    """
+    if policy.needs.scorer_model and not given and args.policy_reference is None:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a reference model",
+            got="policy_reference is not set",
+            why="it scores tokens by what that model makes of them",
+            remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
+        )
+
+
+def _check_attention(model: nn.Module, args: Any, policy: TokenPolicy) -> None:
+    adapter = find_adapter(model)
+    last = len(adapter.layers()) - 1
+    mixers = adapter.other_mixers([last])
+    if mixers:
+        name, other = next(iter(mixers.items()))
+        raise UnsupportedError(
+            f"policy '{policy.name}' reads the attention of the last layer, which has none",
+            got=f"{name} ({other})",
+            remedy="a model with softmax attention there",
+        )
+    kwargs: Any = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    if args.gradient_checkpointing and kwargs.get("use_reentrant"):
+        raise ConfigError(
+            "reentrant gradient checkpointing hides the last layer's attention",
+            got="use_reentrant=True",
+            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}",
+        )
