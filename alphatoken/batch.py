@@ -179,6 +179,13 @@ class LabelledBatch:
         return F.pad(starts, (1, 0), value=True).expand_as(self.labels)
 
 
+def _longest(batch: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence: of a packed row, positions of its longest document."""
+    position_ids, length = batch.get("position_ids"), int(batch["input_ids"].shape[1])
+    packed = isinstance(position_ids, Tensor) and position_ids.dim() == 2
+    return int(position_ids.max()) + 1 if packed and length > 0 else length
+
+
 def read_batch(
     batch: Mapping[str, Any], *, max_length: int | None = None, role: str = "batch"
 ) -> LabelledBatch:
@@ -213,10 +220,10 @@ def read_batch(
         raise InputError(
             f"labels of the {role} must be integers", got=str(labels.dtype), remedy="cast to int64"
         )
-    if max_length is not None and input_ids.shape[1] > max_length:
+    if max_length is not None and (length := _longest(batch)) > max_length:
         raise InputError(
             f"a sequence of the {role} is longer than the model allows",
-            got=f"{input_ids.shape[1]} tokens, limit {max_length}",
+            got=f"{length} tokens, limit {max_length}",
             why="positions past the limit have no meaning to the model",
             remedy="truncate, or split the conversation",
         )

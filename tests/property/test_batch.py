@@ -127,6 +127,13 @@ def test_too_long_a_sequence_is_refused_with_the_limit() -> None:
     with pytest.raises(InputError, match=r"5 tokens, limit 4"):
         batch.read_batch(data, max_length=4, role="validation batch")
     assert batch.read_batch(data, max_length=5).response_tokens == 8
+    # Of a packed row it is the longest document that counts.
+    starts = torch.tensor([[0, 1, 0, 1, 2]])
+    packed = {"input_ids": IDS[:1], "labels": IDS[:1].clone(), "position_ids": starts}
+    packed["labels"][0, 2] = -100
+    assert batch.read_batch(packed, max_length=3).response_tokens == 3
+    with pytest.raises(InputError, match=r"3 tokens, limit 2"):
+        batch.read_batch(packed, max_length=2)
 
 
 def test_losses_that_are_not_finite_are_named_on_the_response_only() -> None:

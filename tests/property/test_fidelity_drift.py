@@ -281,7 +281,7 @@ def test_a_probe_without_the_tokens_that_are_averaged_is_refused():
     found = pooled_states(tiny_subject().model, [collate(rows)], QUIET, pool="prompt")
     assert np.isfinite(found.states[0]).all()
     batch = collate(rows)
-    batch["attention_mask"][4, 0] = 0
+    batch["attention_mask"][4] = 0  # nothing but padding
     found = pooled_states(tiny_subject().model, [batch], QUIET, pool="prompt")
     assert np.isnan(found.states[0][4]).all()
     with pytest.raises(DataError, match="no state to average"):

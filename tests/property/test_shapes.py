@@ -11,7 +11,7 @@ from alphatoken import batch, contraction
 from alphatoken.config import ScorerConfig
 from tests import shapes
 
-pytest.importorskip("beartype")
+pytest.importorskip("beartype", reason="beartype is not installed")
 
 
 def test_a_wrong_shape_or_type_into_the_library_is_refused() -> None:
