@@ -428,6 +428,7 @@ def low_bit(package: str, name: str, **options: Any) -> steps.Kind:
     return steps.Kind(name, kind, {"lr": 0.1, **options}, torch.float32, single=True)
 
 
+@pytest.mark.slow  # libraries that no extra installs
 @pytest.mark.parametrize(
     ("package", "name", "options"),
     [
@@ -451,6 +452,7 @@ def test_low_bit_state_is_dequantised(package: str, name: str, options: dict[str
     assert relative_error(frozen(case), case.derivative()) < 1.0
 
 
+@pytest.mark.slow  # libraries that no extra installs
 @pytest.mark.parametrize("name", ["LAMB8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"])
 def test_low_bit_optimizers_without_a_readable_second_moment(name: str) -> None:
     kind = low_bit("bitsandbytes.optim", name, **({"momentum": 0.9} if "SGD" in name else {}))

@@ -123,6 +123,7 @@ def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("run-")], "folders of copies are gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: bool) -> None:
     """Finished rounds are not trained again, and the end is that of an unbroken run."""
