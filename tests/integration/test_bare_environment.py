@@ -41,4 +41,4 @@ def test_every_property_is_collected_or_says_what_is_missing() -> None:
 
 
 FREE = ("test_policies", "test_trainer", "test_fidelity_heatmap", "test_operator", "test_shapes")
-"""Files of properties of trainers, of policies in trainers, of pictures and of types at run time."""
+"""Files of properties of trainers, of policies in trainers, of pictures, of types at run time."""
