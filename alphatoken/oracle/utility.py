@@ -195,7 +195,7 @@ def leave_one_out_utility(
     """``u_k = J(step without label k) - J(step with all)``, for every label, exact.
 
     One backward, one step and one evaluation of J for each label; the model ends as it was.
-    Source: eq. local_utility_def, u_k = Delta(all) - Delta(all without k).
+    Source: eq. local_utility_def; u_k = Delta(all) - Delta(all without k).
 
     Args:
         model: behind ``forward`` and ``validation_objective``.

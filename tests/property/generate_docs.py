@@ -1,13 +1,14 @@
 """Writes docs/claims.md and docs/kill-matrix.md: ``python -m tests.property.generate_docs``.
 
 With ``claims`` (instant) or ``kills`` (a minute) after it, only that one.
-The table of claims is read from the sources alone (docstrings, and which test names which
-property), so the same sources give the same text. The kill matrix is what the mutants did.
+The table of claims is ``claims.ROWS`` with the properties' docstrings and the catalogue's mutants,
+so the same sources give the same text. The kill matrix is what the mutants did.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.property.claims import Row as ClaimRow
     from tests.property.mutation import Kill, Mutant
 
 __all__ = [
     "CLAIMS_PAGE",
     "KILLS_PAGE",
-    "Row",
-    "claims",
+    "cited",
     "claims_text",
+    "idle",
     "kills_text",
+    "properties",
+    "reached",
     "read_kill_matrix",
 ]
 
@@ -36,49 +40,46 @@ COMMAND = "python -m tests.property.generate_docs"
 HEAD = f"<!-- written by {COMMAND}; do not edit by hand -->\n\n"
 
 
-# --- claims, from the sources --------------------------------------------------------------------
+# --- claims: a table, and what the sources say of it --------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One check_ or test_ function: what it claims, and for a property the tests that run it."""
-
-    file: str
-    name: str
-    claim: str
-    tests: tuple[str, ...]
-    is_check: bool
+Place = tuple[str, str]
+"""(file without its ending, name): a definition of the tests."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One file: what it says of itself, its functions, and the names that each definition uses."""
+    """One file of tests: its definitions, and what the names in it mean."""
 
-    file: str
-    purpose: str
-    functions: tuple[ast.FunctionDef, ...]
-    uses: dict[str, frozenset[str]]
+    functions: dict[str, ast.FunctionDef]
+    uses: dict[str, frozenset[tuple[str, str]]]
+    modules: dict[str, str]
+    imported: dict[str, tuple[str, str]]
 
-    def reached_from(self, name: str) -> frozenset[str]:
-        """All names that a definition uses, through other definitions of the same file too."""
-        reached: set[str] = set()
-        waiting = [name]
-        while waiting:
-            for used in self.uses.get(waiting.pop(), frozenset()) - reached:
-                reached.add(used)
-                waiting.append(used)
-        return frozenset(reached)
+
+@functools.cache
+def _sources() -> dict[str, _Source]:
+    paths = [*HERE.glob("*.py"), HERE.parent / "integration" / "test_merge.py"]
+    return {path.stem: _read(path) for path in sorted(paths)}
 
 
 def _read(path: Path) -> _Source:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = tuple(node for node in tree.body if isinstance(node, ast.FunctionDef))
-    uses: dict[str, frozenset[str]] = {}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    uses: dict[str, frozenset[tuple[str, str]]] = {}
+    modules: dict[str, str] = {}
+    imported: dict[str, tuple[str, str]] = {}
     for node in tree.body:
-        found = frozenset(_names(node))
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if node.module in ("tests.property", "alphatoken.oracle"):
+                    modules[name] = f"{node.module}.{alias.name}"
+                if node.module.startswith(("tests.property", "alphatoken.oracle")):
+                    imported[name] = (node.module, alias.name)
         for name in _defined(node):
-            uses[name] = uses.get(name, frozenset()) | found
-    return _Source(path.name, _first(ast.get_docstring(tree)), functions, uses)
+            uses[name] = uses.get(name, frozenset()) | frozenset(_names(node))
+    return _Source(functions, uses, modules, imported)
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -89,76 +90,137 @@ def _defined(node: ast.stmt) -> list[str]:
     return [name.id for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)]
 
 
-def _names(node: ast.AST) -> Iterator[str]:
+def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, "") and (module, attribute) of everything that a definition mentions."""
     for child in ast.walk(node):
         if isinstance(child, ast.Name):
-            yield child.id
-        elif isinstance(child, ast.Attribute):
-            yield child.attr
+            yield child.id, ""
+        elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name):
+            yield child.value.id, child.attr
 
 
-def _first(docstring: str | None) -> str:
-    """The first paragraph, on one line."""
-    return " ".join((docstring or "").partition("\n\n")[0].split())
+def reached(place: Place) -> frozenset[Place]:
+    """All that a definition uses, through other files of tests too; oracles as ("oracle", name)."""
+    found: set[Place] = set()
+    waiting = [place]
+    while waiting:
+        file, name = waiting.pop()
+        if file == "oracle":
+            inside = {("oracle", n) for n in _oracles().get(name, ())} - found
+            found |= inside
+            waiting += inside
+            continue
+        source = _sources().get(file)
+        for first, attribute in source.uses.get(name, ()) if source else ():
+            new = {_meaning(file, first, ""), _meaning(file, first, attribute)} - {None} - found
+            found |= new  # type: ignore[arg-type]
+            waiting += new  # type: ignore[arg-type]
+    return frozenset(found)
 
 
-def _claim(function: ast.FunctionDef) -> str:
-    """What the docstring says; without one, the name read as a sentence."""
-    said = _first(ast.get_docstring(function))
-    words = function.name.partition("_")[2].replace("_", " ")
-    return said or f"{words[0].upper()}{words[1:]}."
+@functools.cache
+def _oracles() -> dict[str, frozenset[str]]:
+    """Definitions of the oracle, and which of them each one uses."""
+    nodes = {
+        name: node
+        for path in sorted((DOCS.parent / "alphatoken" / "oracle").glob("*.py"))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for name in _defined(node)
+    }
+    return {n: frozenset(x for pair in _names(node) for x in pair) & set(nodes) - {n}
+            for n, node in nodes.items()}  # fmt: skip
 
 
-def _sources() -> list[_Source]:
-    return [_read(path) for path in sorted(HERE.glob("*.py"))]
+def _meaning(file: str, name: str, attribute: str) -> Place | None:
+    source = _sources()[file]
+    if attribute:
+        module = source.modules.get(name, "")
+        if module.startswith("alphatoken.oracle"):
+            return "oracle", attribute
+        return (module.rpartition(".")[2], attribute) if module else None
+    if name in source.uses:
+        return file, name
+    module, original = source.imported.get(name, ("", ""))
+    if module.startswith("alphatoken.oracle"):
+        return "oracle", original
+    return (module.rpartition(".")[2], original) if module.count(".") == 2 else None
 
 
-def claims() -> list[Row]:
-    """Every property with the tests that run it, then every test that runs none; file by file."""
-    sources = _sources()
-    checks = {f.name for s in sources for f in s.functions if f.name.startswith("check_")}
-    run: dict[str, list[str]] = {name: [] for name in checks}
-    others = []
-    for source in sources:
-        for function in source.functions:
-            if not function.name.startswith("test_") or not source.file.startswith("test_"):
-                continue
-            reached = sorted(source.reached_from(function.name) & checks)
-            for name in reached:
-                run[name].append(f"{source.file}::{function.name}")
-            if not reached:
-                others.append(Row(source.file, function.name, _claim(function), (), False))
-    rows = [
-        Row(source.file, function.name, _claim(function), tuple(run[function.name]), True)
-        for source in sources
-        for function in source.functions
-        if function.name in checks
-    ]
-    return [*rows, *others]
+def properties() -> dict[str, str]:
+    """Every function that a row may name -> its file: check_ functions, and tests."""
+    return {
+        name: file
+        for file, source in _sources().items()
+        for name in source.functions
+        if name.startswith(("check_", "test_"))
+    }
+
+
+def idle() -> list[str]:
+    """Properties that no test runs."""
+    tests = [(f, n) for n, f in properties().items() if n.startswith("test_")]
+    run = {name for test in tests for _, name in reached(test)}
+    return [name for name in properties() if name.startswith("check_") and name not in run]
+
+
+def cited() -> set[str]:
+    """Equation labels that documents and docstrings cite: "eq. app_via_t", "eqs. a_b, c_d"."""
+    texts = [*DOCS.glob("*.md"), DOCS.parent / "README.md", *DOCS.parent.glob("alphatoken/**/*.py")]
+    found: set[str] = set()
+    for path in texts:
+        if path == CLAIMS_PAGE:
+            continue
+        for listed in _CITED.findall(path.read_text(encoding="utf-8")):
+            found |= {label for label in re.findall(r"\w+", listed) if "_" in label}
+    return {label for label in found if re.fullmatch(r"[A-Za-z]+(_[A-Za-z0-9]+)+", label)}
+
+
+_LABEL = r"[A-Za-z0-9]+_\w+"
+_CITED = re.compile(rf"\b[Ee]qs?\.\s+\(?`*(?:eq:)?({_LABEL}(?:`*(?:,| and)\s+`*(?:eq:)?{_LABEL})*)")
 
 
 def claims_text() -> str:
     """The page of claims."""
-    purposes = {source.file: source.purpose for source in _sources()}
-    rows = claims()
-    parts = [
-        HEAD + "# Claims and the tests that hold them\n",
-        "A *property* is a function that takes any drawn case, and is run on mutants of the core "
-        "too ([kill matrix](kill-matrix.md)); a test draws the cases. Everything lies in "
-        "`tests/property`.\n",
+    from tests.property.catalogue import MUTANTS
+    from tests.property.claims import ROWS
+
+    killed: dict[str, list[str]] = {}
+    for mutant in MUTANTS:
+        for one in mutant.claims:
+            killed.setdefault(one.name.partition("::")[2], []).append(mutant.name)
+    head = ["Claim", "Oracle", "Property", "Mutants", "Kind"]
+    return "\n".join(
+        [
+            HEAD + "# Claims\n",
+            "Each line is a statement of the paper or of this library, and what proves it. The "
+            "claim begins with the labels of the paper's equations, or with the name of a method. "
+            "The oracle is a slow, obvious function of `alphatoken.oracle`, or what stands in "
+            "brackets. The property is a function of `tests/property` that is run on drawn "
+            "structures, in float64, to rounding; the mutants are the planted errors by which it "
+            "was seen to fail ([kill matrix](kill-matrix.md)). The kind says what the quantity "
+            "is: *exact*; *unbiased*, so that its mean is exact; or *approximate*, a method's "
+            "approximation, which is then computed exactly as it is defined.\n",
+            table(head, [_claim_row(row, killed.get(row.name, [])) for row in ROWS]),
+        ]
+    )
+
+
+def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
+    from tests.property.claims import EQUATIONS
+
+    file = properties()[row.name]
+    docstring = ast.get_docstring(_sources()[file].functions[row.name])
+    said = " ".join((docstring or "").partition("\n\n")[0].split())
+    words = row.name.partition("_")[2].replace("_", " ")
+    labels = ", ".join(code(x) if x in EQUATIONS else text(x) for x in row.labels)
+    oracles = [text(o[1:-1]) if o.startswith("(") else code(o) for o in row.oracles]
+    return [
+        (f"{labels}: " if labels else "") + text(said or f"{words[0].upper()}{words[1:]}."),
+        ", ".join(oracles),
+        code(f"{file}.py::{row.name}"),
+        ", ".join(map(code, dict.fromkeys(mutants))),
+        row.kind,
     ]
-    for is_check, title in ((True, "Properties"), (False, "Other tests")):
-        parts.append(f"## {title}\n")
-        for file in dict.fromkeys(row.file for row in rows if row.is_check == is_check):
-            head = ["Claim", "Property", "Run by"] if is_check else ["Claim", "Test"]
-            lines = [
-                [text(row.claim), code(f"{row.file}::{row.name}")]
-                + ([", ".join(map(code, row.tests))] if is_check else [])
-                for row in rows
-                if row.file == file and row.is_check == is_check
-            ]
-            parts.append(f"### {file}\n\n{text(purposes[file])}\n\n{table(head, lines)}")
-    return "\n".join(parts)
 
 
 # --- Markdown ------------------------------------------------------------------------------------

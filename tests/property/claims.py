@@ -1,0 +1,274 @@
+"""The table of claims: what each property proves, of which equation, by which oracle.
+
+One line a property: its name | equation labels of the paper | oracle | kind. The claim itself is
+the first paragraph of the property's docstring; the mutants are those of the catalogue that name
+it. Oracles are functions of ``alphatoken.oracle``; in brackets stands another truth.
+
+Kind is of the quantity, not of the check, which is always to rounding: ``exact``; ``unbiased`` (its
+mean is exact); ``approximate`` (the method's own approximation, computed as it is defined).
+"""
+
+# ruff: noqa: E501  (one line a property)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EQUATIONS", "KINDS", "ROWS", "Row"]
+
+KINDS = ("exact", "unbiased", "approximate")
+EQUATIONS = frozenset(
+    (
+        "composite_val", "grad_alignment", "causal_decomp", "retention_taylor", "fisher_proxy",
+        "mc_fisher", "gproxy", "phi_proxy", "phi_tgt_dir", "phi_tgt_causal", "V_layer", "ap_gdp",
+        "phi_total", "sft_masked_loss", "dpo_masked_loss", "val_objective", "train_objective",
+        "global_utility_def", "masked_update", "local_utility_def", "first_order_delta",
+        "shapley_closed_form_step", "composite_val_obj", "decomposition", "app_causal_decomp",
+        "app_two_paths", "app_score_path", "app_exact_jacobian", "app_via_t", "app_dpo_unroll",
+        "app_rank1", "app_rank1_factor", "app_aa_direct", "app_causal_rank1", "app_aa_causal",
+        "app_ap_gdp", "app_score_residual", "app_value_path_bound", "app_taylor",
+        "app_proxy_bound", "app_F_ret_dagger", "app_gap_decomp", "app_wasser", "app_final_bound",
+    )
+)  # fmt: skip
+"""Every numbered equation of the paper, by its label."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    labels: tuple[str, ...]
+    oracles: tuple[str, ...]
+    kind: str
+
+
+_TABLE = """
+# readouts of the influence matrix
+check_label_is_the_row_sums | shapley_closed_form_step, first_order_delta | row_sums, exact_influence | exact
+check_path_is_the_column_sums | app_dpo_unroll, app_via_t | column_sums, exact_influence | exact
+check_direct_is_the_diagonal | phi_tgt_dir, app_rank1_factor, app_rank1 | diagonal | exact
+check_totals_are_the_gradient_along_m | app_causal_decomp | validation_gradient, (autograd) | exact
+check_one_label_position_makes_all_coincide | | exact_influence | exact
+check_label_is_linear_in_m | | (values along M) | exact
+check_label_is_the_row_sums_along | grad_alignment | label_values, validation_gradient | exact
+check_label_over_all_parameters | grad_alignment | label_values, per_token_gradients, response_tokens | exact
+check_weighted_losses | | row_sums, column_sums, diagonal | exact
+check_label_starts_at_the_observed_hidden_states | | (a pass of its own) | exact
+test_the_four_readouts_are_what_their_names_say | decomposition | row_sums, column_sums, diagonal, causal | exact
+test_terms_and_scale_agree_with_the_matrix | | influence_matrix, influence_terms, absolute_scale | exact
+test_every_entry_is_the_effect_of_moving_one_use | | exact_influence, (finite differences) | exact
+test_gap_1_the_total_needs_the_prompt_positions | app_causal_decomp | unassigned, label_values | exact
+test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token | train_objective | token_losses | exact
+test_label_values_are_directional_derivatives_of_each_loss | grad_alignment | label_values, (finite differences) | exact
+test_token_index_is_one_past_the_label_position | | to_token_index | exact
+# Value-Propagation and hops
+check_alphatoken_is_direct_plus_propagation | phi_total, phi_tgt_causal, app_causal_rank1 | value_propagation, head_output_errors | approximate
+check_paper_literal | causal_decomp | value_propagation | approximate
+check_no_window_no_causal_part | | (direct, bit by bit) | exact
+check_a_window_as_long_as_the_row_is_no_window | | value_propagation | approximate
+check_propagation_is_exact_for_the_last_value_projection | app_aa_causal | exact_influence, value_propagation | exact
+check_same_layer_hop_is_one_hop_within_the_layer | | one_hop | approximate
+check_same_layer_hop_of_the_last_layer_is_path | | column_sums | exact
+check_value_propagation | V_layer, app_two_paths | (explicit attention) | approximate
+check_one_head_makes_both_reductions_equal | | (explicit attention) | exact
+test_the_equation_word_by_word_is_label_value_plus_propagation | causal_decomp | equation_causal_decomp | approximate
+test_the_papers_routing_counts_each_block_once_and_at_position_k | app_via_t, app_causal_decomp | via_t | approximate
+test_the_papers_routing_does_not_add_up_to_the_gradient | app_via_t | via_t, label_values | exact
+test_what_propagation_misses_in_the_last_layer_is_known_exactly | app_score_residual | value_propagation_error, value_propagation_pairs | exact
+# attention: the switched backward and the forward mode
+check_self_backward_is_the_diagonal | app_score_path | (explicit attention) | exact
+check_cross_backward_is_the_rest | app_score_path | (explicit attention) | exact
+check_self_and_cross_add_up | | (ordinary backward) | exact
+check_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
+check_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
+check_log_sum_exp_and_weights | | (explicit softmax) | exact
+check_forward_mode_is_the_jvp | | (explicit attention) | exact
+check_forward_mode_by_finite_differences | | (finite differences) | exact
+check_no_square_of_the_length | | (shapes of every tensor) | exact
+test_closed_form_is_the_autograd_jacobian | app_exact_jacobian | cross_position_jacobian, jacobian_by_autograd | exact
+test_residual_norm_is_exact_and_bounded | app_score_residual, app_value_path_bound | score_residual_norm, value_path_bound | exact
+test_both_bounds_hold_after_the_output_projection | app_value_path_bound | residual_after_output, output_bounds | exact
+test_the_layer_is_the_textbook_one | app_two_paths | attend | exact
+# contraction
+check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) | exact
+check_gram_is_the_loop | app_aa_direct | (loops over pairs of tokens) | exact
+check_gram_is_projected | app_aa_direct, app_ap_gdp | (the other route) | exact
+check_outer_sum_is_the_weight_gradient | app_rank1 | (autograd) | exact
+check_plan | | (fractions) | exact
+check_narrow_inputs_are_widened | | (float32 copies, bit by bit) | exact
+check_every_route_gives_one_value | app_aa_direct, app_ap_gdp | exact_influence, value_propagation | exact
+check_errors_streamed_are_the_errors_kept | | (errors kept, bit by bit) | exact
+# objective and direction
+check_validation_gradient | composite_val, composite_val_obj, val_objective | validation_gradient | exact
+check_preference_validation | val_objective | preference_objective | exact
+check_lambda | composite_val, phi_total | (lambda = 1) | exact
+check_direction_algebra | composite_val | (entry by entry) | exact
+check_objective_and_path | phi_total, decomposition | exact_influence, value_propagation | exact
+check_direct_only_is_the_direct_estimator | phi_tgt_dir | (the direct estimator) | exact
+check_total_alone | phi_total | (values with parts) | exact
+check_total_alone_of_one_side | | (values with parts) | exact
+check_replaced_sides_equal_a_fresh_scorer | | (a fresh scorer) | exact
+check_pinned_direction | | (a scorer at the pinned weights) | exact
+check_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
+check_reduced_gradient | | (one process with all batches) | exact
+check_sharded_values_equal_whole_ones | | exact_influence, (whole weights) | exact
+check_sharded_preconditioners | | (whole weights) | exact
+# retention
+check_diagonal_drift | gproxy, fisher_proxy | (entry by entry) | exact
+check_kronecker_drift | gproxy | (the Kronecker product) | exact
+check_kronecker_retention | phi_proxy | exact_influence | exact
+check_retention_by_data | phi_proxy | validation_gradient, exact_influence | exact
+check_v_is_the_definition | gproxy | (loops) | exact
+check_v_is_of_the_weights_as_they_are | gproxy | (the weights after a step) | exact
+check_files_give_the_same_drift | | (the drift that was saved, bit by bit) | exact
+check_drift_is_the_relative_distance | | (norms) | exact
+check_a_fisher_of_something_else_is_refused | | (refusals) | exact
+check_token_fisher_squares_labels_of_the_model | mc_fisher | (autograd, label by label) | unbiased
+test_the_diagonal_is_the_mean_of_squared_sequence_gradients | mc_fisher | (autograd, response by response) | unbiased
+test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors | mc_fisher | (loops over positions) | approximate
+test_the_monte_carlo_diagonal_is_unbiased_and_its_mutants_are_not | mc_fisher | exact_fisher | unbiased
+test_monte_carlo_fisher_is_unbiased | mc_fisher | monte_carlo_fisher, exact_fisher | unbiased
+test_full_fisher_is_the_hessian_of_the_divergence | fisher_proxy | exact_fisher, kl_hessian | exact
+test_token_fisher_is_the_hessian_on_given_prefixes | fisher_proxy | exact_token_fisher, hessian | exact
+test_hessian_and_third_derivative_agree_with_differences | retention_taylor, app_taylor | hessian, retention_loss, retention_gradient | exact
+test_the_bound_holds_and_each_term_is_what_its_name_says | app_proxy_bound, app_gap_decomp, app_F_ret_dagger | proxy_bound, expected_retention_loss | exact
+test_transfer_is_below_lipschitz_times_wasserstein | app_final_bound, app_wasser | transfer_bound, lipschitz_constant, prompt_fishers | exact
+test_wasserstein_equals_the_linear_programme | app_wasser | wasserstein, (linear programme) | exact
+# preconditioner and optimizers
+check_full_preconditioner | | adam_step_derivative | exact
+check_frozen_preconditioner | | adam_preconditioner | approximate
+check_floor_bounds_the_preconditioners | | (the bound itself) | exact
+check_adam_preconditioner | | adam_preconditioner, exact_influence | approximate
+check_given_preconditioner | | exact_influence | exact
+check_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
+check_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
+check_a_constant_clip_factor | | (the optimizer's own step) | exact
+check_frozen_is_full_where_the_denominator_stays | | (the full preconditioner) | exact
+check_full_values_are_the_steps_derivative | | adam_step_derivative | exact
+check_full_values_predict_a_real_step | | (the optimizer's own step) | approximate
+check_full_scales_the_direction_of_captured_estimators | | adam_preconditioner, exact_influence | exact
+check_full_waits_for_the_optimizer | | (values without P) | exact
+test_full_preconditioner_is_the_derivative_of_the_update | | adam_step, adam_step_derivative | exact
+# utility
+test_utility_is_first_order_the_label_value | local_utility_def, first_order_delta | leave_one_out_utility, sgd_step | approximate
+test_leave_one_out_is_the_last_marginal_of_the_game | local_utility_def, masked_update | leave_one_out_utility, one_step_utility | exact
+test_shapley_of_a_step_tends_to_the_label_values | shapley_closed_form_step, global_utility_def | exact_shapley, one_step_utility | approximate
+# losses
+check_token_losses | train_objective | (loops) | exact
+check_token_losses_to_second_order | | (autograd through loops) | exact
+check_sft_loss | sft_masked_loss | (loops) | exact
+check_full_mask_is_cross_entropy | sft_masked_loss | (transformers' loss) | exact
+check_unmasked_dpo_gradient | dpo_masked_loss | dpo_loss | exact
+check_masked_dpo_gradient | dpo_masked_loss | dpo_token_errors | exact
+check_dpo_coefficient | dpo_masked_loss | dpo_omega, dpo_margin | exact
+check_masked_logit_is_the_ablation | | masked_dpo_omega | exact
+check_masked_logit_at_the_reference | | masked_dpo_omega | exact
+test_surrogate_with_all_masks_one_has_the_gradient_of_dpo | dpo_masked_loss | masked_dpo_gradient, dpo_gradient | exact
+# selection and weights
+check_keep_count | | (decimal fractions) | exact
+check_selection | | (a sort of tuples) | exact
+check_response_values | | (loops) | exact
+check_padding_never_ranks | | (the same without padding) | exact
+check_proportional_weights | | (loops) | exact
+check_probabilities | | (fractions) | exact
+check_unbiased_by_enumeration | | (enumeration of all draws) | unbiased
+check_unbiased_draw | | (chances by fractions) | unbiased
+check_unbiased_mean | | (z-test at fixed n) | unbiased
+check_random_is_unbiased | | (z-test at fixed n) | unbiased
+check_equal_chances_are_a_simple_random_sample | | (z-test at fixed n) | unbiased
+check_mask_weights_are_the_selection | | (select_top, select_bottom, select_random) | exact
+check_random_weights_lose_only_their_assignment | | (the weights of "top", sorted) | exact
+check_scope_is_row_by_row | | (one call a row) | exact
+check_only_ranks_and_ratios_of_values_count | | (scaled values) | exact
+check_all_gives_ones | | (ones) | exact
+check_schedule | | (fractions) | exact
+check_scheduled_ratio_keeps_the_exact_count | | (fractions) | exact
+check_gram_of_integers | | (loops) | exact
+check_gram_is_the_product_of_direct_gradients | | (autograd) | exact
+check_gram_of_one_position | | (autograd) | exact
+check_interaction | | (autograd) | exact
+check_greedy_by_the_objective | | (the objective, re-evaluated) | exact
+check_weight_zero_is_select_top | | (select_top, bit by bit) | exact
+check_greedy_against_the_optimum | | (enumeration of all sets) | approximate
+check_gain_is_the_decrease_of_a_quadratic | | (the quadratic) | exact
+check_relative_weight | | (the quadratic) | exact
+# layouts, models, proofs
+check_layout_does_not_matter | | (the document alone) | exact
+check_padding_holds_nothing | | (other padding, bit by bit) | exact
+check_observed_equals_scored | | (score, and a fresh run) | exact
+check_model_is_left_alone | | (a snapshot) | exact
+check_frozen_linears_are_out_of_scope | | row_sums, column_sums | exact
+check_a_trap_is_refused | | (traps) | exact
+check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
+check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
+check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact
+check_scored_linears_are_the_linears_of_these_layers | | (the modules' own outputs) | exact
+check_what_is_not_scored_is_named | | (the blocks' parameters) | exact
+check_a_call_is_what_the_model_computes | | (attention written out) | exact
+check_overrides_leave_nothing_behind | | (the models without overrides) | exact
+check_rows_beyond_the_limit_are_refused | | (the configuration) | exact
+check_layers_without_softmax_are_named | | (Qwen-3.5's layers) | exact
+check_decoding_is_the_forward | | (one forward) | exact
+# certificate, trainers and other methods
+test_right_code_agrees | | (every component anew) | exact
+test_a_mutant_does_not_agree | | (mutants of the core) | exact
+test_a_planted_fault_does_not_agree | | (planted faults) | exact
+check_the_trainer_is_the_reference | sft_masked_loss, dpo_masked_loss, phi_total | (reference_step.py) | exact
+check_random_masks | | (masks of two runs) | exact
+check_every_term | app_proxy_bound, app_gap_decomp | proxy_bound, hessian, exact_fisher | exact
+check_transfer | app_final_bound | transfer_bound, lipschitz_constant | exact
+test_stm_by_hand | STM | (by hand) | exact
+test_stm_takes_easy_tokens_first | STM | (by hand) | exact
+test_known_tokens_by_hand | XTF | (by hand) | exact
+test_task_relevance_by_hand | XTF | (by hand) | exact
+test_the_second_lowest_class_is_dropped | XTF | (by hand) | exact
+test_otsu_by_hand | XTF | (by hand) | exact
+test_attention_received_against_the_eager_matrices | XTF | (eager attention matrices) | exact
+test_rho_1_by_hand | Rho-1 | (by hand) | exact
+test_talr_by_hand | TALR | (by hand) | exact
+test_sstoken_by_hand | ssToken | (by hand) | exact
+test_prompt_attention_averages_heads | ssToken | (dense softmax) | exact
+test_flow_by_hand | FLOW | (by hand) | exact
+test_flow_by_token_and_temperature | FLOW | (by hand) | exact
+test_token_cleaning_by_hand | Token Cleaning | (by hand) | exact
+test_less_against_autograd_by_hand | LESS | (autograd, row by row) | exact
+test_filling_by_tokens | LESS | (fractions) | exact
+test_adam_update_by_hand | LESS | (by hand) | exact
+test_projections_keep_inner_products_on_average | LESS | (z-test at fixed n) | unbiased
+test_random_is_select_random | random | (select_random) | exact
+test_standard_keeps_all | standard | (ones) | exact
+test_confpo_by_hand | ConfPO | (by hand) | exact
+test_confpo_keeps_what_is_below_the_mean_probability | ConfPO | (loops) | exact
+test_sepo_by_hand | SePO | (by hand) | exact
+test_importance_weights_by_hand | TI-DPO | (by hand) | exact
+test_attribution_is_finite_differences | TI-DPO | (finite differences) | exact
+test_sequence_divergence_is_the_loop | TI-DPO | (loops) | exact
+test_triplet_losses_are_the_loop | TI-DPO | (loops) | exact
+test_hand_computed_losses | DPO, SimPO | (by hand) | exact
+test_by_hand_with_and_without_fisher | WiSE-FT | (by hand) | exact
+"""
+
+
+def _parts(cell: str) -> tuple[str, ...]:
+    """The names in a cell; commas inside brackets do not part."""
+    found, depth, word = [], 0, ""
+    for letter in cell:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            found.append(word.strip())
+            word = ""
+        else:
+            word += letter
+    return tuple(part for part in (*found, word.strip()) if part)
+
+
+def _rows() -> tuple[Row, ...]:
+    rows = []
+    for line in _TABLE.strip().splitlines():
+        if not line.startswith("#"):
+            name, labels, oracles, kind = (cell.strip() for cell in line.split("|"))
+            rows.append(Row(name, _parts(labels), _parts(oracles), kind))
+    return tuple(rows)
+
+
+ROWS = _rows()
