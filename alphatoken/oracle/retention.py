@@ -68,7 +68,7 @@ def retention_loss(
     """Mean over sequences of their *summed* token losses, or mean over response tokens.
 
     ``L_ret = (1 / N) sum_n sum_{i in response} l[n, i]``; N counts rows that have a response token
-    (``"sequence"``, L_ret as in eq. app_taylor, and the scale of the Fisher) or response tokens (``"token"``).
+    (``"sequence"``: the paper's, and the scale of the Fisher) or response tokens (``"token"``).
     A scalar, differentiable, exact.
 
     Raises:

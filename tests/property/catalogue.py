@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.property import mutants, mutants_adapters, mutants_policies, mutants_proofs
+from tests.property import (
+    mutants,
+    mutants_adapters,
+    mutants_policies,
+    mutants_proofs,
+    mutants_train,
+)
 
 __all__ = ["BY_NAME", "CLAIMS", "LISTED", "MUTANTS", "ROOMS"]
 
@@ -13,6 +19,7 @@ ROOMS = {
         mutants_proofs.MUTANTS
     ),
     "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
+    "Errors in the trainers": mutants_train.TRAINERS,
     "Errors in the other methods": mutants_policies.MUTANTS,
 }
 """Those that nobody demanded, by room."""
