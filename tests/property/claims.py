@@ -112,6 +112,7 @@ check_pinned_direction | | (a scorer at the pinned weights) | exact
 check_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
 check_reduced_gradient | | (one process with all batches) | exact
 check_sharded_values_equal_whole_ones | | exact_influence, (whole weights) | exact
+check_a_sharded_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
 check_sharded_preconditioners | | (whole weights) | exact
 # retention
 check_diagonal_drift | gproxy, fisher_proxy | (entry by entry) | exact

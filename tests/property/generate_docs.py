@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import multiprocessing
 import os
 import re
@@ -216,7 +217,7 @@ def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
     said = " ".join((docstring or "").partition("\n\n")[0].split())
     words = row.name.partition("_")[2].replace("_", " ")
     labels = ", ".join(code(x) if x in EQUATIONS else text(x) for x in row.labels)
-    oracles = [text(o[1:-1]) if o.startswith("(") else code(o) for o in row.oracles]
+    oracles = [text(o) if o.startswith("(") else code(o) for o in row.oracles]
     return [
         (f"{labels}: " if labels else "") + text(said or f"{words[0].upper()}{words[1:]}."),
         ", ".join(oracles),
@@ -258,26 +259,30 @@ def kills_text() -> str:
     from tests.property.catalogue import LISTED, ROOMS
 
     kills = _all_kills()
-
     return "\n".join(
         [
             HEAD + "# Kill matrix\n",
-            "A mutant is the core with a few words replaced. It is *killed* when a property fails "
-            "by its own assertion, the replaced code ran, the same example passes on the core as "
-            "it is, and the library's own run-time proofs were switched off meanwhile. Beside "
-            "each property stands the number of the example at which it failed (of six through a "
-            "whole model, else of twenty, drawn with the structure that the mutant needs). The "
-            "last column says whether the "
-            "library's proofs refuse the mutant by themselves, before any value is returned.\n",
+            "A mutant is the library with a few words replaced. It is *killed* when a property "
+            "fails by its own assertion, the replaced code ran, the same example passes on the "
+            "library as it is, and the library's own run-time proofs were switched off meanwhile "
+            "(but for mutants of those proofs). Beside each property stands the number of the "
+            "example at which it failed (of six through a whole model, else of twenty, drawn with "
+            "the structure that the mutant needs). The last column says whether the library's "
+            "proofs refuse the mutant by themselves, before any value is returned. [Sampled "
+            "mutants](#sampled-mutants) follow the named ones.\n",
             "## Errors that must be noticed\n",
-            _kill_table(LISTED),
-            *(
-                part
-                for title, room in ROOMS.items()
-                for part in (f"## {title}\n", _kill_table(room))
-            ),
+            _kill_table(LISTED, kills),
+            *(f"## {title}\n\n{_kill_table(room, kills)}" for title, room in ROOMS.items()),
+            sampled_text(),
         ]
     )
+
+
+def sampled_text() -> str:
+    """What became of the operator mutants that were drawn; from ``tests/sampled/found.json``."""
+    from tests.sampled.publish import FOUND, paragraphs
+
+    return paragraphs(json.loads(FOUND.read_text(encoding="utf-8")), table, code, text)
 
 
 def _kill_table(mutants: Sequence[Mutant], kills: Mapping[str, list[Kill]]) -> str:

@@ -143,6 +143,28 @@ def check_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retentio
     assert sorted(sharding.gathered) == sorted(2 * list(scorer.parameters))  # once a side
 
 
+def check_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> None:
+    """Weights written past every version counter, as shards are: the values of a fresh scorer."""
+    model = setup.case.model()
+    data: object = [setup.case.batch]
+    if retention != "data":
+        data = FisherDrift(*drift_of(setup, model))
+    config = ScorerConfig("path", layers=setup.layers, window=None, max_relative_drift=None)
+
+    def scorer() -> Scorer:
+        sharding = FlatSharding(model)
+        return Scorer(model, setup.case.validation, data, config, sharding=sharding)  # type: ignore[arg-type]
+
+    lasting = scorer()
+    before = quiet_score(lasting, setup.case.batch).total
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.25)
+    found = quiet_score(lasting, setup.case.batch).total
+    assert torch.equal(found, quiet_score(scorer(), setup.case.batch).total)
+    assert not torch.equal(found, before)
+
+
 def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> FisherDrift:
     factors = {}
     for index, (name, w) in enumerate(drift.reference.items()):

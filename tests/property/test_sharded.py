@@ -24,6 +24,12 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     claims.check_sharded_values_equal_whole_ones(setup, estimator, retention)
 
 
+@given(setups(), st.sampled_from(["diagonal", "data"]))
+@budget(0.2, least=4)
+def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> None:
+    claims.check_a_sharded_direction_is_never_stale(setup, retention)
+
+
 @given(setups(tied_linears=False), st.sampled_from(["frozen", "full", "given"]))
 @budget(0.3)
 def test_sharded_preconditioners(setup: Setup, kind: str) -> None:

@@ -2,7 +2,8 @@
 
     measure   which test executes which line (once; later only tests that are new)
     run       draw mutants and hunt them; goes on where it was stopped
-    survivors print those that survive, with what was changed
+    survivors print those that no test saw, with what was changed
+    publish   keep what was found for the page of kills (found.json)
 
 Everything lies in build/mutants/, which git ignores; docs/kill-matrix.md shows what was found.
 """
@@ -63,6 +64,19 @@ def _pytest(plugin: object, arguments: list[str]) -> int:
     return int(pytest.main([*quiet, *ignored, *arguments], plugins=[plugin]))
 
 
+def _publish(note: str) -> int:
+    from tests.sampled.publish import FOUND, summary
+    from tests.sampled.reach import write_whole
+
+    found = {}
+    for room in rooms():
+        file = FOLDER / f"{room}.json"
+        if file.is_file():
+            found[room] = summary(json.loads(file.read_text(encoding="utf-8")))
+    write_whole(FOUND, {"note": note, "rooms": found})
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -70,13 +84,14 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["measure", "run", "survivors"])
+    parser.add_argument("what", choices=["measure", "run", "survivors", "publish"])
     parser.add_argument("tests", nargs="*", default=TESTS, help="which tests may judge")
     parser.add_argument("--room", choices=list(rooms()), default="core")
     parser.add_argument("--count", type=int, default=150, help="mutants of the room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=20, help="of tests for each mutant")
     parser.add_argument("--most", type=int, default=12, help="tests for each mutant")
+    parser.add_argument("--note", default="", help="of what is published: commit, machine")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     reach, results = FOLDER / "reach.json", FOLDER / f"{options.room}.json"
@@ -85,13 +100,15 @@ def main(arguments: list[str]) -> int:
 
         every = [module for modules in rooms().values() for module in modules]
         return _pytest(Reach(reach, every), options.tests)
+    if options.what == "publish":
+        return _publish(options.note)
     drawn = sample(rooms()[options.room], options.count, options.seed)
     if options.what == "survivors":
         found = json.loads(results.read_text(encoding="utf-8"))
         for site in drawn:
             entry = found.get(site.key)
             if entry is not None and entry["end"] in ("survived", "unreached"):
-                print(f"{entry['end']} {site.target}+{site.line} ({site.operator}, "
+                print(f"{entry['end']} {site.key} ({site.operator}, line {site.line}, "
                       f"{entry['tests']} tests)\n  {site.before}\n  {site.after}")  # fmt: skip
         return 0
     from tests.sampled.hunt import Hunt
