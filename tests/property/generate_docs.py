@@ -103,10 +103,10 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield child.value.id, child.attr
 
 
-def reached(place: Place) -> frozenset[Place]:
-    """All that a definition uses, through other files of tests too; oracles as ("oracle", name)."""
+def reached(*places: Place) -> frozenset[Place]:
+    """All that definitions use, through other files of tests too; oracles as ("oracle", name)."""
     found: set[Place] = set()
-    waiting = [place]
+    waiting = [*places]
     while waiting:
         file, name = waiting.pop()
         if file == "oracle":
@@ -114,12 +114,18 @@ def reached(place: Place) -> frozenset[Place]:
             found |= inside
             waiting += inside
             continue
-        source = _sources().get(file)
-        for first, attribute in source.uses.get(name, ()) if source else ():
-            new = {_meaning(file, first, ""), _meaning(file, first, attribute)} - {None} - found
-            found |= new  # type: ignore[arg-type]
-            waiting += new  # type: ignore[arg-type]
+        new = _direct(file, name) - found
+        found |= new
+        waiting += new
     return frozenset(found)
+
+
+@functools.cache
+def _direct(file: str, name: str) -> frozenset[Place]:
+    source = _sources().get(file)
+    uses = source.uses.get(name, frozenset()) if source else frozenset()
+    meanings = {_meaning(file, first, a) for first, second in uses for a in {"", second}}
+    return frozenset(meaning for meaning in meanings if meaning is not None)
 
 
 @functools.cache
@@ -162,9 +168,9 @@ def properties() -> dict[str, str]:
 
 def idle() -> list[str]:
     """Properties that no test runs."""
-    tests = [(f, n) for n, f in properties().items() if n.startswith("test_")]
-    run = {name for test in tests for _, name in reached(test)}
-    return [name for name in properties() if name.startswith("check_") and name not in run]
+    known = properties()
+    run = {n for _, n in reached(*((f, n) for n, f in known.items() if n.startswith("test_")))}
+    return [name for name in known if name.startswith("check_") and name not in run]
 
 
 def cited() -> set[str]:
