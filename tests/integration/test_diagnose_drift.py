@@ -32,7 +32,8 @@ def test_every_set_has_moved_and_says_how_far(found: Diagnosis):
 
 def test_its_own_text_is_forgotten(found: Diagnosis):
     losses = {record["set"]: record for record in found.table("drift-losses").records()}
-    assert losses["topics"]["loss_before"] < 2.5  # what the model was trained on
+    assert losses["topics"]["loss_before"] < 4  # read in training; a uniform guess has 6.2
+    assert losses["functions"]["loss_change_high"] < 0  # what it is tuned on
     assert losses["topics"]["loss_change_low"] > 0
     assert any("Forgotten" in sentence for sentence in found.answer)
 
