@@ -18,7 +18,7 @@ READY_DOCS := .venv/.ready-docs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast all-tests property integration \
-	coverage lint format types imports docs bench random nightly clean
+	coverage lint format types imports docs bench mutants random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -31,6 +31,7 @@ help:
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
 	@echo "make random       property tests on 10 new examples each; SEED=... repeats a run"
+	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"
@@ -117,6 +118,14 @@ docs: $(READY_DOCS)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.run
+
+mutants: $(READY)
+	@echo "== mutants: sampled over the syntax trees; goes on where it was stopped"
+	$(RUN) -m tests.sampled measure
+	$(RUN) -m tests.sampled run --room core --count 150
+	$(RUN) -m tests.sampled run --room train --count 60
+	$(RUN) -m tests.sampled publish
+	$(RUN) -m tests.property.generate_docs sampled
 
 nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"

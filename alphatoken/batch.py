@@ -182,8 +182,9 @@ class LabelledBatch:
 def _longest(batch: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence: of a packed row, positions of its longest document."""
     position_ids, length = batch.get("position_ids"), int(batch["input_ids"].shape[1])
-    packed = isinstance(position_ids, Tensor) and position_ids.dim() == 2
-    return int(position_ids.max()) + 1 if packed and length > 0 else length
+    if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
+        return int(position_ids.max()) + 1
+    return length
 
 
 def read_batch(

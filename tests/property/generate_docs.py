@@ -1,6 +1,7 @@
 """Writes docs/claims.md and docs/kill-matrix.md: ``python -m tests.property.generate_docs``.
 
-With ``claims`` (instant) or ``kills`` (a minute) after it, only that one.
+With ``claims`` (instant), ``kills`` (minutes) or ``sampled`` (instant: that section of the page of
+kills) after it, only that one.
 The table of claims is ``claims.ROWS`` with the properties' docstrings and the catalogue's mutants,
 so the same sources give the same text. The kill matrix is what the mutants did.
 """
@@ -361,6 +362,9 @@ def main(pages: list[str]) -> None:
         CLAIMS_PAGE.write_text(claims_text(), encoding="utf-8")
     if "kills" in pages or not pages:
         KILLS_PAGE.write_text(kills_text(), encoding="utf-8")
+    if "sampled" in pages:
+        named = KILLS_PAGE.read_text(encoding="utf-8").partition("## Sampled mutants")[0]
+        KILLS_PAGE.write_text(named + sampled_text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

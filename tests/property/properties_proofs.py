@@ -92,7 +92,7 @@ def check_a_trap_is_refused(name: str) -> None:
 
 def check_isolation_is_claimed_only_where_it_was_shown(long: bool) -> None:
     """``isolated`` is True after a token away from the first position was sent back, else False."""
-    case = make_case(("prrr",) if long else ("pr",), (("pprr",) if long else ("pr",),))
+    case = make_case(("prr",) if long else ("pr",), (("prr",) if long else ("pr",),))
     scorer = Scorer(case.model(), case.validation, config=ScorerConfig("direct", layers=1))
     error = refusal(lambda: scorer.score(case.batch))
     assert error is None, f"a model without any trap was refused: {error}"

@@ -17,7 +17,6 @@ from tests.sampled.explained import EXPLAINED
 __all__ = ["FOUND", "paragraphs", "summary", "wilson"]
 
 FOUND = Path(__file__).with_name("found.json")
-_SEEN = ("killed", "survived", "unreached")
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -52,21 +51,20 @@ def paragraphs(
     rows, unseen = [], []
     for room, of in found["rooms"].items():
         ends, left = of["ends"], of["unseen"]
-        live = sum(ends.get(end, 0) for end in _SEEN)
-        alike = sum(_alike(key) for key in left)
-        missed = len(left) - alike
-        low, high = wilson(missed, live - alike)
+        killed, survived = ends.get("killed", 0), ends.get("survived", 0)
+        alike = sum(_alike(key) for key, entry in left.items() if entry["end"] == "survived")
+        missed, count = survived - alike, killed + survived - alike
+        low, high = wilson(missed, count)
         rows.append([
-            room, str(live), f"{ends.get('killed', 0)} ({of['took_too_long']} by time)",
-            str(ends.get("survived", 0)), str(ends.get("unreached", 0)), str(alike),
-            f"{missed} of {live - alike}: {missed / max(1, live - alike):.0%} "
-            f"[{low:.0%}, {high:.0%}]",
+            room, str(sum(ends.values())), str(ends.get("unreached", 0)),
+            f"{killed} ({of['took_too_long']} by time)", str(survived), str(alike),
+            f"{missed} of {count}: {missed / max(1, count):.0%} [{low:.0%}, {high:.0%}]",
         ])  # fmt: skip
         for key, entry in left.items():
             change = f"{code(_short(entry['before']))} → {_after(entry, code)}"
             unseen.append([code(key.partition(":")[0]), entry["operator"], change,
                            entry["end"], text(EXPLAINED.get(key, "not looked at"))])  # fmt: skip
-    head = ["Room", "Drawn", "Killed", "Survived", "Unreached", "Equivalent", "Missed [95 %]"]
+    head = ["Room", "Drawn", "Not reached", "Killed", "Survived", "Equivalent", "Missed [95 %]"]
     return "\n".join(
         [
             "## Sampled mutants\n",
@@ -77,12 +75,12 @@ def paragraphs(
             "`None`, moved slice bounds, `min` for `max`. Texts, annotations, assertions and "
             "error messages are left out. Each mutant meets the quickest tests of the fast tier "
             "that execute its line; a failing test or several times the usual processor time "
-            "kills it. *Unreached* means that no test that was measured executes the line. "
-            "*Equivalent* are those of which the table below says that no value depends on the "
-            "change; the last column is the share of the others that no test saw, with Wilson's "
-            f"interval. {text(found['note'])}\n",
+            "kills it. *Not reached* are mutants of lines that none of the measured tests executes: "
+            "they were not tried. *Equivalent* are those of which the table below says that no "
+            "value depends on the change; the last column is the share of the others that no test "
+            f"saw, with Wilson's interval. {text(found['note'])}\n",
             table(head, rows),
-            "Those that no test saw:\n",
+            "Those that no test saw, or none was measured for:\n",
             table(["Function", "Operator", "Change", "End", "What it is"], unseen),
         ]
     )
