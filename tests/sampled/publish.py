@@ -75,7 +75,7 @@ def paragraphs(
             "`None`, moved slice bounds, `min` for `max`. Texts, annotations, assertions and "
             "error messages are left out. Each mutant meets the quickest tests of the fast tier "
             "that execute its line; a failing test or several times the usual processor time "
-            "kills it. *Not reached* are mutants of lines that none of the measured tests executes: "
+            "kills it. *Not reached* are mutants of lines that no measured test executes: "
             "they were not tried. *Equivalent* are those of which the table below says that no "
             "value depends on the change; the last column is the share of the others that no test "
             f"saw, with Wilson's interval. {text(found['note'])}\n",
