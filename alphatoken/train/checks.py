@@ -202,7 +202,10 @@ def _check_policy(
     if policy.needs.attention:
         _check_attention(model, args, policy)
     if chooses or passes:
-        if kind == "zero3":
+        # Whole weights that were handed over are cut up after the pass; those that a run loads by
+        # name (on the meta device where it is only planned) are cut up as they are loaded.
+        cut = any(weight.is_meta or weight.numel() == 0 for weight in model.parameters())
+        if kind == "zero3" and cut:
             raise UnsupportedError(
                 f"policy '{policy.name}' cannot run its pass over the rows on sharded weights",
                 got=f"layout {kind}",
