@@ -349,7 +349,7 @@ _KILLED = re.compile(r"`([\w.]+::\w+)` \(\d+\)")
 def read_kill_matrix(page: str) -> list[tuple[str, tuple[str, ...]]]:
     """(mutant, properties) of each row of a written kill matrix."""
     rows = []
-    for line in page.splitlines():
+    for line in page.partition("## Sampled mutants")[0].splitlines():
         cells = [cell.strip() for cell in _CELL.split(line)][1:-1]
         if len(cells) == 5 and cells[0].startswith("`"):
             rows.append((cells[0].strip("`"), tuple(_KILLED.findall(cells[3]))))
