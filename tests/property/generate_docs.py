@@ -347,7 +347,7 @@ _KILLED = re.compile(r"`([\w.]+::\w+)` \(\d+\)")
 
 
 def read_kill_matrix(page: str) -> list[tuple[str, tuple[str, ...]]]:
-    """(mutant, properties) of each row of a written kill matrix."""
+    """(mutant, properties) of each row of a written kill matrix; sampled ones are no part of it."""
     rows = []
     for line in page.partition("## Sampled mutants")[0].splitlines():
         cells = [cell.strip() for cell in _CELL.split(line)][1:-1]
