@@ -27,8 +27,10 @@ _ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
 def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
     """``ceil(ratio * count)`` in exact arithmetic: 0.55 of 100 is 55, not 56.
 
-    The ratio is read as the decimal number that it prints as. With ``rounding="floor"`` the
-    largest whole number below, which may be 0.
+    The ratio is read as the decimal number that it prints as. A ratio that is no decimal, as on
+    the way of a schedule, has been rounded to a float: a product within that rounding of a whole
+    number is that number, so 5/6 of 6 is 5. With ``rounding="floor"`` the largest whole number
+    below, which may be 0.
 
     Raises:
         InputError: ratio outside (0, 1], unknown rounding.
@@ -42,7 +44,9 @@ def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
             why="0 would keep nothing, more than 1 has no meaning",
             remedy="pass the share of response tokens to keep, such as 0.5",
         )
-    return _ROUNDINGS[rounding](Fraction(str(ratio)) * count)
+    exact = Fraction(str(ratio)) * count
+    whole = round(exact)
+    return whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)
 
 
 def check_values(values: Tensor, mask: Tensor) -> None:

@@ -144,6 +144,7 @@ class Architecture:
         architecture = self.changed(options)
         config = architecture._configuration(implementation)
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # some vectors start at random
             model = getattr(transformers, self.model)(config)
         draw_weights(model, seed)
         model = model.to(device, dtype).eval()

@@ -620,13 +620,32 @@ LISTED = (
         (selection("batch"),),
     ),
     Mutant(
+        "ceil-of-a-rounded-ratio",
+        "ceil of a ratio that is no decimal, with the rounding of its float",
+        (
+            Edit(
+                "selection.keep_count",
+                "whole if abs(exact - whole) <= exact / 2**52 else ",
+                "",
+            ),
+        ),
+        (claim(algebra.check_keep_count, st.integers(1, 6), st.just(6), st.just(6), examples=20),),
+    ),
+    Mutant(
         "ceil-in-floating-point",
         "ceil in floating point",
-        (Edit("selection.keep_count", "Fraction(str(ratio)) * count", "ratio * count"),),
+        (
+            Edit(
+                "selection.keep_count",
+                "whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)",
+                "_ROUNDINGS[rounding](ratio * count)",
+            ),
+        ),
         (
             claim(
                 algebra.check_keep_count,
                 st.integers(1, 100),
+                st.just(100),
                 st.sampled_from([100, 50, 20]),
                 examples=100,
             ),

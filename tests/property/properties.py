@@ -307,11 +307,12 @@ def of_tokens(by_position: Columns, mask: Tensor, position: str = "label") -> Co
     return Columns(moved.value * mask, moved.scale * mask)
 
 
-def above_rounding(scale: Tensor) -> Tensor:
-    """A millionth of the largest entry's terms is added: an entry far smaller than its neighbours
-    is a difference of errors of their size, sent back through the model, and carries their
-    rounding (seen: entries of 1e-10 beside 1, off by 1.6e-10 of themselves)."""
-    return scale + 1e-6 * scale.max() if scale.numel() else scale
+def above_rounding(scale: Tensor, beside: Tensor) -> Tensor:
+    """A millionth of the largest terms beside it is added: an entry far smaller than its neighbours,
+    or than the other part of the same value, is a difference of errors of their size, sent back
+    through the model, and carries their rounding (seen: entries of 1e-8 beside 6, off by 4e-10 of
+    themselves)."""
+    return scale + 1e-6 * beside.max() if scale.numel() else scale
 
 
 def row_total(columns: Columns) -> Columns:
@@ -341,6 +342,7 @@ def compare_values(
     for side, (whole, one, two) in enumerate(found):
         later = nothing[side] if causal is None else causal[side]
         parts = (of_tokens(direct[side], mask), of_tokens(later, mask, position))
+        both = parts[0] + parts[1]
         label = f"{name}, {'stability' if side else 'adaptation'}"
         if causal is None:
             assert one is None
@@ -348,13 +350,9 @@ def compare_values(
         else:
             assert one is not None
             assert two is not None
-            close(
-                one, parts[0].value, above_rounding(parts[0].scale), MODEL, name=f"{label} direct"
-            )
-            close(
-                two, parts[1].value, above_rounding(parts[1].scale), MODEL, name=f"{label} causal"
-            )
-        both = parts[0] + parts[1]
+            for part, own, what in zip(parts, (one, two), ("direct", "causal"), strict=True):
+                size = above_rounding(part.scale, both.scale)
+                close(own, part.value, size, MODEL, name=f"{label} {what}")
         close(whole, both.value, both.scale, MODEL, name=label)
         total = total + both * weights[side]
         every = row_total(direct[side]) + row_total(later)

@@ -341,10 +341,9 @@ def _best(tokens: list[tuple[float, int, int]], ratio: Fraction) -> set[tuple[in
     return {(b, i) for _, b, i in ordered[:count]}
 
 
-def check_keep_count(hundredths: int, count: int) -> None:
-    """ceil(ratio n) of the decimal ratio, in exact arithmetic."""
-    ratio = hundredths / 100
-    assert selection.keep_count(ratio, count) == -(-hundredths * count // 100)
+def check_keep_count(part: int, whole: int, count: int) -> None:
+    """ceil(ratio n) of the ratio that was rounded to a float, in exact arithmetic."""
+    assert selection.keep_count(part / whole, count) == -(-part * count // whole)
 
 
 def check_selection(case: SelectionCase, hundredths: int, scope: str, *, bottom: bool) -> None:

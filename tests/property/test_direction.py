@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
 from tests.property import properties_algebra as algebra
 from tests.property import properties_scorer as claims
 from tests.property.profiles import budget
@@ -102,3 +104,26 @@ def test_one_side_that_decides_alone_is_warned_of_once() -> None:
         values = scorer.score(case.batch)
     assert values.shares()["stability_direct"] > 0.999
     scorer.score(case.batch)  # warnings are errors here
+
+
+@pytest.mark.parametrize(
+    ("share", "side"),
+    [(9e-4, "adaptation"), (1.1e-3, None), (0.9989, None), (0.9991, "stability")],
+)
+def test_a_side_is_said_to_decide_alone_from_a_share_of_0_999_on(
+    share: float, side: str | None
+) -> None:
+    case = SEVERAL.case
+    model = case.model()
+    drift = FisherDrift(*drift_of(SEVERAL, model))
+
+    def score(weight: float) -> TokenValues:
+        config = ScorerConfig("direct", layers=2, stability_weight=weight, max_relative_drift=None)
+        return Scorer(model, case.validation, drift, config).score(case.batch)
+
+    at_one = score(1.0).shares()["stability_direct"]
+    odds = share / (1 - share) / (at_one / (1 - at_one))
+    said = pytest.warns(AlphaTokenWarning, match=f"{side} side alone") if side else nullcontext()
+    with said:
+        found = score(odds)
+    assert found.shares()["stability_direct"] == pytest.approx(share, rel=1e-6)

@@ -133,7 +133,7 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:
         assert selection.keep_count(hundredths / 100, 10) == 5
 
     for new, error in (("assert False", AssertionError), ("import nothing", ImportError)):
-        edit = Edit("selection.keep_count", "return _ROUNDINGS", f"{new}; return _ROUNDINGS")
+        edit = Edit("selection.keep_count", "return whole", f"{new}; return whole")
         with pytest.raises(error):
             hunt(Mutant("broken", "", (edit,), ()), claim(check, 50))
     assert selection.keep_count(0.5, 10) == 5

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import core, given, settings
 from hypothesis import strategies as st
@@ -11,17 +15,33 @@ from tests.property.profiles import RANDOM, budget
 PROFILES = {"dev": 25, "ci": 100, "random": 10, "nightly": 5000}
 
 
-def drawn(profile: str) -> list[int]:
+def drawn(profile: str, examples: int = 8) -> list[int]:
     """What one property sees under a profile, in order."""
     seen: list[int] = []
 
-    @settings(settings.get_profile(profile), max_examples=8)
+    @settings(settings.get_profile(profile), max_examples=examples)
     @given(st.integers(0, 2**40))
     def look(number: int) -> None:
         seen.append(number)
 
     look()
     return seen
+
+
+def test_what_is_loaded_does_not_change_what_is_drawn(tmp_path: Path) -> None:
+    before = drawn("ci", 200)
+    source = tmp_path / "alphatoken_numbers.py"
+    source.write_text("\n".join(f"number_{i} = {10**9 + 977 * i}" for i in range(500)))
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.stem] = module
+    try:
+        spec.loader.exec_module(module)
+        assert drawn("ci", 200) == before
+    finally:
+        del sys.modules[source.stem]
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -17,12 +17,21 @@ PERCENT = st.integers(1, 100)
 SCOPES = st.sampled_from(["batch", "sequence"])
 
 
-@given(PERCENT, st.integers(0, 10**6))
-@example(55, 100)  # in floating point 0.55 * 100 is above 55
-@example(7, 100)
-@example(29, 100)
-def test_the_count_is_an_exact_ceiling(hundredths: int, count: int) -> None:
-    claims.check_keep_count(hundredths, count)
+@given(PERCENT, st.just(100), st.integers(0, 10**6))
+@example(55, 100, 100)  # in floating point 0.55 * 100 is above 55
+@example(7, 100, 100)
+@example(29, 100, 100)
+def test_the_count_is_an_exact_ceiling(part: int, whole: int, count: int) -> None:
+    claims.check_keep_count(part, whole, count)
+
+
+@given(st.data())
+def test_so_it_is_of_a_ratio_that_is_no_decimal(data: st.DataObject) -> None:
+    """As on the way of a schedule: 5/6 as a float is above 5/6, and 6 of them are still 5."""
+    whole = data.draw(st.integers(1, 1000), label="whole")
+    part = data.draw(st.integers(1, whole), label="part")
+    count = data.draw(st.integers(0, 1000), label="count") * data.draw(st.sampled_from([1, whole]))
+    claims.check_keep_count(part, whole, count)
 
 
 @given(st.decimals("0.0001", "1", places=4), st.integers(0, 10**6))

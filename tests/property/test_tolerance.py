@@ -97,7 +97,7 @@ WIDTHS = (torch.float64, torch.float32, torch.bfloat16)
 def test_narrower_arithmetic_is_allowed_more(kind: str) -> None:
     row = [allowed(kind, dtype) for dtype in WIDTHS if dtype in TABLE[kind]]
     assert row == sorted(row)
-    assert all(0 < tolerance <= 0.05 for tolerance in row)
+    assert all(0 < tolerance <= 0.06 for tolerance in row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
