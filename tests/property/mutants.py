@@ -1428,7 +1428,7 @@ WEIGHTS = (
     ),
     _own(
         "schedule-in-floating-point",
-        "a scheduled ratio of 0.6000000000000001 keeps one token too many",
+        "half of the way from 1.0 to 0.2 is 0.6000000000000001",
         (Edit("schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),),
         (claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),),
     ),

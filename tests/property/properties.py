@@ -308,10 +308,9 @@ def of_tokens(by_position: Columns, mask: Tensor, position: str = "label") -> Co
 
 
 def above_rounding(scale: Tensor, beside: Tensor) -> Tensor:
-    """A millionth of the largest terms beside it is added: an entry far smaller than its neighbours,
-    or than the other part of the same value, is a difference of errors of their size, sent back
-    through the model, and carries their rounding (seen: entries of 1e-8 beside 6, off by 4e-10 of
-    themselves)."""
+    """A millionth of the largest terms beside it is added: an entry far below its neighbours, or
+    below the other part of its value, is a difference of errors of their size, sent back through
+    the model, and carries their rounding (seen: 1e-8 beside 6, off by 4e-10 of itself)."""
     return scale + 1e-6 * beside.max() if scale.numel() else scale
 
 

@@ -384,12 +384,13 @@ def check_schedule(case: ScheduleCase) -> None:
 
 
 def check_scheduled_ratio_keeps_the_exact_count(case: ScheduleCase) -> None:
-    """A ratio on its way keeps ceil(ratio n) of the exact line, where its decimals are short."""
+    """A ratio on its way is the decimal of the exact line, and keeps as many tokens of 100."""
     first, last = abs(case.start) % 100 + 1, abs(case.end) % 100 + 1
     steps = abs(last - first)
     for step in range(steps + 1):
         ratio = schedule.scheduled(first / 100, last / 100, step, max(steps, 1), share=1.0)
         hundredths = first + (step if last > first else -step)
+        assert ratio == hundredths / 100
         assert selection.keep_count(ratio, 100) == hundredths
 
 
