@@ -198,7 +198,12 @@ def _valuation(group: argparse._ArgumentGroup) -> None:
         default="batch",
         help="rank tokens within a batch (default, the paper), a sequence, or all of them",
     )
-    add("--verify", type=_positive, metavar="N", help="certify N tokens against the slow oracle")
+    add(
+        "--verify",
+        type=_positive,
+        metavar="N",
+        help="certify N tokens against the slow oracle; exit status 2 where a number is off",
+    )
 
 
 def _reading(group: argparse._ArgumentGroup, *, training: bool) -> None:
