@@ -13,13 +13,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from alphatoken.moved import install as _install_former_names
+
 if TYPE_CHECKING:
-    from alphatoken.adapter import DecoderAdapter, register_adapter
-    from alphatoken.batch import PreferenceBatch, token_losses
     from alphatoken.config import ScorerConfig
-    from alphatoken.drift import FisherDrift
+    from alphatoken.direction.drift import FisherDrift
+    from alphatoken.direction.fisher import fit_fisher
     from alphatoken.errors import (
         AlphaTokenError,
+        AlphaTokenWarning,
         ConfigError,
         CoverageError,
         DataError,
@@ -29,16 +31,21 @@ if TYPE_CHECKING:
         NumericalError,
         UnsupportedError,
     )
-    from alphatoken.fisher import fit_fisher
-    from alphatoken.losses import dpo_coefficient, masked_dpo_loss, masked_sft_loss
-    from alphatoken.scorer import AlphaTokenWarning, CoverageReport, Observed, Scorer
-    from alphatoken.selection import (
+    from alphatoken.estimate.proofs import CoverageReport
+    from alphatoken.model.batch import PreferenceBatch, token_losses
+    from alphatoken.model.protocol import DecoderAdapter, register_adapter
+    from alphatoken.scorer import Scorer
+    from alphatoken.scoring.observed import Observed
+    from alphatoken.select.losses import dpo_coefficient, masked_dpo_loss, masked_sft_loss
+    from alphatoken.select.masks import (
         response_values,
         select_bottom,
         select_random,
         select_top,
     )
     from alphatoken.values import TokenValues
+
+_install_former_names()
 
 __version__ = "0.1.0"
 
@@ -75,12 +82,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "adapter": ("DecoderAdapter", "register_adapter"),
-    "batch": ("PreferenceBatch", "token_losses"),
+    "model.protocol": ("DecoderAdapter", "register_adapter"),
+    "model.batch": ("PreferenceBatch", "token_losses"),
     "config": ("ScorerConfig",),
-    "drift": ("FisherDrift",),
+    "direction.drift": ("FisherDrift",),
     "errors": (
         "AlphaTokenError",
+        "AlphaTokenWarning",
         "ConfigError",
         "CoverageError",
         "DataError",
@@ -90,10 +98,12 @@ _HOMES = {
         "NumericalError",
         "UnsupportedError",
     ),
-    "fisher": ("fit_fisher",),
-    "losses": ("dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"),
-    "scorer": ("AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"),
-    "selection": ("response_values", "select_bottom", "select_random", "select_top"),
+    "direction.fisher": ("fit_fisher",),
+    "select.losses": ("dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"),
+    "estimate.proofs": ("CoverageReport",),
+    "scorer": ("Scorer",),
+    "scoring.observed": ("Observed",),
+    "select.masks": ("response_values", "select_bottom", "select_random", "select_top"),
     "values": ("TokenValues",),
 }
 """Module -> what the package offers of it; the imports above, for run time."""

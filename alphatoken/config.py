@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
-from alphatoken.estimators import ESTIMATORS, SPLIT
+from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
 
 __all__ = ["ScorerConfig"]
 
@@ -31,7 +31,7 @@ class ScorerConfig:
 
     Attributes:
         estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
-            "label" or "paper_literal"; see ``alphatoken.estimators``.
+            "label" or "paper_literal"; see ``alphatoken.estimate.estimators``.
         objective: the sides of M that are built and summed: "both" (adaptation, and stability if
             there is a retention term), "adaptation", or "stability" (no validation set needed).
         path: the parts that are computed and summed: "both", "direct" or "causal". Other than

@@ -13,6 +13,7 @@ import warnings
 
 __all__ = [
     "AlphaTokenError",
+    "AlphaTokenWarning",
     "ConfigError",
     "CoverageError",
     "DataError",
@@ -46,6 +47,10 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+class AlphaTokenWarning(UserWarning):
+    """Something is legal but probably not meant; the message says what to look at."""
 
 
 class AlphaTokenError(Exception):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import read_batch, token_losses
-from alphatoken.contraction import contract, contract_gram, outer_sum, plan_contraction
-from alphatoken.forward_mode import label_values
+from alphatoken.estimate.contraction import contract, contract_gram, outer_sum, plan_contraction
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import find_adapter
 from benchmarks.floors import Shape
 from benchmarks.measure import Run, alternate, flops
 from benchmarks.models import DEEP, TINY, Size

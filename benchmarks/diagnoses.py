@@ -17,7 +17,7 @@ from pathlib import Path
 
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 PAGE = Path("docs/fidelity-measured.md")
 RETENTION = {

@@ -20,7 +20,12 @@ import torch
 from scipy import stats
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import AttentionCall, AttentionOverride, NativeAttention, find_adapter
+from alphatoken.model.protocol import (
+    AttentionCall,
+    AttentionOverride,
+    NativeAttention,
+    find_adapter,
+)
 from benchmarks.measure import Run, alternate, timed, wait
 from benchmarks.models import Size
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.metrics import spearman, top_overlap
 
 LENGTH, ROWS, VALIDATION = 150, 6, 16

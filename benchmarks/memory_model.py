@@ -223,9 +223,9 @@ def tokenizer() -> Any:
 def fisher(model: Any, setting: Setting, folder: str) -> Any:
     """A Fisher of the scored linears; what is in it changes no memory."""
     from alphatoken import FisherDrift
-    from alphatoken.adapter import find_adapter
-    from alphatoken.capture import find_scope
-    from alphatoken.layer_choice import read_layers
+    from alphatoken.model.capture import find_scope
+    from alphatoken.model.layer_choice import read_layers
+    from alphatoken.model.protocol import find_adapter
 
     scope = find_scope(find_adapter(model), read_layers(setting.layers))
     weights = {linear.weight_name: linear.weight.detach() for linear in scope.linears}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import plots, precision, results
+from benchmarks import plots, results, rungs
 from benchmarks.results import Places
 from benchmarks.targets import PROMISED, TARGETS
 
@@ -52,7 +52,7 @@ def page(rows: list[Row], places: Places, figures: list[tuple[str, str]]) -> str
         parts.append(f"\n![{caption}]({places.figures.name}/{name})\n\n*{caption}*\n")
     parts.append("\n## All measurements\n\n" + table(rows))
     if places.precision.exists():
-        parts.append("\n" + precision.section(precision.read(places.precision)))
+        parts.append("\n" + rungs.section(rungs.read(places.precision)))
     if places.notes.exists():
         parts.append("\n" + places.notes.read_text(encoding="utf-8").rstrip() + "\n")
     return "".join(parts)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, masked_sft_loss
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.models import Size, fisher
 
 __all__ = [

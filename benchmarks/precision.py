@@ -25,18 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
 from alphatoken.fidelity.metrics import spearman, top_overlap
 from alphatoken.fidelity.per_row import absolute_terms
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
 from benchmarks.models import Size
-from benchmarks.results import Places, write_text
+from benchmarks.page import write_page
+from benchmarks.results import Places, load, write_text
+from benchmarks.rungs import LAYERS, Rung, section
 
-__all__ = ["Rung", "Subject", "ladder", "read", "section"]
+__all__ = ["Subject", "ladder"]
 
 ESTIMATORS = ("label", "alphatoken", "path", "direct")
 KEPT = 0.5
-LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -47,35 +48,6 @@ class Subject:
     model: Any
     batch: Mapping[str, Tensor]
     validation: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One dtype and estimator against float64.
-
-    Attributes:
-        subject: which model and text.
-        precision: "bf16", "tf32" or "fp32".
-        direction: "same" (G in this dtype as well) or "float64" (built there, then rounded).
-        estimator: of the values.
-        median: of the error over the sum of absolute terms, over tokens.
-        worst: largest of them.
-        rank: Spearman correlation with the float64 values.
-        jaccard: kept by both over kept by either, at ratio 0.5.
-        tokens: how many values.
-        device: where.
-    """
-
-    subject: str
-    precision: str
-    direction: str
-    estimator: str
-    median: float
-    worst: float
-    rank: float
-    jaccard: float
-    tokens: int
-    device: str
 
 
 # --- one model in several dtypes -----------------------------------------------------------------
@@ -230,46 +202,6 @@ def real_subjects(folder: Path) -> Iterator[Subject]:
         )
 
 
-# --- the page ------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> list[Rung]:
-    """The rungs of a file."""
-    return [Rung(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
-
-
-def section(rungs: Sequence[Rung]) -> str:
-    """The section of docs/benchmarks.md."""
-    lines = [
-        "## Precision",
-        "",
-        "Written by `python -m benchmarks.precision`. Values in narrow arithmetic against float64,",
-        "of one function: weights rounded to bf16 in every dtype. The error of a value is over the",
-        "sum of the absolute terms that it is the sum of; rank is Spearman's correlation; overlap",
-        "is kept by both over kept by either, at the kept half. G is built in the dtype itself, or",
-        "in float64 and rounded. Sums are taken in float32 at least, whatever the model's dtype.",
-        "The largest errors are of tokens that the model is nearly certain of: their error at the",
-        "logits, 1 - p, cancels. Their values are among the smallest, so that ranks hardly move.",
-    ]
-    if not any(rung.precision == "tf32" for rung in rungs):
-        lines += ["", "tf32 is arithmetic of CUDA devices: not measured here."]
-    for subject in dict.fromkeys(rung.subject for rung in rungs):
-        rows = [rung for rung in rungs if rung.subject == subject]
-        lines += [
-            "",
-            f"**{subject}**, K = {LAYERS}, {rows[0].tokens} tokens, on {rows[0].device}:",
-            "",
-            "| estimator | precision | G | median error | largest | rank | overlap |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r.estimator} | {r.precision} | {r.direction} | {r.median:.1e} | {r.worst:.1e} "
-            f"| {r.rank:.6f} | {r.jaccard:.3f} |"
-            for r in rows
-        ]
-    return "\n".join(lines) + "\n"
-
-
 def measure(places: Places, device: torch.device, *, quick: bool = False) -> list[Rung]:
     """Every subject at hand; written whole."""
     rungs = list(ladder(random_subject(quick=quick), device))
@@ -284,9 +216,6 @@ def measure(places: Places, device: torch.device, *, quick: bool = False) -> lis
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write precision.json, and the page anew."""
-    from benchmarks.page import write_page
-    from benchmarks.results import load
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny random model")

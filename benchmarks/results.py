@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 from benchmarks.measure import Ceiling
 from benchmarks.targets import judged
 

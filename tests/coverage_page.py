@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 PROMISED = 95.0
+_CORE = ("model", "estimate", "direction", "scoring", "select", "support", "oracle")
 
 REASONS: dict[str, str] = {}
 """Why a module of the core or of ``train`` has less, by its path."""
 
 
 def group_of(path: str) -> str:
-    """The room of a module: the core's flat modules, adapters and oracle are one."""
+    """The room of a module; those that values come out of, and their oracle, are one: the core."""
     parts = Path(path).parts
-    if len(parts) == 2 or parts[1] in ("adapters", "oracle"):
-        return "core"
-    return parts[1]
+    return "core" if len(parts) == 2 or parts[1] in _CORE else parts[1]
 
 
 def share(sums: dict[str, int]) -> float:

@@ -18,17 +18,13 @@ import torch
 
 from alphatoken.cli.diagnose_parser import Request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.cli.folder import (
-    collected_warnings,
-    read_manifest,
-    same_settings,
-    write_json,
-)
+from alphatoken.cli.folder import collected_warnings, read_manifest, same_settings
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.subject import Subject
+from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
 
@@ -248,7 +244,7 @@ class _Folder:
     def _write(self) -> None:
         model = Path(self.settings["model"])
         document = {"settings": self.settings, "diagnostics": self.diagnostics}
-        write_json(self.path / _MANIFEST, document)
+        write_json(self.path / _MANIFEST, document, default=str)
         write_page(
             self.path / _PAGE,
             [self._section(entry) for entry in DIAGNOSTICS if entry.name in self.diagnostics],

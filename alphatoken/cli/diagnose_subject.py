@@ -27,9 +27,9 @@ from alphatoken.data import (
 )
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.subject import Subject
-from alphatoken.layer_choice import read_layers
-from alphatoken.selection import keep_count
-from alphatoken.storage import weights_digest
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.select.masks import keep_count
+from alphatoken.support.storage import weights_digest
 
 __all__ = ["Prepared", "RetentionFile", "check_files", "prepare", "retention_files"]
 

@@ -23,7 +23,7 @@ from alphatoken.data import (
     leak_keys,
 )
 from alphatoken.errors import DataError
-from alphatoken.layer_choice import read_layers
+from alphatoken.model.layer_choice import read_layers
 
 __all__ = ["run"]
 

@@ -13,7 +13,6 @@ from typing import Any
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.scorer import AlphaTokenWarning
-from alphatoken.storage import replacing
 
 __all__ = [
     "collected_warnings",
@@ -21,7 +20,6 @@ __all__ = [
     "file_digest",
     "read_manifest",
     "same_settings",
-    "write_json",
 ]
 
 
@@ -88,10 +86,3 @@ def collected_warnings() -> Iterator[list[str]]:
             )
         elif str(warning.message) not in messages:
             messages.append(str(warning.message))
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write it, whole or not at all; what JSON does not know becomes text."""
-    with replacing(path) as temporary:
-        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
-        temporary.write_text(text + "\n", encoding="utf-8")

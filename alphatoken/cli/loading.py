@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken.adapter import find_adapter
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
+from alphatoken.model.protocol import find_adapter
 
 __all__ = [
     "load_model",

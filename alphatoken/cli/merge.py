@@ -176,7 +176,8 @@ def _measure(options: argparse.Namespace, folders: dict[float, Path], path: Path
     if not files:
         return
     from alphatoken.cli.loading import no_progress_bar
-    from alphatoken.compare.evaluate import load_causal_model, mean_response_loss, read_examples
+    from alphatoken.compare.evaluate import mean_response_loss, read_examples
+    from alphatoken.compare.loading import load_causal_model
 
     found = []
     for alpha, folder in folders.items():

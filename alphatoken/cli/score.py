@@ -22,7 +22,6 @@ from alphatoken.cli.folder import (
     file_digest,
     read_manifest,
     same_settings,
-    write_json,
 )
 from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
 from alphatoken.cli.notes import balance_by_layer, write_notes
@@ -39,8 +38,7 @@ from alphatoken.data import (
 )
 from alphatoken.errors import ConfigError, DataError, ModelError
 from alphatoken.fidelity.certificate import Certificate
-from alphatoken.layer_choice import read_layers
-from alphatoken.progress import Tracker
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.report import (
     COMPONENTS,
     ScoredExample,
@@ -50,8 +48,9 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
-from alphatoken.selection import keep_count
-from alphatoken.storage import weights_digest
+from alphatoken.select.masks import keep_count
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import weights_digest, write_json
 
 __all__ = ["run"]
 
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
         "notes": notes,
         "seconds": round(time.monotonic() - start, 3),
     }
-    write_json(folder / "summary.json", document)
+    write_json(folder / "summary.json", document, default=str)
     if not options.no_report:
         shown = settings if certificate is None else settings | {"certificate": str(certificate)}
         title = f"Token values of {Path(options.train).name}"
@@ -252,7 +251,7 @@ def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()
     if not manifest.exists():
-        write_json(manifest, {"settings": settings})
+        write_json(manifest, {"settings": settings}, default=str)
 
 
 def _scorer(job: Job, config: ScorerConfig, options: argparse.Namespace) -> Scorer:

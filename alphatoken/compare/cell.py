@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from alphatoken.batch import label_mask
-from alphatoken.compare.evaluate import load_causal_model, measure
-from alphatoken.compare.folder import CellFolder, alone, read_json, write_json
+from alphatoken.compare.evaluate import measure
+from alphatoken.compare.folder import CellFolder, alone, read_json
 from alphatoken.compare.grid import Measures
+from alphatoken.compare.loading import load_causal_model
+from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
+from alphatoken.support.storage import write_json
 from alphatoken.train.policy_names import TRAINER_POLICIES
 
 __all__ = ["TokenCounter", "run_cell"]

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken.compare.folder import write_json
 from alphatoken.compare.generation import answers
 from alphatoken.compare.sandbox import Limits, require_isolation
 from alphatoken.compare.verdict import judge_function
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import write_json
 
 __all__ = ["complete_function", "pass_at_1"]
 

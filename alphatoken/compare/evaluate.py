@@ -31,13 +31,12 @@ from alphatoken.data import (
     read_records,
     row_of,
 )
-from alphatoken.errors import DataError, ModelError, NumericalError
+from alphatoken.errors import DataError, NumericalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "load_causal_model",
     "mean_response_loss",
     "measure",
     "preference_losses",
@@ -49,24 +48,6 @@ __all__ = [
 _KNOWN = ("prompt", "instruction", "question", "query", "messages", "conversations")
 PairExamples = tuple[list[Example], list[Example]]
 """Chosen and rejected, pair by pair."""
-
-
-def load_causal_model(name: str | Path, **options: Any) -> tuple[nn.Module, Any]:
-    """Model in evaluation mode, on a GPU if there is one, and tokenizer.
-
-    Raises:
-        ModelError: they cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever the file formats raise
-        text = " ".join(str(error).split())
-        raise ModelError("the model cannot be loaded", got=f"{name}: {text[:300]}") from None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval(), tokenizer
 
 
 # --- rows ---------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from typing import Any
 
 from alphatoken.compare.grid import Cell, resolved
 from alphatoken.errors import ConfigError
-from alphatoken.storage import replacing
+from alphatoken.support.storage import write_json
 
-__all__ = ["CellFolder", "GridFolder", "Status", "alone", "locked", "read_json", "write_json"]
+__all__ = ["CellFolder", "GridFolder", "Status", "alone", "locked", "read_json"]
 
 _RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json")
 STATUSES = ("done", "failed", "blocked", "missing")
@@ -49,12 +49,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    """Whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def locked(path: Path) -> int | None:

@@ -21,10 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from alphatoken.compare.folder import write_json
 from alphatoken.compare.generation import answers, prompt_ids
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import write_json
 
 __all__ = [
     "EndpointJudge",
@@ -150,7 +150,7 @@ class LikelihoodJudge:
     @classmethod
     def load(cls, model: str, *, chat: bool = True) -> LikelihoodJudge:
         """From a folder or hub name."""
-        from alphatoken.compare.evaluate import load_causal_model
+        from alphatoken.compare.loading import load_causal_model
 
         return cls(*load_causal_model(model), chat=chat)
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.compare.folder import GridFolder, write_json
+from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid
 from alphatoken.compare.tables import (
     Line,
@@ -20,7 +20,7 @@ from alphatoken.compare.tables import (
     records,
     to_csv,
 )
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing, write_json
 
 __all__ = ["READ", "collect", "draw", "sections", "write_results"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from alphatoken.compare.methods import PLAIN, START
 from alphatoken.compare.tables import Line
 from alphatoken.fidelity.drawing import COLOURS, canvas
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 __all__ = ["draw_cost", "draw_quality", "upper_limit"]
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from alphatoken.compare.folder import GridFolder, Status, locked, write_json
+from alphatoken.compare.folder import GridFolder, Status, locked
 from alphatoken.compare.grid import Cell
 from alphatoken.errors import ConfigError
-from alphatoken.progress import ProgressSink, Tracker
+from alphatoken.support.progress import ProgressSink, Tracker
+from alphatoken.support.storage import write_json
 
 __all__ = ["end_with_parent", "run_grid"]
 
@@ -55,7 +56,7 @@ def run_grid(
         folder: where they stand; one run at a time.
         command: of the process that runs the cell in a folder.
         processes: cells at a time.
-        progress: as for ``alphatoken.progress``.
+        progress: as for ``alphatoken.support.progress``.
 
     Raises:
         ConfigError: another run is at work in the folder, or a finished cell had other settings.

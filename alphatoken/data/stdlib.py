@@ -24,7 +24,7 @@ from alphatoken.data.pairs import Pair
 from alphatoken.data.rows import Row, Turn
 from alphatoken.data.split import normalise
 from alphatoken.errors import ConfigError
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 __all__ = ["code_pairs", "code_rows", "text_rows", "write_files"]
 

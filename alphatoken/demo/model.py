@@ -11,7 +11,7 @@ from torch import nn
 
 from alphatoken.data import Example, Row, Turn, batches, collate, encode_rows
 from alphatoken.demo.world import draw_exchanges, general_text, vocabulary
-from alphatoken.losses import masked_sft_loss
+from alphatoken.select.losses import masked_sft_loss
 
 __all__ = ["make_model", "make_tokenizer", "mean_loss", "pretrain", "text_examples"]
 

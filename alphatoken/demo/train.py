@@ -19,8 +19,8 @@ from alphatoken import (
     select_random,
     select_top,
 )
-from alphatoken.batch import label_mask
 from alphatoken.data import Example, collate
+from alphatoken.model.batch import label_mask
 
 __all__ = ["STABILITY_WEIGHT", "Recipe", "Tuned", "fine_tune"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.data import Example, batches
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.fidelity.decisions import Agreement, agreement, kept, over_draws
 from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.per_row import absolute_terms

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.batch import LabelledBatch, read_batch
+from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
+from alphatoken.estimate.forward_mode import label_values
 from alphatoken.fidelity.expected import SIDES, Entry, Expected, Oracle, evaluating
 from alphatoken.fidelity.localise import values_by_parameter
 from alphatoken.fidelity.metrics import sign_agreement, spearman, top_overlap
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import objective_gradient
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.oracle.composite import read_drift
-from alphatoken.progress import ProgressSink, Tracker
 from alphatoken.scorer import Scorer
+from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import TokenValues
 
 __all__ = ["Certificate", "Check", "certify"]

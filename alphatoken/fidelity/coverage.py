@@ -15,7 +15,7 @@ import numpy as np
 
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.clouds import entropy, picture_of
 from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
 from alphatoken.fidelity.coverage_statistics import (
@@ -38,7 +38,7 @@ from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.states import TokenStates, token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import kept_by, retention_term, scorer_for
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = ["POLICIES", "Options", "diagnose"]
 

@@ -19,7 +19,7 @@ from alphatoken.fidelity.clouds import (
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.states import TokenStates
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "STATISTICS",

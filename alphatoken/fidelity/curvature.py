@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from alphatoken.direction import kronecker_drift
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.algebra import kronecker_drift
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.oracle.evaluate import displaced, flatten, gradient, undisturbed, unflatten
 
 __all__ = [

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from alphatoken.errors import NumericalError
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.metrics import spearman
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "DECISIONS",
@@ -36,7 +36,7 @@ DECISIONS = ("sure keep", "noise", "sure drop")
 def kept(values: Numbers, ratio: float) -> Flags:
     """The first ``ceil(ratio n)`` by value of the last axis, ties by index; of each row by itself.
 
-    The same sets as ``selection.select_top`` with everything in one pool, for many rankings at a
+    The same sets as ``masks.select_top`` with everything in one pool, for many rankings at a
     time.
 
     Raises:

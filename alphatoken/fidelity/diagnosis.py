@@ -13,7 +13,7 @@ from typing import Any
 
 from alphatoken.errors import DataError
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 __all__ = ["Cell", "Diagnosis", "Figure", "Table"]
 

@@ -4,7 +4,7 @@ Retention probes are run through the model before and after; the mean state of e
 compared with itself, by a picture in which both are laid out together, by distances, and by linear
 CKA, which does not see rotations. What the movement cost is read off the probes' loss.
 
-The retention term itself (``V = F o (W - W_ref)``) is ``alphatoken.drift``: another matter.
+The retention term itself, ``V = F o (W - W_ref)``, is in ``alphatoken.direction.drift``.
 """
 
 from __future__ import annotations

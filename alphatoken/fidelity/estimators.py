@@ -19,8 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.batch import read_batch
-from alphatoken.capture import resolve_layers
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity import estimators_figures as figures
@@ -46,7 +44,9 @@ from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_c
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
 from alphatoken.fidelity.valuing import scorer_for
-from alphatoken.selection import keep_count
+from alphatoken.model.batch import read_batch
+from alphatoken.model.capture import resolve_layers
+from alphatoken.select.masks import keep_count
 
 __all__ = ["Options", "Prices", "agreement", "diagnose", "kept_share", "spread", "windows_of"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.advice import Advice
 from alphatoken.fidelity.diagnosis import Figure, Table
 from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas, finish

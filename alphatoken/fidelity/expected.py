@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
 from alphatoken.fidelity.tolerances import Narrowest, tolerance_of
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.scorer import Given
 
@@ -463,10 +463,20 @@ class Oracle:
     def _errors(
         self, trace: readouts.Trace, loss: Tensor, also: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
+        """d(loss)/d(output) of each use of a scored linear, and of ``also``; None without a way.
+
+        A block that is used at two depths may lie below everything that has a gradient as well.
+        """
         targets = [*(use.s for use in trace.linears), *also]
-        found = torch.autograd.grad(loss, targets, retain_graph=True, allow_unused=True)
+        live = [index for index, target in enumerate(targets) if target.requires_grad]
+        found = torch.autograd.grad(
+            loss, [targets[index] for index in live], retain_graph=True, allow_unused=True
+        )
         self.tick()
-        return list(found)
+        errors: list[Tensor | None] = [None] * len(targets)
+        for index, error in zip(live, found, strict=True):
+            errors[index] = error
+        return errors
 
     @property
     def _override(self) -> Any:

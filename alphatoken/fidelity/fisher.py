@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
-from alphatoken.adapter import find_adapter
 from alphatoken.data import Example
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -45,9 +45,9 @@ from alphatoken.fidelity.retention_scores import (
 )
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fisher import fit_fisher
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle.retention import retention_gradient, retention_loss
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "CHANGE",

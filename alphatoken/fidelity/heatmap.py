@@ -17,7 +17,7 @@ from torch import nn
 
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows

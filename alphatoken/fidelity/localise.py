@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.batch import read_batch
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import forward_losses, scoring_forward
-from alphatoken.readout import ColumnSums
-from alphatoken.scorer import Scorer, Weights
+from alphatoken.estimate.columns import ColumnSums
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.scorer import Scorer
 
 __all__ = ["values_by_parameter"]
 
@@ -32,13 +30,10 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-    weights = Weights.read(checked.mask, token_weights, step_weights)
-    target = scorer.target
-    with scorer._witness.recording() as recorder:
-        with scoring_forward(scorer.adapter, target.first):
-            losses = forward_losses(scorer.adapter, checked, "batch")
-        sides, _ = scorer._sides(recorder, losses, checked.mask, weights, components=True)
+    valuer, target = scorer.valuer, scorer.target
+    checked, weights = valuer.read(batch, token_weights, step_weights)
+    with valuer.forward(checked, weights) as seen:
+        sides, _ = valuer.sides(seen, components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
         if not target.captured:
             return {
@@ -50,8 +45,9 @@ def values_by_parameter(
                 }
                 for name, side in present.items()
             }  # fmt: skip
+        recorder, _ = seen.recorded
         sums = ColumnSums(recorder, list(present.values()), target.names)
-        scorer._errors(recorder, losses, weights.token, sums.add)
+        valuer.errors(seen, sums.add)
         found: dict[str, dict[str, Tensor]] = {}
         for name, parts in zip(present, sums.found, strict=True):
             for (part, index), value in parts.items():

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "auc",
@@ -105,7 +105,7 @@ def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float =
 
 
 def _kept(x: Numbers, ratio: float) -> NDArray[np.bool_]:
-    """As ``selection.select_top`` keeps them: ties by place."""
+    """As ``masks.select_top`` keeps them: ties by place."""
     if not np.isfinite(x).all():
         raise NumericalError(
             "a token value is not finite",

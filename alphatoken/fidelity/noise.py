@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from alphatoken.batch import IGNORE, read_batch, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.batch import IGNORE, read_batch, token_losses
+from alphatoken.model.capture import evaluation_mode
 
 __all__ = ["Calibration", "Planted", "calibration", "plant"]
 

@@ -14,7 +14,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Cell, Diagnosis, Figure, Table
 from alphatoken.fidelity.inline import inlined
 from alphatoken.report.build import environment
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 __all__ = ["MOST_ROWS", "Section", "render_page", "write_page"]
 

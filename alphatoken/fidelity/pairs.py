@@ -26,12 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention
-from alphatoken.attention import AttentionStatistics
-from alphatoken.batch import LabelledBatch
-from alphatoken.capture import hidden_of
-from alphatoken.objective import scoring_forward
-from alphatoken.precision import wide
+from alphatoken.direction.objective import scoring_forward
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.capture import hidden_of
+from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.support.precision import wide
 
 __all__ = [
     "PairValues",

@@ -17,15 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.batch import LabelledBatch, read_batch
-from alphatoken.capture import record
 from alphatoken.data import Example
+from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimators import SWITCHED, TokenErrors, token_errors
+from alphatoken.estimate.columns import Side, contract_columns
+from alphatoken.estimate.estimators import SWITCHED, TokenErrors, token_errors
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import forward_losses, scoring_forward
-from alphatoken.readout import Side, assign_columns, contract_columns
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.capture import record
 from alphatoken.scorer import Scorer
 
 __all__ = ["RowColumns", "absolute_terms", "row_columns", "values_along"]

@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.batch import LabelledBatch, read_batch
-from alphatoken.capture import Recorder, accumulate_errors, evaluation_mode, record
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
+from alphatoken.direction.current import Target
+from alphatoken.direction.objective import forward_losses, objective_gradient, scoring_forward
 from alphatoken.errors import CoverageError, UnsupportedError
-from alphatoken.estimators import (
+from alphatoken.estimate.columns import Columns, Side, contract_columns
+from alphatoken.estimate.estimators import (
     CAPTURED,
     ESTIMATORS,
     TokenErrors,
@@ -30,12 +31,12 @@ from alphatoken.estimators import (
     scored_attentions,
     value_errors,
 )
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
-from alphatoken.forward_mode import label_values
-from alphatoken.objective import forward_losses, objective_gradient, scoring_forward
-from alphatoken.readout import Columns, Side, assign_columns, contract_columns
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, record
 from alphatoken.scorer import Scorer
-from alphatoken.target import Target
 
 __all__ = [
     "WINDOWED",

@@ -21,7 +21,7 @@ from alphatoken.fidelity.decisions import (
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.metrics import spearman
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = ["FEWEST_ROWS", "Resampled", "noise_by_size", "noise_share", "resample"]
 

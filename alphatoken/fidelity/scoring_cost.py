@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.batch import read_batch, token_losses
+from alphatoken.direction.objective import scoring_forward
+from alphatoken.estimate.gradients import gradient_of
 from alphatoken.fidelity.cost import Cost, measure
-from alphatoken.objective import gradient_of, scoring_forward
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 
 __all__ = ["ScoringCost", "direction_cost", "step_cost", "values_cost"]

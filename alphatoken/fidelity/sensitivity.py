@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.adapter import find_adapter
-from alphatoken.capture import find_scope, resolve_layers
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.direction import Direction, norms
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.algebra import Direction, norms
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, CoverageError, FisherError, UnsupportedError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity_figures as figures
 from alphatoken.fidelity.decisions import agreement, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -47,8 +45,10 @@ from alphatoken.fidelity.sweeps import (
     weight_sweep,
 )
 from alphatoken.fidelity.valuing import scorer_for, with_estimator
+from alphatoken.model.capture import find_scope, resolve_layers
+from alphatoken.model.protocol import find_adapter
 from alphatoken.scorer import Scorer
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = ["Options", "diagnose", "layer_choices"]
 

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.data import Example
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
@@ -43,7 +44,6 @@ from alphatoken.fidelity.resampling import (
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import retention_term, scorer_for
-from alphatoken.fisher import fit_fisher
 from alphatoken.scorer import Scorer
 
 __all__ = [

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
-from alphatoken.batch import LabelledBatch, read_batch, to_label_position, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, ModelError
-from alphatoken.progress import Tracker
+from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, token_losses
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.support.progress import Tracker
 
 __all__ = ["POOLS", "PooledStates", "States", "TokenStates", "pooled_states", "token_states"]
 

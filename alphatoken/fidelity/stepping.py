@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import LabelledBatch, read_batch, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
 
 __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 

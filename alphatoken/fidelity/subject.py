@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, TokenText, batches, token_texts
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity.tuning import fine_tuned
-from alphatoken.fisher import fit_fisher
-from alphatoken.progress import ProgressSink, Tracker
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.scorer import Scorer
+from alphatoken.support.progress import ProgressSink, Tracker
 
 __all__ = ["Subject"]
 

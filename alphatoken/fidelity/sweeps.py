@@ -17,7 +17,7 @@ from alphatoken.fidelity.decisions import agreement, kept, over_draws, threshold
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.metrics import spearman
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "captured",

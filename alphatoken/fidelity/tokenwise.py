@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.capture import evaluation_mode
 from alphatoken.data import Example, collate
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.oracle.gradients import per_token_gradients
 
 __all__ = ["draw", "first_names", "inner_products", "token_gradients"]

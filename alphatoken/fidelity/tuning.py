@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import read_batch, token_losses
 from alphatoken.errors import NumericalError
-from alphatoken.progress import Tracker
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import find_adapter
+from alphatoken.support.progress import Tracker
 
 __all__ = ["fine_tuned"]
 

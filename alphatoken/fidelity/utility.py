@@ -24,8 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.batch import LabelledBatch
-from alphatoken.capture import resolve_layers
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
@@ -45,9 +43,11 @@ from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, token_gradients
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.capture import resolve_layers
 from alphatoken.oracle.evaluate import displaced
 from alphatoken.scorer import Scorer
-from alphatoken.selection import keep_count
+from alphatoken.select.masks import keep_count
 
 __all__ = [
     "Drop",

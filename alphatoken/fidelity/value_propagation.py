@@ -18,8 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.batch import LabelledBatch, read_batch, to_label_position
-from alphatoken.capture import resolve_layers
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.fidelity.causal_parts import (
@@ -40,6 +38,8 @@ from alphatoken.fidelity.value_propagation_figures import (
     residual_figure,
     shares_figure,
 )
+from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
+from alphatoken.model.capture import resolve_layers
 
 __all__ = [
     "Options",

@@ -12,11 +12,11 @@ from torch import nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.drift import FisherDrift
-from alphatoken.estimators import SPLIT
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.estimate.estimators import SPLIT
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
-from alphatoken.selection import select_top
+from alphatoken.select.masks import select_top
 
 __all__ = ["kept_by", "retention_term", "scorer_for", "with_estimator"]
 

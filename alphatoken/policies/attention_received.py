@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from alphatoken.adapter import AttentionCall, NativeAttention, find_adapter
-from alphatoken.attention import AttentionStatistics
-from alphatoken.capture import resolve_layers
 from alphatoken.errors import ConfigError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.capture import resolve_layers
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 
 __all__ = ["HEADS", "QUERIES", "receiving"]
 

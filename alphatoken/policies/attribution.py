@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from alphatoken.adapter import find_adapter
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import NumericalError, UnsupportedError
-from alphatoken.precision import wide
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
+from alphatoken.support.precision import wide
 
 __all__ = ["forward_inputs", "gradient_attribution", "last_positions"]
 

@@ -28,10 +28,10 @@ from alphatoken.policies.lora_warmup import (
 )
 from alphatoken.policies.projection import Projection
 from alphatoken.policies.static import device_of, row_inputs, wait_for
-from alphatoken.precision import full_precision
-from alphatoken.progress import Tracker
-from alphatoken.selection import keep_count
-from alphatoken.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.select.masks import keep_count
+from alphatoken.support.precision import full_precision
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TableHeader, rows_fingerprint
 

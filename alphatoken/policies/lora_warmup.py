@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.batch import label_mask, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, DataError, NumericalError
+from alphatoken.model.batch import label_mask, token_losses
+from alphatoken.model.capture import evaluation_mode
 from alphatoken.policies.static import device_of, row_inputs
-from alphatoken.progress import Tracker
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.policy import PolicyStage
 
 __all__ = ["AdamCheckpoint", "LoraWarmup", "adapted", "mean_loss", "trainable", "warm_up"]

@@ -32,8 +32,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.precision import wide
-from alphatoken.storage import replacing, write_tensors
+from alphatoken.support.precision import wide
+from alphatoken.support.storage import write_json, write_tensors
 
 __all__ = [
     "FLOOR",
@@ -368,7 +368,7 @@ def _write_weights(
             write_tensors(folder / file, merged, {"format": "pt"})
             kept |= dict.fromkeys(merged, file)
     if (right.path / _INDEX).is_file():
-        _write_json(folder / _INDEX, {"metadata": {}, "weight_map": kept})
+        write_json(folder / _INDEX, {"metadata": {}, "weight_map": kept})
     return weighed
 
 
@@ -388,9 +388,4 @@ def _write_note(
         "by_fisher": weighed,
         "fisher_floor": None if fishers is None else fishers.floor,
     }
-    _write_json(folder / "merge.json", note)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "merge.json", note)

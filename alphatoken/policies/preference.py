@@ -2,7 +2,7 @@
 
 The first half of the rows are the chosen responses, the second half their rejected counterparts.
 A weight acts on a token's term of the loss, so the preference margin itself is a weighted one;
-``alphatoken.losses.masked_dpo_loss`` is another thing, whose coefficient sees all tokens.
+``alphatoken.select.losses.masked_dpo_loss`` is another thing, whose coefficient sees all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.precision import wide
+from alphatoken.support.precision import wide
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, TokenPolicy
 
 __all__ = ["PreferencePolicy", "both_sides", "weighted_dpo_losses", "weighted_simpo_losses"]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.precision import full_precision
+from alphatoken.support.precision import full_precision
 
 __all__ = ["Projection"]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies.static import keep_best, model_losses
 from alphatoken.policies.static_mask import GivenTable
-from alphatoken.storage import read_tensors, replacing, weights_digest, write_tensors
+from alphatoken.support.storage import read_tensors, weights_digest, write_json, write_tensors
 from alphatoken.train.policy import PolicyBatch, PolicyStage, TokenPolicy
 from alphatoken.train.policy_stage import copied
 from alphatoken.train.token_table import TokenTable, rows_fingerprint
@@ -164,8 +164,7 @@ def _round(
         tokens, kept = table.tokens, int(keep.sum())
     train(before, part, table, folder)
     content = {"made_of": made_of, "rows": rows, "tokens": tokens, "kept": kept}
-    with replacing(folder / "round.json") as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "round.json", content)
     return Round(number, rows, folder, tokens, kept)
 
 
@@ -284,8 +283,7 @@ def _train_copy(
         record=record,
     )  # fmt: skip
     keep_weights(trained, folder)
-    with replacing(folder / _COUNTS) as temporary:
-        temporary.write_text(json.dumps({"tokens": tokens, "kept": kept}), encoding="utf-8")
+    write_json(folder / _COUNTS, {"tokens": tokens, "kept": kept})
 
 
 # --- models that were trained on the way ----------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.attention import AttentionStatistics
-from alphatoken.batch import LabelledBatch
 from alphatoken.errors import ConfigError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.batch import LabelledBatch
 from alphatoken.policies.static import model_losses
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable

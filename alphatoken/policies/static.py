@@ -22,13 +22,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, predicted_labels, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
-from alphatoken.progress import Tracker
-from alphatoken.selection import keep_count
-from alphatoken.storage import weights_digest
+from alphatoken.model.batch import (
+    IGNORE,
+    PreferenceBatch,
+    label_mask,
+    predicted_labels,
+    token_losses,
+)
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
+from alphatoken.select.masks import keep_count
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import weights_digest
 from alphatoken.train.documents import Document, split_batch
 from alphatoken.train.policy import ROUNDINGS, PolicyStage
 from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import label_mask, token_losses
-from alphatoken.capture import evaluation_mode
 from alphatoken.errors import ConfigError, InputError
+from alphatoken.model.batch import label_mask, token_losses
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
 from alphatoken.policies.attribution import forward_inputs, gradient_attribution
 from alphatoken.policies.preference import PreferencePolicy, weighted_dpo_losses
 from alphatoken.policies.ti_dpo_terms import (

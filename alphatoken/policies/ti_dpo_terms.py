@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.batch import IGNORE
+from alphatoken.direction.sampling import sample_generator, sample_responses
 from alphatoken.errors import InputError
-from alphatoken.precision import wide
-from alphatoken.sampling import sample_generator, sample_responses
+from alphatoken.model.batch import IGNORE
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.support.precision import wide
 
 __all__ = ["packed", "prompts_of", "sample_anchors", "sequence_kl", "triplet_losses"]
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import token_losses
 from alphatoken.errors import ConfigError, ModelError
+from alphatoken.model.batch import token_losses
+from alphatoken.model.protocol import find_adapter
 from alphatoken.policies.attention_received import HEADS, QUERIES, receiving
 from alphatoken.policies.otsu import multi_otsu
 from alphatoken.policies.static import keep_best, static_pass

@@ -13,7 +13,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.report.examples import COMPONENTS, Component, ScoredExample, visible
 from alphatoken.report.statistics import ValueSummary
 from alphatoken.report.svg import histogram
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 if TYPE_CHECKING:
     import jinja2

@@ -18,7 +18,7 @@ import numpy as np
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.examples import COMPONENTS, ScoredExample
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 
 __all__ = ["FORMATS", "read_values", "value_files", "write_values"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
-from alphatoken.capture import Scope
+from alphatoken.model.capture import Scope
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
 
 __all__ = ["Kept", "Shape", "kept_activations"]
 

@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, warn_caller
-from alphatoken.storage import read_tensors, replacing, write_tensors
+from alphatoken.support.storage import read_tensors, write_json, write_tensors
 from alphatoken.train.identity import (
     data_fingerprint,
     differences,
@@ -170,8 +170,7 @@ class CheckpointMixin(_Base):
             "versions": library_versions(),
             "results": RESULTS,
         }
-        with replacing(output_dir / RUN) as temporary:
-            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_json(output_dir / RUN, content)
 
     def _compare(self, path: Path, manifest: Manifest, allowed: Collection[str]) -> None:
         """Refuse to go on as another run."""

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
-from alphatoken.capture import Scope, find_scope
-from alphatoken.errors import ConfigError, CoverageError, InputError, UnsupportedError
-from alphatoken.estimators import CAPTURED, SELF_ONLY
-from alphatoken.layer_choice import read_layers
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.estimate.proofs import require_covered
+from alphatoken.model.capture import Scope, find_scope
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
@@ -102,14 +103,7 @@ def refuse_scope(scope: Scope, args: Any) -> None:
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
         )
-    if args.estimator in CAPTURED and scope.uncovered and args.uncovered == "error":
-        name, reason = next(iter(scope.uncovered.items()))
-        raise CoverageError(
-            f"{args.estimator!r} cannot cover every matrix of the scored layers",
-            got=f"{name}: {reason} ({len(scope.uncovered)} such)",
-            why="their part of the gradient would be missing from the values",
-            remedy="estimator='label', or uncovered='skip' to leave them out",
-        )
+    require_covered(scope, args.estimator, args.uncovered)
 
 
 # --- rows ---------------------------------------------------------------------------------------

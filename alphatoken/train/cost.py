@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.capture import Scope
-from alphatoken.estimators import CAPTURED, SWITCHED
+from alphatoken.estimate.estimators import CAPTURED, SWITCHED
+from alphatoken.model.capture import Scope
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Kept, Shape, kept_activations
 
 __all__ = [
@@ -43,7 +43,7 @@ _TOKEN_BLOCK = 4096
 """Vocabulary and tokens of one block of logits in TRL's head."""
 
 _LOSS_BLOCK = 2**22
-"""Numbers of one block of logits in ``alphatoken.vocabulary``."""
+"""Numbers of one block of logits in ``alphatoken.model.vocabulary``."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.batch import IGNORE, LabelledBatch
 from alphatoken.errors import InputError
+from alphatoken.model.batch import IGNORE, LabelledBatch
 
 __all__ = ["BRANCHES", "KEY_BYTES", "Document", "row_documents", "split_batch"]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from alphatoken.batch import IGNORE, PreferenceBatch, predicted_labels
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
-from alphatoken.losses import masked_dpo_coefficient
+from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
+from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.given import by_name, model_name, own_config

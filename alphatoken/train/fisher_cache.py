@@ -23,13 +23,13 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from alphatoken.direction import Formed
-from alphatoken.drift import FisherDrift, library_version
+from alphatoken.direction.drift import FisherDrift, library_version
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, FisherError, warn_caller
-from alphatoken.fisher import fit_fisher
-from alphatoken.layer_choice import read_layers
-from alphatoken.progress import ProgressSink
-from alphatoken.storage import replacing, weights_digest
+from alphatoken.estimate.matrices import Formed
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.support.progress import ProgressSink
+from alphatoken.support.storage import weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
 
 try:
@@ -215,14 +215,14 @@ def _announced(told: list[Any]) -> Iterator[None]:
         return
     status: Path = told[0][1]
     with _held(status.with_suffix(".alive")):
-        _write(status, {"state": "fitting"})
+        write_json(status, {"state": "fitting"}, error=FisherError)
         broadcast_object_list(told)
         try:
             yield
         except BaseException as problem:
-            _write(status, {"state": "failed", "error": _described(problem)})
+            write_json(status, {"state": "failed", "error": _described(problem)}, error=FisherError)
             raise
-        _write(status, {"state": "done"})
+        write_json(status, {"state": "done"}, error=FisherError)
         PartialState().wait_for_everyone()
     for path in (status, status.with_suffix(".alive")):
         path.unlink(missing_ok=True)
@@ -364,11 +364,6 @@ def _held(path: Path) -> Iterator[bool]:
                 yield False
                 return
         yield fcntl is not None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path, error=FisherError) as temporary:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.batch import token_losses
 from alphatoken.errors import UnsupportedError
+from alphatoken.model.batch import token_losses
 
 __all__ = ["TokenGate"]
 

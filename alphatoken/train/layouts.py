@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.sharding import Sharding
+from alphatoken.model.sharding import Sharding
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 

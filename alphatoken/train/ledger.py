@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import DataError, InputError, NumericalError
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import KEY_BYTES, Document, split_batch
 from alphatoken.train.value_export import COMPONENTS, Accumulated, export_values
 from alphatoken.values import TokenValues

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import DataError
-from alphatoken.storage import replacing
+from alphatoken.support.storage import write_json
 
 __all__ = [
     "MANIFEST",
@@ -82,8 +82,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: _entry(folder / name) for name in _files(folder)}
     content = {"kind": _KIND, "format": _FORMAT, **asdict(manifest), "files": files}
     content["sha256"] = _seal(content)
-    with replacing(folder / MANIFEST) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+    write_json(folder / MANIFEST, content)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -29,16 +29,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import label_mask, predicted_labels
-from alphatoken.capture import find_scope
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.objective import scoring_forward
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
-from alphatoken.interaction import select_diverse
-from alphatoken.layer_choice import read_layers
-from alphatoken.objective import scoring_forward
+from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.model.capture import find_scope
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.protocol import find_adapter
 from alphatoken.scorer import Observed
-from alphatoken.selection import keep_count, response_values
+from alphatoken.select.interaction import select_diverse
+from alphatoken.select.masks import keep_count, response_values
+from alphatoken.select.weights import token_weights
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import Given, check_lengths, check_pool, check_run
 from alphatoken.train.distributed import (
@@ -65,7 +66,6 @@ from alphatoken.train.pool import ValidationPool
 from alphatoken.train.report import write_run_report
 from alphatoken.train.valuation import Valuation
 from alphatoken.values import TokenValues
-from alphatoken.weights import token_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer

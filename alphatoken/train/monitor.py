@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
-from alphatoken.progress import ProgressSink, Tracker
+from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
@@ -60,7 +60,7 @@ class TrainMonitor(TrainerCallback):
     Args:
         trainer: the run: its state, options and processes.
         progress: None as above; True prints in any case, False never; a function gets each
-            :class:`alphatoken.progress.Progress`.
+            :class:`alphatoken.support.progress.Progress`.
         drift: gives ``||theta - theta_ref||_F`` and the like by name; asked once a log.
     """
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
-from alphatoken.layer_choice import read_layers
-from alphatoken.schedule import scheduled
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.select.schedule import scheduled
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.policy_names import (
     TRAINER_POLICIES,
@@ -156,7 +156,9 @@ class AlphaOptions:
         None, "Rows of one validation forward; null for all at once."
     )
     running_mean: float = _option(
-        0.0, "Decay of a running mean of the validation gradient over steps; 0 switches it off."
+        0.0,
+        "Decay of a running mean of the validation gradient over the steps that took one (none is "
+        "taken where all values are reused); 0 switches it off.",
     )
     held_out_share: float = _option(
         0.2, "Share of the validation rows that is only watched: the gap is an overfitting alarm."

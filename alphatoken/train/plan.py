@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter, ScoredLinear, find_adapter
-from alphatoken.capture import Scope, find_scope
-from alphatoken.layer_choice import read_layers
+from alphatoken.model.capture import Scope, find_scope
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.train.checks import Given, check_run
 from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
 from alphatoken.train.policy_names import chosen_policy

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from alphatoken.attention import AttentionStatistics
 from alphatoken.errors import ConfigError, NumericalError
-from alphatoken.selection import keep_count, select_top
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.select.masks import keep_count, select_top
 
 if TYPE_CHECKING:
     from alphatoken.train.token_table import TokenTable
@@ -140,7 +140,7 @@ class PolicyStage:
         reference_model: the second model that was named, or None; without gradients.
         folder: where caches go.
         batch_size: rows of one forward.
-        progress: as for ``alphatoken.progress``; None for automatic.
+        progress: as for ``alphatoken.support.progress``; None for automatic.
         train: (rows, options) -> a copy of the model trained on them with this trainer, for
             methods that train a reference first; None where the trainer cannot. See
             ``alphatoken.train.policy_stage`` for more arguments.

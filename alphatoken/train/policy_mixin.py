@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import AttentionCall, NativeAttention, find_adapter
-from alphatoken.attention import AttentionStatistics
-from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.storage import replacing
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.batch import label_mask
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
@@ -87,8 +87,7 @@ class PolicyMixin(_Base):
             "settings": asdict(policy.settings),
             "summary": dict(policy.summary),
         }
-        with replacing(folder / "policy.json") as place:
-            place.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "policy.json", record)
 
     def _prepare_policy(self, policy: TokenPolicy, validation: Any, reference: Any) -> None:
         kind = type(policy)

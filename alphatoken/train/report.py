@@ -20,7 +20,7 @@ import numpy as np
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
 from alphatoken.report.build import environment, page_variables
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 from alphatoken.train.curves import charts
 from alphatoken.train.manifest import RESULTS, RUN, checkpoints
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.precision import wide
+from alphatoken.support.precision import wide
 
 __all__ = ["RunningMean"]
 

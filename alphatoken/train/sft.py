@@ -11,9 +11,9 @@ import torch
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from alphatoken.batch import IGNORE, label_mask
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.given import by_name, model_name, own_config

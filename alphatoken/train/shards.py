@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.sharding import Sharding
+from alphatoken.model.sharding import Sharding
 
 __all__ = ["Fsdp2Sharding", "Zero3Sharding", "sharded_drift"]
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import DataError, InputError
-from alphatoken.precision import wide
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.support.precision import wide
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import KEY_BYTES, Document, row_documents, split_batch
 from alphatoken.train.identity import differences
 
@@ -42,7 +42,7 @@ class TableHeader:
 
     Attributes:
         kind: what was computed, in a word.
-        model: digest of the weights (``alphatoken.storage.weights_digest``), or "".
+        model: digest of the weights (``alphatoken.support.storage.weights_digest``), or "".
         data: ``rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
         version: of the form of the file.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from alphatoken.batch import label_mask
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.model.batch import label_mask
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.mixin import AlphaTrainerMixin

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.adapter import DecoderAdapter
-from alphatoken.batch import PreferenceBatch
-from alphatoken.capture import evaluation_mode
-from alphatoken.drift import FisherDrift
-from alphatoken.objective import forward_losses, weighted_losses
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.objective import forward_losses, weighted_losses
+from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.options import AlphaOptions

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data.pieces import token_texts
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.storage import replacing
+from alphatoken.support.storage import replacing
 from alphatoken.train.documents import BRANCHES, row_documents
 
 __all__ = ["COMPONENTS", "FORMATS", "Accumulated", "export_values"]

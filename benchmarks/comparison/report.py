@@ -8,10 +8,11 @@ from pathlib import Path
 
 from alphatoken.cli.compare import parse
 from alphatoken.cli.compare_grid import read_grid
-from alphatoken.compare.folder import GridFolder, write_json
+from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.compare.page import READ, collect, draw, sections
 from alphatoken.compare.tables import Record, markdown
+from alphatoken.support.storage import write_json
 from benchmarks.comparison.rows import FISHER, LENGTH, MIXED, PAIRS, SIZES, STORIES, TARGET
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.batch import label_mask, read_batch, to_token_index
 from alphatoken.fidelity.metrics import spearman
+from alphatoken.model.batch import label_mask, read_batch, to_token_index
 from alphatoken.values import TokenValues
 from benchmarks.peers.peer import Peer, Work
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.batch import label_mask
 from alphatoken.fidelity.metrics import spearman
+from alphatoken.model.batch import label_mask
 from benchmarks.fidelity import batch_of, rows_of
 from benchmarks.measure import alternate
 from benchmarks.peers import fresh, sizes

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.adapter import DecoderAdapter, find_adapter
 from alphatoken.errors import ConfigError
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
 
 Batch = Mapping[str, Tensor]
 Run = Callable[[], Tensor]

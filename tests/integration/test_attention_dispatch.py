@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import AttentionCall, NativeAttention
-from alphatoken.adapters.transformers import TransformersAdapter
 from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.model.protocol import AttentionCall, NativeAttention
+from alphatoken.model.transformers import TransformersAdapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.profiles import budget
 from tests.property.strategies import make_batch

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
 from alphatoken.errors import DataError
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
 from benchmarks import exponent, measure, plots, precision, results, run, targets
 from benchmarks.models import TINY, Size
+from benchmarks.rungs import Rung, section
 from tests.property.tolerance import allowed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -277,11 +278,11 @@ def test_figures_are_the_same_bytes_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rungs() -> list[precision.Rung]:
+def rungs() -> list[Rung]:
     return list(precision.ladder(precision.random_subject(quick=True), CPU))
 
 
-def test_the_ladder_orders_precisions(rungs: list[precision.Rung]) -> None:
+def test_the_ladder_orders_precisions(rungs: list[Rung]) -> None:
     assert len(rungs) == 4 * 2 * 2  # estimators, precisions of a CPU, directions
     for rung in rungs:
         narrow = torch.bfloat16 if rung.precision == "bf16" else torch.float32
@@ -309,12 +310,12 @@ def test_the_reference_of_the_ladder_is_float64_throughout() -> None:
     assert errors["exact"] < 1e-12 < errors["cast"]
 
 
-def test_the_section_says_what_was_left_out(rungs: list[precision.Rung]) -> None:
-    text = precision.section(rungs)
+def test_the_section_says_what_was_left_out(rungs: list[Rung]) -> None:
+    text = section(rungs)
     assert "tf32 is arithmetic of CUDA devices: not measured here." in text
     assert text.count("| bf16 |") == 8
-    again = [precision.Rung(**json.loads(json.dumps(vars(rung)))) for rung in rungs]
-    assert precision.section(again) == text
+    again = [Rung(**json.loads(json.dumps(vars(rung)))) for rung in rungs]
+    assert section(again) == text
 
 
 def test_a_data_folder_that_is_not_there_is_refused(

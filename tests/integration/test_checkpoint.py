@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
-from alphatoken.storage import read_tensors
+from alphatoken.support.storage import read_tensors
 from alphatoken.train import identity, manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
@@ -279,6 +279,7 @@ def damage(folder: Path, how: str) -> None:
 HARMS = ["cut", "altered", "missing file", "no manifest", "altered manifest", "no json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HARMS)
 def test_damaged_checkpoint_does_not_exist(run: Run, how: str) -> None:
     damage(run.out / "checkpoint-8", how)

@@ -20,12 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, contraction, select_top
+from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
 from alphatoken.data import batches, encode_rows, read_rows, split_pools
 from alphatoken.data.stdlib import write_files
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
+from alphatoken.estimate import contraction
 from alphatoken.report import ScoredExample, read_values, value_files
 from tests.integration.browser import Browser
 

@@ -29,7 +29,7 @@ from alphatoken.data.stdlib import code_pairs, write_files
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.layer_choice import read_layers
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.train.datasets import (
     check_preference_rows,
     check_sft_rows,

@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from alphatoken.cli import main
 from alphatoken.compare.evaluate import (
-    load_causal_model,
     mean_response_loss,
     measure,
     preference_losses,
     read_examples,
     read_pair_examples,
 )
-from alphatoken.compare.folder import GridFolder, write_json
+from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
 from alphatoken.compare.harness import task_scores
+from alphatoken.compare.loading import load_causal_model
 from alphatoken.compare.methods import Method, custom_method, known_methods
 from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
@@ -43,6 +43,7 @@ from alphatoken.compare.tables import (
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies import POLICIES
+from alphatoken.support.storage import write_json
 
 pytestmark = pytest.mark.slow  # grids of runs
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
-from alphatoken.attention import BackwardSwitch
-from alphatoken.capture import find_scope
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, ModelError
+from alphatoken.model.attention import BackwardSwitch
+from alphatoken.model.capture import find_scope
+from alphatoken.model.protocol import find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 

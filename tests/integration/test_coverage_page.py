@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tests.coverage_page import group_of, page
@@ -29,6 +30,9 @@ FILES = {
 
 def test_rooms() -> None:
     assert group_of("alphatoken/scorer.py") == group_of("alphatoken/oracle/jacobian.py") == "core"
+    for room in ("model", "estimate", "direction", "scoring", "select", "support"):
+        assert group_of(f"alphatoken/{room}/file.py") == "core"
+        assert (Path(__file__).parents[2] / "alphatoken" / room).is_dir()
     assert group_of("alphatoken/train/mixin.py") == "train"
 
 

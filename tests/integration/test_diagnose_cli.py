@@ -27,7 +27,7 @@ from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
-from alphatoken.storage import weights_digest
+from alphatoken.support.storage import weights_digest
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -304,6 +304,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(folder)
 
 
+@pytest.mark.slow
 def test_one_diagnosis_is_written_and_said(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,6 +374,7 @@ def test_plain_text_rows_can_be_diagnosed(world: World, tmp_path: Path) -> None:
     assert status == 0
 
 
+@pytest.mark.slow
 def test_without_retention_rows_fisher_says_so_and_the_others_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.estimators import Options, diagnose
 from tests.integration.subjects import subject

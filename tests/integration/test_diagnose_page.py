@@ -25,6 +25,8 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import MOST_ROWS, Section, render_page, write_page
 from tests.integration.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
     '<img src="http://example.invalid/x.png" onerror="document.title=1">',

@@ -11,7 +11,7 @@ from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.scoring_cost import step_cost
 from alphatoken.fidelity.subject import Subject
-from alphatoken.storage import weights_digest
+from alphatoken.support.storage import weights_digest
 from alphatoken.train.cost import work_of
 from tests.integration import subjects
 

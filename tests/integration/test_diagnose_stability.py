@@ -15,9 +15,11 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
-from alphatoken.storage import weights_digest
+from alphatoken.support.storage import weights_digest
 from tests.integration import subjects
 from tests.property.tolerance import allowed
+
+pytestmark = pytest.mark.slow
 
 OPTIONS = stability.Options(resamples=200, fisher_parts=8)
 

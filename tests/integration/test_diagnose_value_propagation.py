@@ -14,6 +14,8 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import find
 from tests.integration.subjects import subject
 
+pytestmark = pytest.mark.slow
+
 SMALL = diagnostic.Options(pairs=600, bins=12, draws=20)
 
 

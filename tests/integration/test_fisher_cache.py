@@ -16,10 +16,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, FisherError, InputError
-from alphatoken.fisher import fit_fisher
-from alphatoken.progress import Progress
+from alphatoken.support.progress import Progress
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,

@@ -156,6 +156,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [

@@ -23,10 +23,10 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from alphatoken import Scorer, ScorerConfig, TokenValues
-from alphatoken.batch import label_mask
 from alphatoken.data.encode import encode_row
 from alphatoken.data.stdlib import code_rows
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError, NumericalError
+from alphatoken.model.batch import label_mask
 from alphatoken.train.documents import row_documents
 from alphatoken.train.ledger import ValueLedger
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder

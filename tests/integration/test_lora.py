@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import gradients, influence, propagation
 from tests.integration.snapshot import Snapshot, bits
 from tests.property.architectures import BY_NAME, VOCABULARY, plain_forward

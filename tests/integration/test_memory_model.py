@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from alphatoken.adapter import find_adapter
-from alphatoken.capture import find_scope
+from alphatoken.model.capture import find_scope
+from alphatoken.model.protocol import find_adapter
 from alphatoken.train.activations import Shape, kept_activations
 from alphatoken.train.cost import Layout, memory_of
 from benchmarks.memory_model import BARE, MIB, Setting, measured, options, predicted

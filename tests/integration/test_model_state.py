@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import Scorer, ScorerConfig, fit_fisher, masked_sft_loss
 from alphatoken.errors import UnsupportedError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import influence
 from tests.integration.snapshot import Snapshot, bits
 from tests.property.architectures import BY_NAME, VOCABULARY

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import ProgressCallback, TrainerCallback
 
-from alphatoken.progress import Progress
+from alphatoken.support.progress import Progress
 from alphatoken.train.monitor import TrainMonitor, console_line, weight_drift
 from alphatoken.train.statistics import _RECORDS, ValueSums, summary
 from alphatoken.values import TokenValues
@@ -318,6 +318,7 @@ def test_logs_of_a_run(tmp_path: Path) -> None:
     assert logged[-1]["alpha/drift"] == pytest.approx(float(torch.stack(apart).norm()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_logs_are_over_all_processes(tmp_path: Path) -> None:
     options = {"score_layers": "1", "max_steps": 1, "logging_steps": 1, "save_steps": 1}
     one = Run("sft", tmp_path / "one", options={**options, "per_device_train_batch_size": 4})

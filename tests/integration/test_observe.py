@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
 from alphatoken.errors import AlphaTokenError, InputError, ModelError, NumericalError
-from alphatoken.estimators import CAPTURED, ESTIMATORS
+from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from tests.integration.snapshot import Snapshot, bits
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch

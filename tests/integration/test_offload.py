@@ -89,6 +89,7 @@ def test_peak_memory_falls_by_what_is_not_held(tmp_path: Path) -> None:
     assert opened - stream == pytest.approx(size, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retention", ["diagonal", "kronecker"])
 def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path: Path) -> None:
     """Weights after four steps of SFT to the bit, several micro-batches a step."""
@@ -112,6 +113,7 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
     assert drifts[0] == drifts[1]
 
 
+@pytest.mark.slow
 def test_dpo_runs_with_its_fisher_on_disk(tmp_path: Path) -> None:
     found = []
     for offload in (False, True):

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapters.optimizers import (
+from alphatoken.direction.optimizers import (
     check_optimizer,
     clip_factor,
     frozen_preconditioners,
     full_preconditioners,
 )
-from alphatoken.adapters.updates import RULES, rule_of
+from alphatoken.direction.updates import RULES, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.oracle import gradients
 from tests.integration.snapshot import Snapshot
@@ -346,6 +346,7 @@ def test_P_is_1_until_every_parameter_has_taken_the_steps(full: bool) -> None:
     assert found(2) is None
 
 
+@pytest.mark.slow
 def test_sharded_state_gives_sharded_P(tmp_path: Path) -> None:
     """Two processes with FSDP2: the gathered P of both forms is the one process's, bit for bit."""
     torch.multiprocessing.spawn(_sharded, (str(tmp_path / "meet"),), nprocs=2, join=True)

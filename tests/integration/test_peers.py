@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from alphatoken.adapter import find_adapter
 from alphatoken.errors import ConfigError
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from benchmarks.models import decoder, random_batch
 from benchmarks.peers import CASES, cases, child, fresh, sizes

@@ -13,9 +13,9 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from alphatoken.adapter import find_adapter
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.model.protocol import find_adapter
 from alphatoken.policies.alphatoken import AlphaToken
 from alphatoken.policies.sstoken import prompt_attention, prompt_tokens
 from alphatoken.policies.standard import DPO, Random, Standard
@@ -132,6 +132,7 @@ def moved(trainer: Any, start: Any) -> float:
 # --- equality with TRL ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "extra",
@@ -151,6 +152,7 @@ def test_uniform_weights_are_trl(tmp_path: Path, peft: bool, extra: dict[str, An
     assert found._policy is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("policy", [DPO, examples.OwnDPO, "dpo"])
 def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
@@ -257,6 +259,7 @@ def warm(reference: Path) -> Callable[[], Any]:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["native", "budget"])
 @pytest.mark.parametrize("name", EVERY_SFT)
 def test_every_sft_policy_trains(
@@ -290,6 +293,7 @@ def test_every_sft_policy_trains(
             assert 0.4 <= share <= 0.4 + 2 / count  # one of each of two micro-batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_PREFERENCE)
 def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: str) -> None:
     more = {"policy_reference": str(reference)} if name == "sepo" else {}
@@ -313,6 +317,7 @@ def test_random_by_name_and_as_an_object(tmp_path: Path) -> None:
     assert logged(one, "kept_share") == logged(two, "kept_share")
 
 
+@pytest.mark.slow
 def test_alphatoken_by_name_is_top(tmp_path: Path) -> None:
     """The name, an order and a variant stand for the trainers' own options."""
     shared = {**ALPHA, "fisher_cache": str(tmp_path / "fisher"), "retention": "none"}
@@ -430,6 +435,7 @@ class TrainsAReference(TokenPolicy):
         return batch.mask.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_a_reference_is_trained_by_the_same_trainer(tmp_path: Path, peft: bool) -> None:
     """The copy is what TRL trains from the same start; the run itself is as without it."""

@@ -21,8 +21,8 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer
 
-from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError, InputError
+from alphatoken.model.batch import label_mask
 from alphatoken.policies.attribution import gradient_attribution
 from alphatoken.policies.confpo import ConfPO
 from alphatoken.policies.preference import PreferencePolicy
@@ -188,6 +188,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_every_policy_trains(tmp_path: Path, name: str, peft: bool) -> None:
@@ -204,6 +205,7 @@ def test_every_policy_trains(tmp_path: Path, name: str, peft: bool) -> None:
     assert furthest(first, base) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_realised_share_is_reported(tmp_path: Path) -> None:
     """An outcome under the published rule; the budget under "budget"; soft weights by their ESS."""
     native = logged(trained(tmp_path / "native", **RUNS["confpo"]), "alpha/kept_share")
@@ -230,6 +232,7 @@ def test_the_terms_of_ti_dpo_reach_the_weights(tmp_path: Path) -> None:
     assert furthest(runs["none"], runs["triplet"]) > 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [{}, {"tdpo_alpha": 0.5, "triplet_gamma": 0.1}])
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path, terms: dict[str, float]) -> None:
     policy = {"policy": "ti-dpo", "policy_options": {"anchor_tokens": 4, **terms}}

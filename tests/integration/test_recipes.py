@@ -15,14 +15,14 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from alphatoken import FisherDrift
-from alphatoken.adapter import find_adapter
-from alphatoken.capture import find_scope
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.launching import layout_of
 from alphatoken.cli.planning import plan_run, show_plan
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
+from alphatoken.model.capture import find_scope
+from alphatoken.model.protocol import find_adapter
 from alphatoken.train.cost import Layout, memory_of, overhead_of, work_of
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.plan import Plan, make_plan
@@ -60,6 +60,7 @@ def plan(name: str, *words: str) -> Plan:
 # --- every recipe -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 def test_dry_run_prints_the_plan_offline(
     recipe: Recipe, no_network: None, capsys: pytest.CaptureFixture[str]
@@ -116,6 +117,7 @@ def test_what_the_paper_says(task: str, model: str) -> None:
         assert not args.masked_logit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 def test_a_run_fits_where_the_recipe_puts_it(recipe: Recipe) -> None:
     """80 GB of one A100, as estimated; or a laptop."""
@@ -388,6 +390,7 @@ def _bytes(fisher: FisherDrift) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.slow
 def test_memory_is_split_as_the_layout_splits(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = small()

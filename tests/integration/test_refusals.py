@@ -20,7 +20,7 @@ from alphatoken.errors import (
     ModelError,
     NumericalError,
 )
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from tests.integration.snapshot import Snapshot
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch

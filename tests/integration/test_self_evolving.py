@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError
+from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
 from alphatoken.policies import self_evolving
 from alphatoken.policies.token_cleaning import TokenCleaning
@@ -78,6 +78,7 @@ def losses(model: Any, row: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.where(label_mask(labels)[0], found[0], np.nan)
 
 
+@pytest.mark.slow
 def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
     """Three rounds of the policy; by hand: TRL trains each round on labels that are cut by hand."""
     policy = TokenCleaning(rounds=ROUNDS, ratio=RATIO)
@@ -156,6 +157,7 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(kept) == 7
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are kept; a second run reads them and comes to the same bits."""
     kept, keep = [], self_evolving.keep_weights

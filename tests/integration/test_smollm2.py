@@ -147,6 +147,7 @@ def logged(trainer: Any, key: str) -> float:
     return float(found)
 
 
+@pytest.mark.slow
 def test_one_step_of_sft(smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
     from datasets import Dataset
 
@@ -170,6 +171,7 @@ def test_one_step_of_sft(smollm2: Path, tokenizer: Any, rows: list[Row], tmp_pat
     assert len(moved) == len(before)
 
 
+@pytest.mark.slow
 def test_one_step_of_dpo_with_adapters(
     smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ def test_one_step_of_dpo_with_adapters(
     assert last.lora_B["default"].weight.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Example]) -> None:
     subject = Subject(
         model=model,

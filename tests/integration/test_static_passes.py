@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
 from alphatoken.policies.less import LESS
 from alphatoken.policies.reference import check_tokenizers, load_reference
@@ -28,7 +28,7 @@ from alphatoken.policies.static import measure_losses, model_losses, static_pass
 from alphatoken.policies.stm import STM
 from alphatoken.policies.token_cleaning import TokenCleaning
 from alphatoken.policies.xtf import XTF
-from alphatoken.progress import Progress
+from alphatoken.support.progress import Progress
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.token_table import TokenTable
@@ -105,6 +105,7 @@ def learn(model: Any, rows: list[Row]) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_the_rules_on_text_that_the_model_knows_and_does_not_know(tmp_path: Path) -> None:
     """Rows learned by heart are masked less than others by one rule, and more by another."""
     model, known = subjects.model(), real_rows("topics", 4)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.progress import Progress
+from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
 
 

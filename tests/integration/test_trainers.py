@@ -13,8 +13,8 @@ from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from alphatoken import Scorer, ScorerConfig, masked_dpo_loss, masked_sft_loss, select_top
-from alphatoken.batch import IGNORE, PreferenceBatch, label_mask, token_losses
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
+from alphatoken.model.batch import IGNORE, PreferenceBatch, label_mask, token_losses
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -118,6 +118,7 @@ def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool, steps: int) -> Non
     assert furthest(weights(plain.model), weights(valued.model)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [["sigmoid"], ["ipo"], ["hinge"], ["apo_zero"], ["sigmoid", "sft"], ["robust"]]
 )
@@ -132,6 +133,7 @@ def test_every_preference_loss_passes_the_gate(tmp_path: Path, loss: list[str]) 
     assert furthest(weights(plain.model), weights(valued.model)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra", [{"loss_type": "dft"}, {"neftune_noise_alpha": 5.0}, {"packing": True}]
 )
@@ -341,6 +343,7 @@ def test_branches_keep_half_each(tmp_path: Path) -> None:
 # --- policies, schedules, normalisations ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["top", "random", "bottom"])
 @pytest.mark.parametrize("scope", ["batch", "sequence", "global"])
 def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: str) -> None:
@@ -376,7 +379,7 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
     ],
     ids=lambda extra: "-".join(map(str, extra)),
 )
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
     trainer = {"sft": sft, "dpo": dpo}[kind](tmp_path, max_steps=5, **extra)
     before = weights(trainer.model)
@@ -385,6 +388,7 @@ def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None
     assert all(map(torch.isfinite, map(torch.tensor, losses(trainer))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["batch", "global"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None:
@@ -590,6 +594,7 @@ def totals_of_first_step(trainer: Any) -> Tensor:
     return seen[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_padding_free_rows_have_the_values_of_padded_ones(tmp_path: Path, estimator: str) -> None:
     """Document boundaries hold: flattened into one row, each token is worth what it was."""
@@ -602,6 +607,7 @@ def test_padding_free_rows_have_the_values_of_padded_ones(tmp_path: Path, estima
     assert float((padded - flat).abs().max()) < 1e-5 * float(padded.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_bf16_autocast(tmp_path: Path, estimator: str) -> None:
     """Ratio 1 is still TRL's step bit for bit; the values are those of float32 but for noise."""

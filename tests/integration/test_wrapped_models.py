@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
+from alphatoken.direction.objective import scoring_forward
 from alphatoken.errors import NumericalError
-from alphatoken.estimators import CAPTURED, ESTIMATORS
-from alphatoken.objective import scoring_forward
+from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
+from alphatoken.model.protocol import find_adapter
 from tests.integration.snapshot import Snapshot
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.adapter import (
+from alphatoken.model.protocol import (
     AttentionCall,
     AttentionOverride,
     ScoredLinear,
@@ -561,7 +561,7 @@ def _scaled(name: str, noise: Tensor, config: DecoderConfig) -> Tensor:
 
 
 class ReferenceAdapter:
-    """``DecoderAdapter`` of the reference decoder (see ``alphatoken.adapter``)."""
+    """``DecoderAdapter`` of the reference decoder (see ``alphatoken.model.protocol``)."""
 
     def __init__(self, model: nn.Module) -> None:
         assert isinstance(model, ReferenceDecoder)

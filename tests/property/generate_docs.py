@@ -299,8 +299,11 @@ def _kill_table(mutants: Sequence[Mutant], kills: Mapping[str, list[Kill]]) -> s
 
 def _all_kills() -> dict[str, list[Kill]]:
     """Hunt every mutant, in as many processes as there are cores; says who survives."""
+    import torch
+
     from tests.property.catalogue import MUTANTS
 
+    torch.set_num_threads(1)  # one a process; with more they wait for each other, six times as long
     names = [mutant.name for mutant in MUTANTS]
     found: dict[str, list[Kill]] = {}
     surviving: list[str] = []

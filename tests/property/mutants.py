@@ -185,7 +185,7 @@ LISTED = (
         "sum-then-outer over validation examples",
         (
             Edit(
-                "contraction.outer_sum",
+                "estimate.contraction.outer_sum",
                 'torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))',
                 'torch.einsum("to,ti->oi", delta.to(dtype).sum(0), x.to(dtype).sum(0))',
             ),
@@ -197,7 +197,7 @@ LISTED = (
         "sum-then-outer over validation examples",
         (
             Edit(
-                "readout._terms",
+                "estimate.gradients._terms",
                 "contraction.outer_sum(error, use.x)",
                 "contraction.outer_sum(error.sum(0, True), use.x.sum(0, True))",
             ),
@@ -209,7 +209,7 @@ LISTED = (
         "sum-then-outer over validation examples",
         (
             Edit(
-                "target.Target._add_factors",
+                "direction.current.Target._add_factors",
                 "(error[live], use.x[live])",
                 "(error.sum(0), use.x.sum(0))",
             ),
@@ -220,21 +220,25 @@ LISTED = (
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
         (
-            Edit("estimators.token_errors", 'loss, "self", consume', 'loss, "ordinary", consume'),
-            Edit("estimators.token_errors", 'else "self"', 'else "ordinary"'),
+            Edit(
+                "estimate.estimators.token_errors",
+                'loss, "self", consume',
+                'loss, "ordinary", consume',
+            ),
+            Edit("estimate.estimators.token_errors", 'else "self"', 'else "ordinary"'),
         ),
         (DIRECT, GROUPS),
     ),
     Mutant(
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
-        (Edit("batch.token_losses", "tokens - 1, labels", "tokens, labels"),),
+        (Edit("model.batch.token_losses", "tokens - 1, labels", "tokens, labels"),),
         (LOSSES, LABEL),
     ),
     Mutant(
         "label-shift-off-by-one-in-the-values",
         "label shift off by one",
-        (Edit("batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),),
+        (Edit("model.batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),),
         (DIRECT,),
     ),
     Mutant(
@@ -242,13 +246,13 @@ LISTED = (
         "prompt positions of the validation sequences dropped",
         (
             Edit(
-                "objective.stream_losses",
+                "direction.objective.stream_losses",
                 "consume(weighted, recorder)",
                 "vars(recorder)['kept'] = batch.mask.roll(-1, 1).unsqueeze(-1); "
                 "consume(weighted, recorder)",
             ),
             Edit(
-                "objective.captured_parts",
+                "direction.objective.captured_parts",
                 "captured_gradients(recorder, errors,",
                 "kept = vars(recorder)['kept']; "
                 "captured_gradients(recorder, [e if e is None else e * kept for e in errors],",
@@ -261,7 +265,7 @@ LISTED = (
         "prompt positions of the validation sequences dropped",
         (
             Edit(
-                "target.Target._build_factors",
+                "direction.current.Target._build_factors",
                 "self._add_factors(use, error,",
                 "live = self.validation[0]['labels'].roll(-1, 1) != -100; "
                 "self._add_factors(use, error * live.unsqueeze(-1),",
@@ -272,7 +276,7 @@ LISTED = (
     Mutant(
         "padding-leaks-into-the-attention-weights",
         "padding leaking in",
-        (Edit("attention._mask", "part = _block(mask, rows, columns)", "part = None"),),
+        (Edit("model.attention._mask", "part = _block(mask, rows, columns)", "part = None"),),
         (
             claim(attending.check_log_sum_exp_and_weights, calls(mask="left")),
             alphatoken(PADDED),
@@ -283,16 +287,16 @@ LISTED = (
         "padding leaking in",
         (
             Edit(
-                "batch.token_losses",
+                "model.batch.token_losses",
                 "mask.flatten().nonzero().squeeze(-1)",
                 "torch.arange(1, labels.numel(), device=labels.device)",
             ),
             Edit(
-                "batch.token_losses",
+                "model.batch.token_losses",
                 "labels.flatten()[tokens]",
                 "labels.flatten()[tokens].clamp(0)",
             ),
-            Edit("batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
+            Edit("model.batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
         ),
         (LOSSES, PATH),
     ),
@@ -301,7 +305,7 @@ LISTED = (
         "padding leaking in",
         (
             Edit(
-                "batch.predicted_labels",
+                "model.batch.predicted_labels",
                 "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
                 "return labels",
             ),
@@ -313,7 +317,7 @@ LISTED = (
         "padding leaking in",
         (
             Edit(
-                "batch.predicted_labels",
+                "model.batch.predicted_labels",
                 "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
                 "attention_mask == 0",
             ),
@@ -323,7 +327,7 @@ LISTED = (
     Mutant(
         "mean-for-sum-of-the-losses",
         "mean for sum",
-        (Edit("scorer.Scorer._errors", ").sum()", ").mean()"),),
+        (Edit("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),),
         (PATH, DIRECT),
     ),
     Mutant(
@@ -331,7 +335,7 @@ LISTED = (
         "mean for sum",
         (
             Edit(
-                "attention.propagate_values",
+                "model.attention.propagate_values",
                 'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
                 'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :]) / e.shape[2]',
             ),
@@ -341,7 +345,7 @@ LISTED = (
     Mutant(
         "last-token-dropped",
         "last token dropped",
-        (Edit("batch.token_losses", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
+        (Edit("model.batch.token_losses", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
         (LOSSES, DIRECT),
     ),
     Mutant(
@@ -349,7 +353,7 @@ LISTED = (
         "bias forgotten (with score_bias)",
         (
             Edit(
-                "readout._contract_use",
+                "estimate.columns._contract_use",
                 "names.get(linear.bias_name)",
                 "None",
             ),
@@ -359,13 +363,23 @@ LISTED = (
     Mutant(
         "bias-forgotten-in-the-gram-route",
         "bias forgotten (with score_bias)",
-        (Edit("readout._contract_use", "if bias is not None and bias in matrices:", "if False:"),),
+        (
+            Edit(
+                "estimate.columns._contract_use",
+                "if bias is not None and bias in matrices:",
+                "if False:",
+            ),
+        ),
         (claim(scoring.check_every_route_gives_one_value, BIASED),),
     ),
     Mutant(
         "head-mean-for-per-head",
         "head-mean for per-head",
-        (Edit("attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),),
+        (
+            Edit(
+                "model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"
+            ),
+        ),
         (PROPAGATION, GROUPS),
     ),
     Mutant(
@@ -373,7 +387,7 @@ LISTED = (
         "grouped heads repeated in the wrong order",
         (
             Edit(
-                "attention._group",
+                "model.attention._group",
                 "heads.reshape(batch, groups, count // groups, *rest)",
                 "heads.reshape(batch, count // groups, groups, *rest).transpose(1, 2)",
             ),
@@ -384,9 +398,11 @@ LISTED = (
         "alpha-with-the-value-projections-own-error",
         "alpha paired with the value projection's own error instead of the head output's",
         (
-            Edit("estimators.token_errors", "[attention.output for", "[attention.value for"),
             Edit(
-                "estimators.token_errors",
+                "estimate.estimators.token_errors", "[attention.output for", "[attention.value for"
+            ),
+            Edit(
+                "estimate.estimators.token_errors",
                 "reduction =",
                 "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
                 "reduction =",
@@ -397,15 +413,15 @@ LISTED = (
     Mutant(
         "window-one-too-short",
         "window off by one",
-        (Edit("attention._band", "(k <= t + window)", "(k < t + window)"),),
+        (Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),),
         (BAND, WINDOW),
     ),
     Mutant(
         "window-one-too-long",
         "window off by one",
         (
-            Edit("attention._band", "(k <= t + window)", "(k <= t + window + 1)"),
-            Edit("attention.propagate_values", "start - window)", "start - window - 1)"),
+            Edit("model.attention._band", "(k <= t + window)", "(k <= t + window + 1)"),
+            Edit("model.attention.propagate_values", "start - window)", "start - window - 1)"),
         ),
         (BAND, WINDOW),
     ),
@@ -414,12 +430,12 @@ LISTED = (
         "alpha of the wrong direction (rows for columns)",
         (
             Edit(
-                "attention.propagate_values",
+                "model.attention.propagate_values",
                 'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
                 'torch.einsum("bgrkt,bgrtd->bgkd", alpha, e[..., block.columns, :])',
             ),
             Edit(
-                "attention.propagate_values",
+                "model.attention.propagate_values",
                 "result[..., block.columns, :] +=",
                 "result[..., block.rows, :] +=",
             ),
@@ -429,7 +445,7 @@ LISTED = (
     Mutant(
         "soft-cap-factor-left-out-of-the-self-only-backward",
         "soft-cap factor or sink left out",
-        (Edit("attention.self_terms", "if slope is not None:", "if False:"),),
+        (Edit("model.attention.self_terms", "if slope is not None:", "if False:"),),
         (
             claim(attending.check_self_backward_is_the_diagonal, calls(softcap=1.5)),
             claim(estimating.check_direct_is_the_diagonal, small(softcap=2.0)),
@@ -438,7 +454,11 @@ LISTED = (
     Mutant(
         "soft-cap-factor-left-out-of-the-forward-mode",
         "soft-cap factor or sink left out",
-        (Edit("attention.forward_mode_attention", "if block.slope is not None:", "if False:"),),
+        (
+            Edit(
+                "model.attention.forward_mode_attention", "if block.slope is not None:", "if False:"
+            ),
+        ),
         (
             claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),
             claim(estimating.check_label_is_the_row_sums, small(softcap=2.0)),
@@ -447,7 +467,11 @@ LISTED = (
     Mutant(
         "sink-left-out",
         "soft-cap factor or sink left out",
-        (Edit("attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"),),
+        (
+            Edit(
+                "model.attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"
+            ),
+        ),
         (
             claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),
             claim(estimating.check_direct_is_the_diagonal, small(sinks=True)),
@@ -456,7 +480,7 @@ LISTED = (
     Mutant(
         "sign-missing-on-rejected-in-the-objective",
         "missing sign on rejected",
-        (Edit("objective.weighted_losses", "(1, -1)", "(1, 1)"),),
+        (Edit("direction.objective.weighted_losses", "(1, -1)", "(1, 1)"),),
         (PAIRS,),
     ),
     Mutant(
@@ -464,7 +488,7 @@ LISTED = (
         "missing sign on rejected",
         (
             Edit(
-                "losses.masked_dpo_loss",
+                "select.losses.masked_dpo_loss",
                 "(kept_chosen - kept_rejected)",
                 "(kept_chosen + kept_rejected)",
             ),
@@ -475,8 +499,8 @@ LISTED = (
         "coefficient-from-the-masked-logit",
         "coefficient from the masked logit",
         (
-            Edit("losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
-            Edit("losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
+            Edit("select.losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
+            Edit("select.losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
         ),
         (MASKED_DPO,),
     ),
@@ -485,11 +509,15 @@ LISTED = (
         "square of the batch gradient for the Fisher",
         (
             Edit(
-                "moments.DiagonalMoments.add",
+                "direction.moments.DiagonalMoments.add",
                 "gradient.detach().to(wide(gradient.dtype)) ** 2",
                 "gradient.detach()",
             ),
-            Edit("moments.DiagonalMoments.means", "total.div_(count)", "total.div_(count) ** 2"),
+            Edit(
+                "direction.moments.DiagonalMoments.means",
+                "total.div_(count)",
+                "total.div_(count) ** 2",
+            ),
         ),
         (DIAGONAL_FISHER,),
     ),
@@ -498,7 +526,7 @@ LISTED = (
         "token-mean scale in the Kronecker factors",
         (
             Edit(
-                "moments.KroneckerMoments.factors",
+                "direction.moments.KroneckerMoments.factors",
                 'self.sums[f"S/{key}"] / count',
                 'self.sums[f"S/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)',
             ),
@@ -510,7 +538,7 @@ LISTED = (
         "preconditioner applied to the token side twice",
         (
             Edit(
-                "direction.precondition",
+                "direction.algebra.precondition",
                 "m * preconditioner[name].to(m)",
                 "m * preconditioner[name].to(m) ** 2",
             ),
@@ -526,7 +554,7 @@ LISTED = (
         "tied or twice-called module overwritten instead of accumulated",
         (
             Edit(
-                "capture.Recorder.on_linear",
+                "model.capture.Recorder.on_linear",
                 "self.linears.append(",
                 "self.linears[:] = [u for u in self.linears if u.linear is not linear]; "
                 "self.linears.append(",
@@ -539,7 +567,7 @@ LISTED = (
         "tied or twice-called module overwritten instead of accumulated",
         (
             Edit(
-                "capture.Recorder.on_linear",
+                "model.capture.Recorder.on_linear",
                 "self.linears.append(",
                 "w = linear.weight; "
                 "self.linears[:] = [u for u in self.linears if u.linear.weight is not w]; "
@@ -553,7 +581,7 @@ LISTED = (
         "stale direction",
         (
             Edit(
-                "target.Target._current_stamp",
+                "direction.current.Target._current_stamp",
                 "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
                 "return 'always the same'",
             ),
@@ -565,7 +593,7 @@ LISTED = (
         "float32 or bf16 arithmetic inside",
         (
             Edit(
-                "contraction.contract",
+                "estimate.contraction.contract",
                 "delta.to(dtype), projected)",
                 "delta.float(), projected.float()).to(dtype)",
             ),
@@ -577,7 +605,7 @@ LISTED = (
         "float32 or bf16 arithmetic inside",
         (
             Edit(
-                "contraction.contract",
+                "estimate.contraction.contract",
                 "delta.to(dtype), projected)",
                 "delta.bfloat16(), projected.bfloat16()).to(dtype)",
             ),
@@ -589,7 +617,9 @@ LISTED = (
         "float32 or bf16 arithmetic inside",
         (
             Edit(
-                "attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"
+                "model.attention.AttentionStatistics.weights",
+                "block.logits -",
+                "block.logits.float() -",
             ),
         ),
         (PROPAGATION, GROUPS),
@@ -599,7 +629,7 @@ LISTED = (
         "float32 or bf16 arithmetic inside",
         (
             Edit(
-                "attention.self_terms",
+                "model.attention.self_terms",
                 "value.to(dtype).unsqueeze(2) - o, e)",
                 "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)",
             ),
@@ -611,7 +641,7 @@ LISTED = (
         "ties all kept",
         (
             Edit(
-                "selection._top_of",
+                "select.masks._top_of",
                 "keep[candidates[order[:count]]] = True",
                 "v = values.flatten()[candidates]; "
                 "keep[candidates[v >= v[order[count - 1]]] if count else candidates] = True",
@@ -620,23 +650,11 @@ LISTED = (
         (selection("batch"),),
     ),
     Mutant(
-        "ceil-of-a-rounded-ratio",
-        "ceil of a ratio that is no decimal, with the rounding of its float",
-        (
-            Edit(
-                "selection.keep_count",
-                "whole if abs(exact - whole) <= exact / 2**52 else ",
-                "",
-            ),
-        ),
-        (claim(algebra.check_keep_count, st.integers(1, 6), st.just(6), st.just(6), examples=20),),
-    ),
-    Mutant(
         "ceil-in-floating-point",
         "ceil in floating point",
         (
             Edit(
-                "selection.keep_count",
+                "select.masks.keep_count",
                 "whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)",
                 "_ROUNDINGS[rounding](ratio * count)",
             ),
@@ -656,12 +674,14 @@ LISTED = (
         "threshold over padding",
         (
             Edit(
-                "selection._top_of",
+                "select.masks._top_of",
                 "mask.flatten().nonzero().squeeze(-1)",
                 "torch.arange(mask.numel())",
             ),
             Edit(
-                "selection._top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask"
+                "select.masks._top_of",
+                "return keep.view_as(mask)",
+                "return keep.view_as(mask) & mask",
             ),
         ),
         (selection("batch"),),
@@ -678,9 +698,21 @@ def _own(name: str, sentence: str, edits: tuple[Edit, ...], claims: tuple[Claim,
 
 OWN = (
     _own(
+        "ceil-of-a-rounded-ratio",
+        "ceil of a ratio that is no decimal, with the rounding of its float",
+        (
+            Edit(
+                "select.masks.keep_count",
+                "whole if abs(exact - whole) <= exact / 2**52 else ",
+                "",
+            ),
+        ),
+        (claim(algebra.check_keep_count, st.integers(1, 6), st.just(6), st.just(6), examples=20),),
+    ),
+    _own(
         "cross-mode-keeps-the-self-terms",
         "the cross backward is the ordinary one, k = t included",
-        (Edit("attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),),
+        (Edit("model.attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),),
         (claim(attending.check_cross_backward_is_the_rest, calls()), HOP),
     ),
     _own(
@@ -688,7 +720,7 @@ OWN = (
         "same-layer hops through the values only, not through the keys",
         (
             Edit(
-                "attention._Gate.backward",
+                "model.attention._Gate.backward",
                 "return None, None, dk, dv",
                 "return None, None, None, dv",
             ),
@@ -700,7 +732,7 @@ OWN = (
         "later queries reach earlier keys in the self-only backward",
         (
             Edit(
-                "attention._Gate.backward",
+                "model.attention._Gate.backward",
                 "return None, dq, None, None",
                 "return None, dq, dk, None",
             ),
@@ -712,7 +744,7 @@ OWN = (
         "the self-only backward stops at the query",
         (
             Edit(
-                "attention._Gate.backward",
+                "model.attention._Gate.backward",
                 "return None, dq, None, None",
                 "return None, None, None, None",
             ),
@@ -722,19 +754,25 @@ OWN = (
     _own(
         "scale-forgotten-in-dk",
         "attention scale c left out of the self-only dk",
-        (Edit("attention.self_terms", "pull * statistics.scale", "pull"),),
+        (Edit("model.attention.self_terms", "pull * statistics.scale", "pull"),),
         (claim(attending.check_self_backward_is_the_diagonal, calls(scale=0.6)), DIRECT),
     ),
     _own(
         "softmax-mean-forgotten-in-dk",
         "v_t instead of v_t - o_t in the self-only dk",
-        (Edit("attention.self_terms", ".unsqueeze(2) - o", ".unsqueeze(2) - 0 * o"),),
+        (Edit("model.attention.self_terms", ".unsqueeze(2) - o", ".unsqueeze(2) - 0 * o"),),
         (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
     ),
     _own(
         "diagonal-ignores-the-mask",
         "alpha_tt of a masked position",
-        (Edit("attention.AttentionStatistics.diagonal", "if self.mask is not None:", "if False:"),),
+        (
+            Edit(
+                "model.attention.AttentionStatistics.diagonal",
+                "if self.mask is not None:",
+                "if False:",
+            ),
+        ),
         (claim(attending.check_log_sum_exp_and_weights, calls(mask="additive")),),
     ),
     _own(
@@ -742,7 +780,7 @@ OWN = (
         "tangent of the values left out of the forward mode",
         (
             Edit(
-                "attention.forward_mode_attention",
+                "model.attention.forward_mode_attention",
                 "moved_weights + moved_values",
                 "moved_weights",
             ),
@@ -754,7 +792,7 @@ OWN = (
         "softmax tangent alpha s' without its mean",
         (
             Edit(
-                "attention.forward_mode_attention",
+                "model.attention.forward_mode_attention",
                 "weighted = weighted.addcmul_(alpha, mean, value=-1)",
                 "pass",
             ),
@@ -764,7 +802,11 @@ OWN = (
     _own(
         "forward-mode-without-the-sinks",
         "the sinks take no probability in forward mode",
-        (Edit("attention.AttentionStatistics.softmax", "if self.sinks is None:", "if True:"),),
+        (
+            Edit(
+                "model.attention.AttentionStatistics.softmax", "if self.sinks is None:", "if True:"
+            ),
+        ),
         (
             claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
             claim(estimating.check_label_is_the_row_sums, small(sinks=True)),
@@ -773,7 +815,7 @@ OWN = (
     _own(
         "forward-mode-without-the-sinks-tangent",
         "a direction that moves the sinks is not felt",
-        (Edit("attention.forward_mode_attention", "mean = mean + share * moved", "pass"),),
+        (Edit("model.attention.forward_mode_attention", "mean = mean + share * moved", "pass"),),
         (
             claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
             claim(estimating.check_label_over_all_parameters, small(sinks=True)),
@@ -783,9 +825,9 @@ OWN = (
         "tied-weight-moved-in-one-place-only",
         "the dual forward moves one of the places of a tied weight",
         (
-            Edit("forward_mode._places", "return {", "seen: set = set(); return {"),
+            Edit("estimate.forward_mode._places", "return {", "seen: set = set(); return {"),
             Edit(
-                "forward_mode._places",
+                "estimate.forward_mode._places",
                 "if id(parameter) in duals",
                 "if id(parameter) in duals "
                 "and not (id(parameter) in seen or seen.add(id(parameter)))",
@@ -798,7 +840,7 @@ OWN = (
         'causal_position="context" takes the column at p instead of p + 1',
         (
             Edit(
-                "readout.assign_columns",
+                "estimate.token_values.assign_columns",
                 'columns.causal if causal_position == "context" else',
                 "",
             ),
@@ -810,7 +852,7 @@ OWN = (
         "columns of prompt positions are thrown away",
         (
             Edit(
-                "readout.assign_columns",
+                "estimate.token_values.assign_columns",
                 "everything - direct.sum(-1) - causal.sum(-1)",
                 "torch.zeros_like(everything)",
             ),
@@ -822,7 +864,7 @@ OWN = (
         "lambda G + V instead of G + lambda V",
         (
             Edit(
-                "readout.combine",
+                "estimate.token_values.combine",
                 "gain + stability_weight * keep",
                 "stability_weight * gain + keep",
             ),
@@ -834,7 +876,7 @@ OWN = (
         "W_ref - W instead of W - W_ref",
         (
             Edit(
-                "direction.diagonal_drift",
+                "direction.algebra.diagonal_drift",
                 "weight.to(dtype) - reference.to(dtype)",
                 "reference.to(dtype) - weight.to(dtype)",
             ),
@@ -846,7 +888,7 @@ OWN = (
         "V = W - W_ref",
         (
             Edit(
-                "direction.diagonal_drift",
+                "direction.algebra.diagonal_drift",
                 "fisher.to(dtype) * (weight",
                 "(weight",
             ),
@@ -858,7 +900,7 @@ OWN = (
         "the Fisher of the data's labels, not of the model's own",
         (
             Edit(
-                "fisher._Fit._add",
+                "direction.fisher._Fit._add",
                 "response = draw_tokens(",
                 "response = (lambda *_: given.ids[given.predicted])(",
             ),
@@ -868,7 +910,7 @@ OWN = (
     _own(
         "token-mean-in-the-diagonal-fisher",
         "gradient of the mean, not of the summed, log-likelihood of a response",
-        (Edit("fisher._Fit._add", "chosen.sum()", "chosen.mean()"),),
+        (Edit("direction.fisher._Fit._add", "chosen.sum()", "chosen.mean()"),),
         (DIAGONAL_FISHER, TOKEN_FISHER),
     ),
     _own(
@@ -876,18 +918,18 @@ OWN = (
         "J_tgt as the mean of the batches' means, whatever their lengths",
         (
             Edit(
-                "objective.stream_losses",
+                "direction.objective.stream_losses",
                 "(loss * weights.to(loss)).sum()",
                 "(loss * weights.to(loss)).sum() / tokens",
             ),
-            Edit("objective.stream_losses", "count += tokens", "count += 1"),
+            Edit("direction.objective.stream_losses", "count += tokens", "count += 1"),
         ),
         (GRADIENT_OF_BATCHES,),
     ),
     _own(
         "gram-factors-not-divided",
         "the gram route forgets the objective's normaliser",
-        (Edit("target.Target._build_factors", "(e / count, x)", "(e, x)"),),
+        (Edit("direction.current.Target._build_factors", "(e / count, x)", "(e, x)"),),
         (ROUTES_OF_SEVERAL,),
     ),
     _own(
@@ -895,7 +937,7 @@ OWN = (
         "observed values of unweighted losses",
         (
             Edit(
-                "scorer.Scorer._errors",
+                "scoring.passes.Pass.summed_loss",
                 "losses if weights is None else losses * weights.to(losses)",
                 "losses",
             ),
@@ -913,7 +955,7 @@ OWN = (
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
         (
             Edit(
-                "preconditioner._inverse",
+                "direction.preconditioner._inverse",
                 "1 / (root + update.eps)",
                 "1 / (root.square() + update.eps).sqrt()",
             ),
@@ -927,7 +969,7 @@ OWN = (
     _own(
         "no-bias-correction-in-adam",
         "raw moments for v^ and m^",
-        (Edit("preconditioner.adam_update", "if bias_correction:", "if False:"),),
+        (Edit("direction.preconditioner.adam_update", "if bias_correction:", "if False:"),),
         (
             claim(algebra.check_frozen_preconditioner, ADAM),
             claim(algebra.check_full_preconditioner, ADAM),
@@ -939,7 +981,7 @@ OWN = (
         "the denominator's own dependence on the token is forgotten",
         (
             Edit(
-                "preconditioner.full_preconditioner",
+                "direction.preconditioner.full_preconditioner",
                 "slope * scale + n * scale_slope",
                 "slope * scale",
             ),
@@ -951,7 +993,7 @@ OWN = (
         "the second term's sign",
         (
             Edit(
-                "preconditioner._inverse",
+                "direction.preconditioner._inverse",
                 "-root_slope * scale.square()",
                 "root_slope * scale.square()",
             ),
@@ -963,7 +1005,7 @@ OWN = (
         "v^ of the state before the step in the full form",
         (
             Edit(
-                "preconditioner.full_preconditioner",
+                "direction.preconditioner.full_preconditioner",
                 "second = update.rest + update.share * away.square()",
                 "second = update.rest + 0.0 * away.square()",
             ),
@@ -975,7 +1017,7 @@ OWN = (
         "m^ of the state before the step in the full form",
         (
             Edit(
-                "preconditioner._numerator",
+                "direction.preconditioner._numerator",
                 "n = update.offset + update.slope * g",
                 "n = update.offset + 0.0 * g",
             ),
@@ -987,7 +1029,7 @@ OWN = (
         "Adam's weight decay is not part of g",
         (
             Edit(
-                "adapters.optimizers.read_update",
+                "direction.optimizers.read_update",
                 "g = g + decay * local.detach().to(g)",
                 "g = g.clone()",
             ),
@@ -999,7 +1041,7 @@ OWN = (
         "the running maximum does not hold the denominator",
         (
             Edit(
-                "preconditioner.full_preconditioner",
+                "direction.preconditioner.full_preconditioner",
                 "second = torch.maximum(second, update.largest)",
                 "second = second.clone()",
             ),
@@ -1011,7 +1053,7 @@ OWN = (
         "the optimizer sees a scaled token gradient",
         (
             Edit(
-                "adapters.optimizers.full_preconditioners",
+                "direction.optimizers.full_preconditioners",
                 "p = gradient_scale * full_preconditioner(update, g)",
                 "p = full_preconditioner(update, g)",
             ),
@@ -1023,7 +1065,7 @@ OWN = (
         "the total takes lambda V twice",
         (
             Edit(
-                "readout.combine",
+                "estimate.token_values.combine",
                 "gain + stability_weight * keep",
                 "gain + 2 * stability_weight * keep",
             ),
@@ -1033,25 +1075,29 @@ OWN = (
     _own(
         "summed-direction-without-lambda",
         "the total alone is contracted with G + V",
-        (Edit("readout.Side.of", "m + self.weight * ", "m + "),),
+        (Edit("estimate.columns.Side.of", "m + self.weight * ", "m + "),),
         (TOTAL_ALONE,),
     ),
     _own(
         "summed-direction-without-stability",
         "the total alone is the adaptation",
-        (Edit("readout.Side.of", "if self.others is not None:", "if False:"),),
+        (Edit("estimate.columns.Side.of", "if self.others is not None:", "if False:"),),
         (TOTAL_ALONE,),
     ),
     _own(
         "stability-in-spite-of-the-objective",
         'objective="adaptation" builds and sums the retention term as well',
-        (Edit("target.Target.retains", 'self.config.objective != "adaptation" and', ""),),
+        (
+            Edit(
+                "direction.current.Target.retains", 'self.config.objective != "adaptation" and', ""
+            ),
+        ),
         (SPLIT_IN_PARTS["adaptation", "both"],),
     ),
     _own(
         "errors-beside-the-way-forgotten",
         "a linear that no other one's error passes is not asked for by itself",
-        (Edit("capture.stream_errors", "if i not in seen]", "if False]"),),
+        (Edit("model.capture.stream_errors", "if i not in seen]", "if False]"),),
         (claim(options.check_errors_streamed_are_the_errors_kept, DEEP, True),),
     ),
     _own(
@@ -1059,7 +1105,7 @@ OWN = (
         "errors that are contracted in the backward are the ordinary ones",
         (
             Edit(
-                "estimators._at",
+                "estimate.estimators._at",
                 "stream_errors(recorder, loss, mode,",
                 'stream_errors(recorder, loss, "ordinary",',
             ),
@@ -1071,7 +1117,7 @@ OWN = (
         'path="causal" sums the direct part as well',
         (
             Edit(
-                "estimators.token_errors",
+                "estimate.estimators.token_errors",
                 'if path == "causal":',
                 "if False:",
             ),
@@ -1081,7 +1127,7 @@ OWN = (
     _own(
         "step-weights-ignored",
         "the full preconditioner's gradient is always that of the mean loss",
-        (Edit("scorer.Weights.of_step", "if self.step is not None:", "if False:"),),
+        (Edit("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),),
         (FULL, FULL_STEP),
     ),
     _own(
@@ -1089,7 +1135,7 @@ OWN = (
         "the step is taken to see no gradient",
         (
             Edit(
-                "target.Target.at_step",
+                "direction.current.Target.at_step",
                 "self.optimizer, self.parameters, gradient,",
                 "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
             ),
@@ -1101,7 +1147,7 @@ OWN = (
         "P scales G but not V",
         (
             Edit(
-                "target.Target.at_step",
+                "direction.current.Target.at_step",
                 "None if keep is None else precondition(keep, p)",
                 "keep",
             ),
@@ -1112,30 +1158,38 @@ OWN = (
         "old-validation-set",
         "set_validation leaves G as it was",
         (
-            Edit("target.Target.set_validation", "self.invalidate()", "pass"),
-            Edit("target.Target.set_retention", "self.invalidate()", "pass"),
+            Edit("direction.current.Target.set_validation", "self.invalidate()", "pass"),
+            Edit("direction.current.Target.set_retention", "self.invalidate()", "pass"),
         ),
         (REPLACED,),
     ),
     _own(
         "pin-ignored",
         "a pinned direction follows the weights",
-        (Edit("target.Target._current_stamp", "if self._pinned is not None:", "if False:"),),
+        (
+            Edit(
+                "direction.current.Target._current_stamp",
+                "if self._pinned is not None:",
+                "if False:",
+            ),
+        ),
         (PINNED,),
     ),
     _own(
         "wrong-start-believed",
         "a dual forward starts at hidden states that lead to other losses",
         (
-            Edit("trunk.start_at", "(start, *args[1:])", "(1.5 * start, *args[1:])"),
-            Edit("trunk.Start.gives", "return bool(", "return True or bool("),
+            Edit(
+                "model.partial_forward.start_at", "(start, *args[1:])", "(1.5 * start, *args[1:])"
+            ),
+            Edit("model.partial_forward.Start.gives", "return bool(", "return True or bool("),
         ),
         (STARTED,),
     ),
     _own(
         "omega-not-detached",
         "the coefficient is differentiated too",
-        (Edit("losses.dpo_coefficient", ".detach()", ""),),
+        (Edit("select.losses.dpo_coefficient", ".detach()", ""),),
         (UNMASKED_DPO, MASKED_DPO),
     ),
     _own(
@@ -1143,12 +1197,12 @@ OWN = (
         "the mask acts on the policy's log-probabilities only",
         (
             Edit(
-                "losses.masked_dpo_coefficient",
+                "select.losses.masked_dpo_coefficient",
                 "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
                 "(keep_chosen * chosen - reference_chosen).sum(-1)",
             ),
             Edit(
-                "losses.masked_dpo_coefficient",
+                "select.losses.masked_dpo_coefficient",
                 "(keep_rejected * (rejected - reference_rejected)).sum(-1)",
                 "(keep_rejected * rejected - reference_rejected).sum(-1)",
             ),
@@ -1160,7 +1214,7 @@ OWN = (
         "the ablation takes its coefficient from the unmasked logit",
         (
             Edit(
-                "losses.masked_dpo_coefficient",
+                "select.losses.masked_dpo_coefficient",
                 "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
                 "(chosen - reference_chosen).sum(-1)",
             ),
@@ -1170,7 +1224,11 @@ OWN = (
     _own(
         "mean-over-prompt-and-padding-too",
         "the masked loss divides by all positions",
-        (Edit("losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"),),
+        (
+            Edit(
+                "select.losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"
+            ),
+        ),
         (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
     ),
     _own(
@@ -1178,7 +1236,7 @@ OWN = (
         "the mask of kept tokens is ignored",
         (
             Edit(
-                "losses.masked_sft_loss",
+                "select.losses.masked_sft_loss",
                 "(losses * weights).sum()",
                 "(losses * (0 * weights + 1)).sum()",
             ),
@@ -1190,7 +1248,9 @@ OWN = (
         'scope="sequence" uses one threshold for the batch',
         (
             Edit(
-                "selection.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'
+                "select.masks.select_top",
+                'if scope == "batch":',
+                'if scope in ("batch", "sequence"):',
             ),
         ),
         (selection("sequence"),),
@@ -1200,7 +1260,7 @@ OWN = (
         "a response's mean is taken over the width of the batch",
         (
             Edit(
-                "selection.response_values",
+                "select.masks.response_values",
                 "mask.sum(-1, keepdim=True).clamp(min=1)",
                 "mask.shape[-1]",
             ),
@@ -1212,7 +1272,7 @@ OWN = (
         "ties go to the higher index",
         (
             Edit(
-                "selection._top_of",
+                "select.masks._top_of",
                 "descending=True, stable=True).indices",
                 "stable=True).indices.flip(0)",
             ),
@@ -1222,7 +1282,7 @@ OWN = (
     _own(
         "first-layers-for-the-last",
         "layers=K taken from the bottom of the model",
-        (Edit("capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),),
+        (Edit("model.capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),),
         (
             claim(
                 scoring.check_preference_validation,
@@ -1237,7 +1297,7 @@ OWN = (
         "same-layer hops and Value-Propagation go on into the layers below",
         (
             Edit(
-                "estimators._same_execution",
+                "estimate.estimators._same_execution",
                 "if use.execution == attention.execution",
                 "if use.execution <= attention.execution",
             ),
@@ -1252,7 +1312,7 @@ OWN = (
         "the backward of the head's losses is differentiated with a frozen log-sum-exp",
         (
             Edit(
-                "vocabulary._differentiable",
+                "model.vocabulary._differentiable",
                 "p = torch.softmax(rows[positions].to(dtype), -1)",
                 "z = rows[positions].to(dtype); p = torch.exp(z - z.logsumexp(-1, True).detach())",
             ),
@@ -1264,7 +1324,7 @@ OWN = (
         "the dual forward runs along M / ||M||, and the norm is forgotten",
         (
             Edit(
-                "forward_mode.label_values",
+                "estimate.forward_mode.label_values",
                 "to(wide(found.dtype)) * scale",
                 "to(wide(found.dtype))",
             ),
@@ -1274,19 +1334,19 @@ OWN = (
     _own(
         "pairs-counted-twice",
         "J_tgt of preference pairs divided by the branches instead of the pairs",
-        (Edit("objective.weighted_losses", "len(omega) / 2", "len(omega)"),),
+        (Edit("direction.objective.weighted_losses", "len(omega) / 2", "len(omega)"),),
         (claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "pairs"),),
     ),
     _own(
         "modes-not-put-back",
         "the user's model stays in evaluation mode",
-        (Edit("capture.evaluation_mode", "module.training = flag", "pass"),),
+        (Edit("model.capture.evaluation_mode", "module.training = flag", "pass"),),
         (claim(scoring.check_model_is_left_alone, small(), "direct"),),
     ),
     _own(
         "self-only-mode-not-put-back",
         "training's own backward through a scored graph stays self-only",
-        (Edit("attention.BackwardSwitch.to", "self.mode = before", "pass"),),
+        (Edit("model.attention.BackwardSwitch.to", "self.mode = before", "pass"),),
         (
             claim(attending.check_the_mode_is_read_at_backward_time, calls()),
             claim(scoring.check_observed_equals_scored, small(), "direct"),
@@ -1297,7 +1357,7 @@ OWN = (
         "a contraction that is off by 1e-9 of itself",
         (
             Edit(
-                "contraction.contract",
+                "estimate.contraction.contract",
                 'return torch.einsum("bto,bto->bt",',
                 'return (1 + 1e-9) * torch.einsum("bto,bto->bt",',
             ),
@@ -1336,25 +1396,29 @@ WEIGHTS = (
     _own(
         "cap-forgotten",
         "one token takes any weight",
-        (Edit("weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),),
+        (Edit("select.weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),),
         (PROPORTIONAL, CHANCES),
     ),
     _own(
         "rounding-not-shared-out",
         "the total of the weights is short by what was rounded off",
-        (Edit("weights._fill", "part + (i < left)", "part"),),
+        (Edit("select.weights._fill", "part + (i < left)", "part"),),
         (PROPORTIONAL, CHANCES),
     ),
     _own(
         "size-of-a-value-for-its-positive-part",
         "tokens that do harm weigh as much as those that help",
-        (Edit("weights._shared", ".clamp(min=0)", ".abs()"),),
+        (Edit("select.weights._shared", ".clamp(min=0)", ".abs()"),),
         (PROPORTIONAL, CHANCES),
     ),
     _own(
         "chances-without-floor",
         "a token that is never kept, or weighs without bound",
-        (Edit("weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"),),
+        (
+            Edit(
+                "select.weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"
+            ),
+        ),
         (CHANCES,),
     ),
     _own(
@@ -1362,7 +1426,7 @@ WEIGHTS = (
         "all kept tokens weigh n / m, whatever their chance",
         (
             Edit(
-                "weights._unbiased",
+                "select.weights._unbiased",
                 "_CHANCE / chances.double()",
                 "len(values) / count + 0 * chances.double()",
             ),
@@ -1374,7 +1438,7 @@ WEIGHTS = (
         "systematic sampling from a fixed start",
         (
             Edit(
-                "weights._unbiased",
+                "select.weights._unbiased",
                 "start = int(torch.randint(_CHANCE, (), generator=generator))",
                 "start = 0",
             ),
@@ -1386,7 +1450,7 @@ WEIGHTS = (
         "neighbours of equal value are never kept together",
         (
             Edit(
-                "weights._unbiased",
+                "select.weights._unbiased",
                 "torch.randperm(len(values), generator=generator)",
                 "torch.arange(len(values))",
             ),
@@ -1396,7 +1460,7 @@ WEIGHTS = (
     _own(
         "hits-rounded-the-other-way",
         "a token is hit by a start at its end instead of at its beginning",
-        (Edit("weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),),
+        (Edit("select.weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),),
         (ENUMERATION,),
     ),
     _own(
@@ -1404,7 +1468,7 @@ WEIGHTS = (
         "the control of soft weights is the policy itself",
         (
             Edit(
-                "weights.token_weights",
+                "select.weights.token_weights",
                 'if policy == "random":\n            group',
                 "if False:\n            group",
             ),
@@ -1414,7 +1478,7 @@ WEIGHTS = (
     _own(
         "one-total-for-all-sequences",
         'scope="sequence" weighs the batch as a whole',
-        (Edit("weights._per_scope", 'if scope == "sequence" else', "if False else"),),
+        (Edit("select.weights._per_scope", 'if scope == "sequence" else', "if False else"),),
         (
             claim(weighing.check_proportional_weights, LONG, "sequence", "top"),
             claim(weighing.check_scope_is_row_by_row, LONG, "unbiased"),
@@ -1423,13 +1487,13 @@ WEIGHTS = (
     _own(
         "schedule-over-the-whole-run",
         "the share of the run over which a number moves is ignored",
-        (Edit("schedule.scheduled", "(_decimal(share) * total)", "total"),),
+        (Edit("select.schedule.scheduled", "(_decimal(share) * total)", "total"),),
         (SCHEDULE,),
     ),
     _own(
         "schedule-in-floating-point",
         "half of the way from 1.0 to 0.2 is 0.6000000000000001",
-        (Edit("schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),),
+        (Edit("select.schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),),
         (claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),),
     ),
     _own(
@@ -1437,7 +1501,7 @@ WEIGHTS = (
         "a weight used twice counts as two weights",
         (
             Edit(
-                "interaction._add_products",
+                "select.interaction._add_products",
                 "for other_left, other_right in factors:",
                 "for other_left, other_right in [(left, right)]:",
             ),
@@ -1447,7 +1511,7 @@ WEIGHTS = (
     _own(
         "tied-weights-told-apart",
         "two modules around one weight have products of their own only",
-        (Edit("interaction._by_identity", "id(parameter)", "id(use.linear.module)"),),
+        (Edit("select.interaction._by_identity", "id(parameter)", "id(use.linear.module)"),),
         (GRAM_OF_INTEGERS, gram_of(tied_linears=True, mlp="gated")),
     ),
     _own(
@@ -1455,7 +1519,7 @@ WEIGHTS = (
         "gradients taken where the token is read, not where it is predicted",
         (
             Edit(
-                "interaction._predicting",
+                "select.interaction._predicting",
                 "by_position.detach()[:, :-1][mask[:, 1:]]",
                 "by_position.detach()[mask]",
             ),
@@ -1467,7 +1531,7 @@ WEIGHTS = (
         "only the upper triangle of blocks is filled",
         (
             Edit(
-                "interaction._add_products",
+                "select.interaction._add_products",
                 "gram[start + block :, rows] += part[:, block:].T",
                 "pass",
             ),
@@ -1477,25 +1541,35 @@ WEIGHTS = (
     _own(
         "stored-layout-ignored",
         "a weight that is tied to its own transpose",
-        (Edit("interaction._weight_factors", "if use.linear.transposed else", "if False else"),),
+        (
+            Edit(
+                "select.interaction._weight_factors",
+                "if use.linear.transposed else",
+                "if False else",
+            ),
+        ),
         (GRAM_OF_INTEGERS,),
     ),
     _own(
         "bias-forgotten-in-the-gram-matrix",
         "bias gradients take no part in the products of tokens",
-        (Edit("interaction.token_gram", "if score_bias else []", "if False else []"),),
+        (Edit("select.interaction.token_gram", "if score_bias else []", "if False else []"),),
         (GRAM_OF_INTEGERS, gram_of(bias=True)),
     ),
     _own(
         "own-square-forgotten",
         "a token's own part of the penalty left out",
-        (Edit("interaction._greedy", "weight / 2 * gram.diagonal()", "0 * gram.diagonal()"),),
+        (
+            Edit(
+                "select.interaction._greedy", "weight / 2 * gram.diagonal()", "0 * gram.diagonal()"
+            ),
+        ),
         (GREEDY,),
     ),
     _own(
         "half-of-the-interaction",
         "w / 2 instead of w on the products of two tokens",
-        (Edit("interaction._greedy", "gains -= weight *", "gains -= weight / 2 *"),),
+        (Edit("select.interaction._greedy", "gains -= weight *", "gains -= weight / 2 *"),),
         (
             GREEDY,
             claim(
@@ -1509,7 +1583,7 @@ WEIGHTS = (
         "repetition of all but the last token added is forgotten",
         (
             Edit(
-                "interaction._greedy",
+                "select.interaction._greedy",
                 "gains -= weight * gram[best].double()",
                 "gains = torch.where(keep, -torch.inf, values - weight / 2 * "
                 "gram.diagonal().double() - weight * gram[best].double())",

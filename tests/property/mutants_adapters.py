@@ -13,7 +13,7 @@ __all__ = ["MUTANTS"]
 
 def _adapter(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
     target, old, new = edit
-    return Mutant(name, sentence, (Edit(f"adapters.{target}", old, new),), claims, listed=False)
+    return Mutant(name, sentence, (Edit(f"model.{target}", old, new),), claims, listed=False)
 
 
 def linears(name: str, layers: tuple[int, ...]) -> Claim:
@@ -184,12 +184,12 @@ MUTANTS = (
         "leaving one context takes the other overrides of its modules as well",
         (
             Edit(
-                "adapters.dispatch.dispatched",
+                "model.dispatch.dispatched",
                 "for one in dispatch.active[module] if one is not entered",
                 "for one in ()",
             ),
             Edit(
-                "adapters.dispatch.dispatched",
+                "model.dispatch.dispatched",
                 "del dispatch.active[module]",
                 "dispatch.active.pop(module, None)",
             ),

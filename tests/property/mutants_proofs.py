@@ -34,7 +34,7 @@ ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.
 
 def _proof(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
     target, old, new = edit
-    edits = (Edit(f"proofs.{target}", old, new),)
+    edits = (Edit(f"estimate.proofs.{target}", old, new),)
     return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
 
 
@@ -165,7 +165,7 @@ DRIFT = (
         "fisher-squared-again",
         "V = F^2 o (W - W_ref)",
         (
-            "drift.FisherDrift._V",
+            "direction.drift.FisherDrift._V",
             "diagonal_drift(self.fisher[name].to(weight.device), weight, reference)",
             "diagonal_drift(self.fisher[name].to(weight.device) ** 2, weight, reference)",
         ),
@@ -175,7 +175,7 @@ DRIFT = (
         "reference-not-subtracted",
         "V = F o W",
         (
-            "drift.FisherDrift._V",
+            "direction.drift.FisherDrift._V",
             "reference = self.reference[name].to(weight.device)",
             "reference = 0 * self.reference[name].to(weight.device)",
         ),
@@ -186,7 +186,7 @@ DRIFT = (
         "kronecker-sides-exchanged",
         "V = A_F (W - W_ref) S_F",
         (
-            "drift.FisherDrift._V",
+            "direction.drift.FisherDrift._V",
             "return kronecker_drift(left, right, weight, reference)",
             "return kronecker_drift(right, left, weight, reference)",
         ),
@@ -196,7 +196,7 @@ DRIFT = (
         "kronecker-sides-of-a-transposed-weight",
         "a weight stored as (d_in, d_out) is multiplied as one stored as (d_out, d_in)",
         (
-            "drift.FisherDrift.from_kronecker",
+            "direction.drift.FisherDrift.from_kronecker",
             "(A, S) if _parameter_name(name) in turned else (S, A)",
             "(S, A)",
         ),
@@ -206,7 +206,7 @@ DRIFT = (
         "fisher-of-another-parameter",
         "every weight is multiplied with the first one's Fisher",
         (
-            "drift.FisherDrift._V",
+            "direction.drift.FisherDrift._V",
             "self.fisher[name].to(weight.device), weight",
             "self.fisher[self.names[0] if weight.dim() == 2 else name].to(weight.device), weight",
         ),
@@ -215,14 +215,14 @@ DRIFT = (
     _drift(
         "bias-named-as-a-weight",
         "an entry of a bias goes to a weight of its name",
-        ("drift._parameter_name", '(".weight", ".bias")', '".weight"'),
+        ("direction.drift._parameter_name", '(".weight", ".bias")', '".weight"'),
         V,
     ),
     _drift(
         "weights-of-an-earlier-step",
         "V that is formed later is taken of whatever the weights are then",
         (
-            "drift.FisherDrift.forming",
+            "direction.drift.FisherDrift.forming",
             "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
             "if False:",
         ),
@@ -232,7 +232,7 @@ DRIFT = (
         "change-seen-by-its-version-only",
         "a weight that is written to through .data is taken for the one of before",
         (
-            "drift.FisherDrift.forming",
+            "direction.drift.FisherDrift.forming",
             "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
             "if weight._version != version:",
         ),
@@ -242,7 +242,7 @@ DRIFT = (
         "half-precision-reference",
         "the reference weights are rounded to half precision",
         (
-            "drift.FisherDrift._V",
+            "direction.drift.FisherDrift._V",
             "self.reference[name].to(weight.device)",
             "self.reference[name].half().to(weight)",
         ),
@@ -253,7 +253,7 @@ DRIFT = (
         "factors-exchanged-in-the-file",
         "left is written where right is read",
         (
-            "drift.FisherDrift.save",
+            "direction.drift.FisherDrift.save",
             'f"left/{name}": left, f"right/{name}": right',
             'f"left/{name}": right, f"right/{name}": left',
         ),
@@ -263,7 +263,7 @@ DRIFT = (
         "reference-read-for-the-fisher",
         "an opened file gives its reference weights for its Fisher",
         (
-            "drift.FisherDrift._described",
+            "direction.drift.FisherDrift._described",
             'read(f"fisher/{name}")',
             'read(f"reference/{name}").abs()',
         ),
@@ -272,14 +272,14 @@ DRIFT = (
     _drift(
         "any-distance-accepted",
         "a Fisher of unrelated weights is used",
-        ("drift.check_distance", "if not middle <= most:", "if False:"),
+        ("direction.drift.check_distance", "if not middle <= most:", "if False:"),
         DISTANCE,
     ),
     _drift(
         "distance-of-the-reference-from-zero",
         "the relative drift is 1 whatever has moved",
         (
-            "drift.FisherDrift.drift",
+            "direction.drift.FisherDrift.drift",
             "(weight.to(torch.float32) - reference).norm()",
             "(0 * weight.to(torch.float32) - reference).norm()",
         ),
@@ -288,14 +288,14 @@ DRIFT = (
     _drift(
         "any-architecture-accepted",
         "a Fisher of another model of equal shapes is used",
-        ("drift.FisherDrift.check_identity", "if differing:", "if False:"),
+        ("direction.drift.FisherDrift.check_identity", "if differing:", "if False:"),
         FOREIGN,
     ),
     _drift(
         "any-shape-accepted",
         "a Fisher of other shapes is broadcast",
         (
-            "drift.FisherDrift.require",
+            "direction.drift.FisherDrift.require",
             "if tuple(shape) != tuple(self.shapes[name]):",
             "if len(shape) != len(self.shapes[name]):",
         ),
@@ -305,7 +305,7 @@ DRIFT = (
         "part-of-the-fisher-forgotten",
         "where weights are sharded, V = W - W_ref",
         (
-            "drift_parts.ShardedDrift.direction",
+            "direction.drift_parts.ShardedDrift.direction",
             "diagonal_drift(self._fisher[name], self._part(name), self._reference[name])",
             "diagonal_drift(1 + 0 * self._fisher[name], self._part(name), self._reference[name])",
         ),
@@ -315,7 +315,7 @@ DRIFT = (
         "kronecker-v-of-the-reference",
         "where weights are sharded, the Kronecker V is that of weights twice as far away",
         (
-            "drift_parts.ShardedDrift.direction",
+            "direction.drift_parts.ShardedDrift.direction",
             "self._drift.direction({name: whole})[name]",
             "self._drift.direction({name: 2 * whole - self._drift.reference[name]})[name]",
         ),

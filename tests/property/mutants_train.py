@@ -77,7 +77,7 @@ TRAINERS = (
     _of(
         "validation-gradient-in-bf16",
         "G is summed up from gradients rounded to bfloat16",
-        "objective.objective_sums",
+        "direction.objective.objective_sums",
         "gradient.to(total[name].dtype)",
         "gradient.bfloat16().to(total[name].dtype)",
         PAPER,

@@ -35,8 +35,8 @@ import jaxtyping
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from alphatoken import proofs
 from alphatoken.errors import CoverageError, UnsupportedError
+from alphatoken.estimate import proofs
 from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
 from tests.property.sources import Definition, definition, place, source_of
 from tests.property.tolerance import unrecorded
@@ -69,7 +69,7 @@ class Edit:
     """One change: ``old`` occurs exactly once in the source of ``target``, and becomes ``new``.
 
     ``target`` is the dotted path of a function, method (static and class methods too) or property
-    without the package: "selection.keep_count", "train.dpo.AlphaDPOTrainer.compute_loss". Nested
+    without the package: "select.masks.keep_count", "train.dpo.AlphaDPOTrainer.compute_loss". Nested
     functions are edited through the function around them.
     """
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
-from alphatoken.adapter import AttentionCall, NativeAttention, ScoredLinear
+from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder, explicit_attention
 from tests.property.strategies import Case, cases

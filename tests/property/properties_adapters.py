@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import AttentionCall, NativeAttention, find_adapter
 from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.properties_proofs import refusal

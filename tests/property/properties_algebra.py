@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from alphatoken import (
-    batch,
-    contraction,
-    direction,
-    losses,
-    preconditioner,
-    selection,
-    vocabulary,
-)
+from alphatoken.direction import algebra as direction
+from alphatoken.direction import preconditioner
+from alphatoken.estimate import contraction
+from alphatoken.model import batch, vocabulary
 from alphatoken.oracle import preference, utility
+from alphatoken.select import losses
+from alphatoken.select import masks as selection
 from tests.property.strategies import SEEDS, ContractionCase
 from tests.property.tolerance import close
 

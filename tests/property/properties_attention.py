@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alphatoken import attention
-from alphatoken.adapter import AttentionCall
+from alphatoken.model import attention
+from alphatoken.model.protocol import AttentionCall
 from tests.property.decoder import explicit_attention
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close

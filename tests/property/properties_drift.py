@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alphatoken import FisherDrift
-from alphatoken.drift import check_distance
+from alphatoken.direction.drift import check_distance
 from tests.property.properties_proofs import refusal
 from tests.property.tolerance import close
 

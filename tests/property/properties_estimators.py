@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.batch import read_batch
-from alphatoken.forward_mode import label_values
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import ReferenceAdapter
 from tests.property.properties import (

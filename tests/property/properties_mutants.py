@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alphatoken import fisher, sampling
+from alphatoken.direction import fisher, sampling
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken.adapters import optimizers
+from alphatoken.direction import optimizers
 from alphatoken.oracle import utility
 from tests.property import optimizer_steps as steps
 from tests.property.optimizer_steps import Case, Kind

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.batch import read_batch
 from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
-from alphatoken.proofs import compare_gradients, prove_documents
+from alphatoken.estimate.proofs import compare_gradients, prove_documents
+from alphatoken.model.batch import read_batch
 from tests.property.decoder import ReferenceAdapter
 from tests.property.strategies import Case, make_case
 

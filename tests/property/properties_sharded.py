@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.sharding import Sharding
+from alphatoken.model.sharding import Sharding
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.properties import (
     LAMBDA,

@@ -13,10 +13,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import batch as batches
-from alphatoken import capture, estimators, interaction, schedule, selection, weights
-from alphatoken.adapter import ScoredLinear
+from alphatoken.estimate import estimators
+from alphatoken.model import batch as batches
+from alphatoken.model import capture
+from alphatoken.model.protocol import ScoredLinear
 from alphatoken.oracle import gradients, influence
+from alphatoken.select import interaction, schedule, weights
+from alphatoken.select import masks as selection
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder, TransposedLinear
 from tests.property.properties import MODEL, Setup, forward_of, response_mask, scored
 from tests.property.strategies import SEEDS

@@ -273,6 +273,7 @@ class Replay:
         self.gain: dict[str, Tensor] = {}
         self.keep: dict[str, Tensor] = {}
         self.built: int | None = None
+        self.stale = False
         self.balance: dict[str, float] = {}  # as it was last measured
         self.look: dict[str, float] = {}  # the last look at the validation objective
         self.seen = 0  # tokens trained on
@@ -333,23 +334,32 @@ class Replay:
         total, _ = self.objective(documents)
         return self.gradient(total / sum(len(d.places) for d in documents))
 
+    def due(self, step: int) -> None:
+        """A new direction, of the rows drawn for this step, unless an earlier one is still used."""
+        if self.built is None or step - self.built >= self.asked.direction_steps:
+            self.built, self.stale = step, True
+
     def build(self, step: int) -> None:
-        """G and V for this step, unless those of an earlier one are still to be used."""
-        if self.built is not None and step - self.built < self.asked.direction_steps:
+        """G and V, once for each that is due, when the first micro-batch has to be valued.
+
+        A step whose values are all reused builds none, and adds nothing to the running mean.
+        """
+        if not self.stale:
             return
-        self.built, decay = step, self.asked.running_mean
+        self.stale, rows, decay = False, self.built, self.asked.running_mean
+        assert rows is not None
         here = {n: self.parameters[n].detach().double() for n in self.names}
         self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
         self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
         if self.asked.objective != "stability":
-            found = self.objective_gradient(self.told.validation[step])
+            found = self.objective_gradient(self.told.validation[rows])
             self.past.append({n: found[n].double() for n in self.names})
             powers = [decay**age for age in reversed(range(len(self.past)))]
             for name in self.names:
                 mean = sum(p * g[name] for p, g in zip(powers, self.past, strict=True))
                 self.gain[name] = mean / sum(powers)
         if self.asked.objective != "adaptation":
-            self.keep |= self.retention(step, here)
+            self.keep |= self.retention(rows, here)
         if self.asked.preconditioner == "frozen":
             scale = self.preconditioner(step, None)
             self.gain = {n: scale[n] * g for n, g in self.gain.items()}
@@ -564,7 +574,7 @@ class Replay:
         losses, rows = ([[pair[i] for pair in m] for m in found] for i in (0, 1))
         if self.asked.policy != "random":
             out.logs |= self.watched(step)
-            self.build(step)
+            self.due(step)
             self.value_all(step, out, losses, rows)
             out.weights = self.select(step, [values["total"] for values in out.values])
         out.chosen = out.weights
@@ -591,6 +601,7 @@ class Replay:
             scales = {n: v.abs() for n, v in (values or {}).items()}
             out.reused.append(values is not None)
             if values is None:
+                self.build(step)
                 signs = self.signs(micro, loss, None)
                 gain, keep = self.sides(step, micro, gradient, signs)
                 values, scales = self.values(micro, gradient, signs, gain, keep, weight)

@@ -1,6 +1,6 @@
 """Where a function of the library stands in its sources; nothing is imported.
 
-A function is named by its dotted path without the package: "selection.keep_count",
+A function is named by its dotted path without the package: "select.masks.keep_count",
 "train.dpo.AlphaDPOTrainer.compute_loss".
 """
 

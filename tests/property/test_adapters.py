@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken.estimators import SELF_ONLY
+from alphatoken.estimate.estimators import SELF_ONLY
 from tests.property import properties_adapters as claims
 from tests.property.architectures import ARCHITECTURES, BY_NAME, MIXTURES, SOFTMAX
 from tests.property.profiles import budget

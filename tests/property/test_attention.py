@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken import attention
+from alphatoken.model import attention
 from tests.property import properties_attention as claims
 from tests.property.profiles import budget
 from tests.property.properties_attention import AttentionCase, attention_cases

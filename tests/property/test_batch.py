@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, PreferenceBatch, batch, losses
+from alphatoken import InputError, NumericalError, PreferenceBatch
+from alphatoken.model import batch
 from alphatoken.oracle import gradients, influence
+from alphatoken.select import losses
 from tests.property.properties_algebra import LossCase, loss_cases
 from tests.property.strategies import MODES, make_batch, rows
 

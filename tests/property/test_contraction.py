@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import contraction
+from alphatoken.estimate import contraction
 from tests.property import properties_algebra as algebra
 from tests.property import properties_scorer as scorer
 from tests.property.devices import on_devices

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alphatoken.adapter import AttentionCall, DecoderAdapter, NativeAttention, find_adapter
+from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention, find_adapter
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.strategies import Case, cases, make_case

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from alphatoken.adapter import find_adapter
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, collate
 from alphatoken.errors import ConfigError, InputError
@@ -28,7 +27,8 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.states import TokenStates, token_states
 from alphatoken.fidelity.valuing import kept_by, with_estimator
-from alphatoken.progress import Tracker
+from alphatoken.model.protocol import find_adapter
+from alphatoken.support.progress import Tracker
 from tests.property.architectures import ARCHITECTURES
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 

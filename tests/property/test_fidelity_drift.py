@@ -23,7 +23,7 @@ from alphatoken.fidelity.similarity import (
 )
 from alphatoken.fidelity.states import PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
-from alphatoken.progress import Tracker
+from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.test_fidelity_coverage import rows_of
 

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.batch import read_batch
 from alphatoken.data import Example, Row
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimators import CAPTURED, ESTIMATORS
+from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import advise
@@ -24,6 +23,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.noise import calibration, plant
 from alphatoken.fidelity.readings import WINDOWED, Setting, full_gradient, read, supported
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
@@ -189,6 +189,7 @@ def test_the_oracle_is_per_token_autograd() -> None:
     close(torch.from_numpy(found), exact[mask], float(exact.abs().max()), 1e-11)
 
 
+@pytest.mark.slow
 def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     found = diagnosed()
     layers = found.table("layers").records()
@@ -365,6 +366,7 @@ def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
     assert any("not defined on this model" in sentence for sentence in found.answer)
 
 
+@pytest.mark.slow
 def test_layers_by_index_are_the_users_own() -> None:
     subject = subject_of(
         decoder_of(), tokens=60, batch_size=4, config=ScorerConfig(layers=[0, 2], window=None)
@@ -402,6 +404,7 @@ def test_layers_beyond_the_model_are_refused() -> None:
         diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, layers=(7,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_real_architectures(name: str) -> None:
     model = BY_NAME[name].build().eval()

@@ -196,6 +196,7 @@ def test_the_bare_drift_does_not(found: Diagnosis) -> None:
     assert gains["diagonal"]["gain_low"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_a_given_fisher_that_equals_the_hessian_is_used(structure: str) -> None:
     fisher = exact()
@@ -229,6 +230,7 @@ def test_a_permuted_fisher_does_not_rank_as_the_oracle() -> None:
     assert spearman_of(found, "diagonal") < 0.6
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_plant_says_something() -> None:
     size = sum(weight.numel() for weight in exact().values())
     options = replace(TINY, sequence=False, sizes=(), block=size, steps=20)
@@ -465,6 +467,7 @@ def test_the_bound_holds_and_is_tighter_along_the_drift(both_bounds: Any) -> Non
     assert found.cross_along.value <= found.cross.value * found.other_drift * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_block_and_few_steps_give_lower_limits(both_bounds: Any) -> None:
     wanted, _ = both_bounds
     before = ordinary(4, layers=1)

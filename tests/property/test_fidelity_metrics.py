@@ -16,7 +16,7 @@ from alphatoken.errors import InputError, NumericalError
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import front
 from alphatoken.fidelity.cost import measure
-from alphatoken.selection import select_top
+from alphatoken.select.masks import select_top
 from tests.property.profiles import budget
 
 # Few different values: ties are the hard case.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import measure
 from alphatoken.fidelity.decisions import kept
@@ -146,6 +146,7 @@ def test_which_layers_are_tried() -> None:
 OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8, repeats=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contraction", ["auto", "gram"])
 def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it(contraction: str) -> None:
     """One M over all layers, cut to each setting's scope, against full rescoring."""
@@ -165,6 +166,7 @@ def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it(contraction: s
         close(torch.from_numpy(found), torch.from_numpy(wanted), scale, 1e-10, name=str(value))
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_planted_settings() -> None:
     """W beyond the rows changes nothing; lambda has none of the cost; all is in the tables."""
     subject = small(rows=9, config=ScorerConfig(layers=2, window=30))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, batches
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
-from alphatoken.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import arrangement, per_row, stability
 from alphatoken.fidelity.arrangement import Reference, composition, padding, rescored, thresholds
 from alphatoken.fidelity.decisions import (
@@ -32,7 +32,7 @@ from alphatoken.fidelity.per_row import RowColumns, absolute_terms, row_columns,
 from alphatoken.fidelity.resampling import noise_by_size, resample
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
-from alphatoken.selection import select_top
+from alphatoken.select.masks import select_top
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.tolerance import close
@@ -354,6 +354,7 @@ def arranged(subject: Subject, retention: FisherDrift | None = None) -> Referenc
     return Reference.of(subject, scorer, subject.train, total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PLAIN, TRANSPOSED, LEARNED], ids=["plain", "fused", "learned"])
 @pytest.mark.parametrize("estimator", ["alphatoken", "label", "path"])
 def test_batches_and_padding_change_rounding_only(config: DecoderConfig, estimator: str) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.batch import read_batch, token_losses
 from alphatoken.data import Example, Row
 from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.fidelity import metrics
@@ -22,6 +21,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.prediction import breakdown, first_order, relative_error, slope
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.oracle import utility as oracle
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
@@ -133,6 +133,7 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
         assert torch.equal(p.detach(), first[name])
 
 
+@pytest.mark.slow
 def test_the_users_model_is_left_alone() -> None:
     model = decoder_of()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -394,6 +395,7 @@ def test_tables_and_figures() -> None:
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.slow
 def test_the_users_label_setting_is_named_once() -> None:
     config = ScorerConfig(estimator="label", layers="all", parameters="all", preconditioner=None)
     subject = subject_of(decoder_of(), train=rows_of([9] * 8), batch_size=8, config=config)

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
-from alphatoken.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.data import Example, Row
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.fidelity import causal_parts
@@ -28,6 +26,8 @@ from alphatoken.fidelity.pairs import (
 )
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.value_propagation_figures import density
+from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import influence, jacobian
 from tests.property import decoder
 from tests.property.architectures import BY_NAME

@@ -16,7 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken.drift import FisherDrift
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
+from alphatoken.direction.sampling import sample_generator, sample_responses
 from alphatoken.errors import (
     ConfigError,
     CoverageError,
@@ -24,12 +26,10 @@ from alphatoken.errors import (
     InputError,
     NumericalError,
 )
-from alphatoken.fisher import fit_fisher
 from alphatoken.oracle.enumeration import enumerated_log_probabilities
 from alphatoken.oracle.retention import exact_fisher, exact_token_fisher
-from alphatoken.progress import Progress
-from alphatoken.sampling import sample_generator, sample_responses
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.support.progress import Progress
+from alphatoken.support.storage import read_tensors, write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.strategies import configs
@@ -553,7 +553,7 @@ def test_a_resumed_fit_draws_the_same_batches(
         batches.append([name.split()[1] for name in arguments[-1]])
         return sample_responses(*arguments)
 
-    monkeypatch.setattr("alphatoken.fisher.sample_responses", spy)
+    monkeypatch.setattr("alphatoken.direction.fisher.sample_responses", spy)
     arguments = {**ARGUMENTS, "checkpoint": tmp_path / "sums", "checkpoint_every": 1}
     model = ReferenceDecoder(DEEP, 0)
     with pytest.raises(Interrupt):
@@ -565,7 +565,7 @@ def test_a_resumed_fit_draws_the_same_batches(
 
 KILLED = """
 import os, signal, sys, torch
-from alphatoken.fisher import fit_fisher
+from alphatoken.direction.fisher import fit_fisher
 from tests.property.test_fisher import ARGUMENTS, DEEP, PROMPTS, ReferenceDecoder
 torch.set_num_threads(1)
 def kill(progress):

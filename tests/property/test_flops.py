@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken import Scorer, ScorerConfig, contraction, scorer
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.estimate import contraction
+from alphatoken.scoring import valuing
 from benchmarks.floors import Shape
 from benchmarks.measure import flops
 from benchmarks.models import Size, fisher
@@ -337,7 +339,7 @@ def test_double_work_is_caught(
 def test_a_second_dual_forward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ready(SMALL, "label", 3)
     bounds = label(SMALL.shape(model_of(SMALL)), 3, observed=True)
-    monkeypatch.setattr(scorer, "label_values", _twice(scorer.label_values))
+    monkeypatch.setattr(valuing, "label_values", _twice(valuing.label_values))
     with pytest.raises(AssertionError, match="above the bound"):
         bounds.admit(observed_values(made, SMALL), "label, doubled")
 

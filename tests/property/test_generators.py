@@ -192,6 +192,7 @@ def test_a_hard_case_is_reached(name: str) -> None:
     assert HARD[name](witness(cases(), HARD[name], REACH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -9,10 +9,13 @@ import torch
 from hypothesis import example, find, given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, capture, estimators, interaction
-from alphatoken import batch as batches
-from alphatoken.adapter import find_adapter
+from alphatoken import InputError, NumericalError
+from alphatoken.estimate import estimators
+from alphatoken.model import batch as batches
+from alphatoken.model import capture
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
+from alphatoken.select import interaction
 from tests.property import properties_weights as claims
 from tests.property.architectures import plain_forward
 from tests.property.profiles import budget

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, batch, losses
+from alphatoken import InputError
+from alphatoken.model import batch
 from alphatoken.oracle import gradients, preference
+from alphatoken.select import losses
 from tests.property import properties_algebra as claims
 from tests.property.profiles import budget
 from tests.property.properties import MODEL, forward_of

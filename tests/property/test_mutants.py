@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import oracle, selection
+from alphatoken import oracle
+from alphatoken.select import masks as selection
 from tests.property import generate_docs, properties_mutants
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS
 from tests.property.claims import EQUATIONS, KINDS, ROWS
@@ -64,6 +65,8 @@ def killers(mutant: Mutant) -> list[str]:
     return [one.name for one in CLAIMS if not one.needs and hunt(mutant, one) is not None]
 
 
+# Slow: a hunt shows by itself that its killing example passes on the library as it is.
+@pytest.mark.slow
 @pytest.mark.parametrize("one", CLAIMS, ids=[one.name for one in CLAIMS])
 def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
     """What kills a mutant is no property that always fails."""
@@ -85,19 +88,19 @@ def test_every_mutant_of_the_list_is_there() -> None:
 def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
     """Imported names, methods, static methods, super() and defaults; also past an exception."""
     edits = (
-        Edit("attention._band", "(k <= t + window)", "(k < t + window)"),
-        Edit("batch.to_token_index", "(1, 0)", "(0, 1)"),
-        Edit("target.Target._current_stamp", "tuple(", "list("),
-        Edit("attention._Gate.backward", "None, dq, dk, dv", "dv, dq, dk, None"),
+        Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),
+        Edit("model.batch.to_token_index", "(1, 0)", "(0, 1)"),
+        Edit("direction.current.Target._current_stamp", "tuple(", "list("),
+        Edit("model.attention._Gate.backward", "None, dq, dk, dv", "dv, dq, dk, None"),
         Edit("errors.AlphaTokenError.__init__", "super().__init__(", "super().__init__(0, "),
-        Edit("contraction.contract_gram", "chunk: int = 4096", "chunk: int = 3"),
+        Edit("estimate.contraction.contract_gram", "chunk: int = 4096", "chunk: int = 3"),
     )
     before = [_state(edit) for edit in edits]
 
     def inside() -> None:
         with applied(Mutant("six", "", edits, (), listed=False)) as calls:
             assert all(_state(e)[0] != one[0] for e, one in zip(edits, before, strict=True))
-            assert function_of("contraction.contract_gram").__kwdefaults__ == {"chunk": 3}
+            assert function_of("estimate.contraction.contract_gram").__kwdefaults__ == {"chunk": 3}
             assert selection.InputError("no").args[0] == 0
             assert calls == {"errors.AlphaTokenError.__init__": 1}
             raise KeyError
@@ -115,11 +118,11 @@ def _state(edit: Edit) -> tuple[object, ...]:
 
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
     """When the library changes, its mutants must follow; none turns into a no-op."""
-    edit = Edit("selection.keep_count", "no such text", "x")
+    edit = Edit("select.masks.keep_count", "no such text", "x")
     with pytest.raises(LookupError, match="must follow"), applied(Mutant("m", "", (edit,), ())):
         pass
     with pytest.raises(LookupError, match="must follow"):
-        source_of("selection.no_such_function")
+        source_of("select.masks.no_such_function")
     for mutant in MUTANTS:
         for edit in mutant.edits:
             assert edit.old != edit.new
@@ -133,7 +136,7 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:
         assert selection.keep_count(hundredths / 100, 10) == 5
 
     for new, error in (("assert False", AssertionError), ("import nothing", ImportError)):
-        edit = Edit("selection.keep_count", "return whole", f"{new}; return whole")
+        edit = Edit("select.masks.keep_count", "return whole", f"{new}; return whole")
         with pytest.raises(error):
             hunt(Mutant("broken", "", (edit,), ()), claim(check, 50))
     assert selection.keep_count(0.5, 10) == 5
@@ -145,7 +148,7 @@ def test_a_mutant_that_is_never_called_is_no_kill() -> None:
     def check(number: int) -> None:
         raise AssertionError(number)
 
-    edit = Edit("selection.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
+    edit = Edit("select.masks.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
     with pytest.raises(RuntimeError, match="never called"):
         hunt(Mutant("elsewhere", "", (edit,), ()), claim(check, 1))
 
@@ -156,7 +159,7 @@ def test_a_property_that_fails_without_the_mutant_is_no_kill() -> None:
     def check(count: int) -> None:
         assert selection.keep_count(0.5, count) == -1
 
-    edit = Edit("selection.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
+    edit = Edit("select.masks.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
     with pytest.raises(RuntimeError, match="without any mutant"):
         hunt(Mutant("innocent", "", (edit,), ()), claim(check, 3))
 

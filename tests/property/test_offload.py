@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues, fit_fisher
-from alphatoken.direction import Formed, precondition
-from alphatoken.drift_parts import ShardedDrift
+from alphatoken.direction.algebra import precondition
+from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.errors import ConfigError, FisherError, ModelError
-from alphatoken.storage import TensorFile, read_tensors, write_tensors
+from alphatoken.estimate.matrices import Formed
+from alphatoken.support.storage import TensorFile, read_tensors, write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.properties import (

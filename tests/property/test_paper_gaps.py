@@ -12,10 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher, preconditioner, selection
+from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
 from alphatoken.data.rows import Row, Turn
 from alphatoken.data.split import split_pools
+from alphatoken.direction import preconditioner
 from alphatoken.oracle import gradients, influence, jacobian, utility
+from alphatoken.select import masks as selection
 from tests.property import properties_algebra as algebra
 from tests.property.decoder import ReferenceAdapter
 from tests.property.properties import (

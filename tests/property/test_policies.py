@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.adapter import AttentionCall
-from alphatoken.attention import AttentionStatistics
 from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.protocol import AttentionCall
 from alphatoken.policies import POLICIES, find_policy, policy, register_policy
 from alphatoken.policies.flow import Flow
 from alphatoken.policies.rho_1 import Rho1
 from alphatoken.policies.sstoken import SsToken, prompt_attention
 from alphatoken.policies.standard import Random, Standard
 from alphatoken.policies.talr import TALR
-from alphatoken.selection import keep_count, select_random, select_top
+from alphatoken.select.masks import keep_count, select_random, select_top
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.statistics import ValueSums, summary

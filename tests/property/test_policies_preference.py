@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken.adapter import find_adapter
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
+from alphatoken.model.protocol import find_adapter
 from alphatoken.policies import attribution, ti_dpo_terms
 from alphatoken.policies.confpo import ConfPO, below_mean_probability
 from alphatoken.policies.preference import (

@@ -20,8 +20,8 @@ from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alphatoken.batch import label_mask
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses as oracle_losses
 from alphatoken.policies.attention_received import receiving
 from alphatoken.policies.less import LESS, adam_update, fill_tokens

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.adapters.optimizers import read_update
-from alphatoken.preconditioner import full_preconditioner
+from alphatoken.direction.optimizers import read_update
+from alphatoken.direction.preconditioner import full_preconditioner
 from tests.property import optimizer_steps as steps
 from tests.property import properties_algebra as algebra
 from tests.property import properties_optimizers as real

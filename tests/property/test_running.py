@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.storage import read_tensors, write_tensors
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.running import RunningMean
 from tests.unhooked import unhooked
 

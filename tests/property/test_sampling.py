@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from alphatoken.errors import InputError, NumericalError
-from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
-from alphatoken.sampling import (
+from alphatoken.direction.sampling import (
     draw_tokens,
     read_given,
     sample_generator,
     sample_responses,
     uniform_numbers,
 )
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 
@@ -291,7 +291,7 @@ def tiny_gpt2() -> Any:
 
 def test_a_transformers_model_with_a_cache_samples_its_full_distribution() -> None:
     """Same bits of randomness, one row at a time, without cache or padding: same responses."""
-    from alphatoken.adapters.transformers import TransformersAdapter
+    from alphatoken.model.transformers import TransformersAdapter
 
     model = tiny_gpt2()
     prompts = [torch.tensor([1]), torch.tensor([0, 2, 1, 1, 3, 2]), torch.tensor([2, 2, 1])]

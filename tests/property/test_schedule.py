@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 
 from alphatoken import InputError
-from alphatoken.schedule import scheduled
+from alphatoken.select.schedule import scheduled
 from tests.property import properties_weights as claims
 from tests.property.properties_weights import ScheduleCase, schedule_cases
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, selection
+from alphatoken import InputError, NumericalError
+from alphatoken.select import masks as selection
 from tests.property import properties_algebra as claims
 from tests.property.properties_algebra import SelectionCase, selection_cases
 

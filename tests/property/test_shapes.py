@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from alphatoken import batch, contraction
 from alphatoken.config import ScorerConfig
+from alphatoken.estimate import contraction
+from alphatoken.model import batch
 from tests import shapes
 
 pytest.importorskip("beartype", reason="beartype is not installed")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import FisherError, UnsupportedError
-from alphatoken.estimators import CAPTURED
+from alphatoken.estimate.estimators import CAPTURED
 from tests.property import properties_sharded as claims
 from tests.property.profiles import budget
 from tests.property.properties import Setup, drift_of, setups

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import DataError, FisherError
-from alphatoken.storage import read_tensors, replacing, write_tensors
+from alphatoken.support.storage import read_tensors, replacing, write_tensors
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
@@ -197,4 +197,5 @@ def test_reading_needs_no_trust(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, path)
     with pytest.raises(DataError):
         read_tensors(path)
-    assert "pickle" not in Path(sys.modules["alphatoken.storage"].__file__ or "").read_text()
+    module = sys.modules["alphatoken.support.storage"]
+    assert "pickle" not in Path(module.__file__ or "").read_text()

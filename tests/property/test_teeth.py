@@ -14,20 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from alphatoken import (
-    attention,
-    contraction,
-    direction,
-    forward_mode,
-    interaction,
-    losses,
-    preconditioner,
-    readout,
-    scorer,
-    target,
-    weights,
-)
-from alphatoken import batch as batches
+from alphatoken.direction import algebra as direction
+from alphatoken.direction import current as target
+from alphatoken.direction import preconditioner
+from alphatoken.estimate import columns, contraction, forward_mode
+from alphatoken.model import attention
+from alphatoken.model import batch as batches
+from alphatoken.scoring import valuing
+from alphatoken.select import interaction, losses, weights
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as heads
 from tests.property import properties_estimators as claims
@@ -109,33 +103,33 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         lambda: heads.check_log_sum_exp_and_weights(HEADS),
     ),
     "direct": (
-        readout.ColumnSums, "columns", lambda: claims.check_direct_is_the_diagonal(SETUP)
+        columns.ColumnSums, "columns", lambda: claims.check_direct_is_the_diagonal(SETUP)
     ),
-    "path": (readout.ColumnSums, "columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
-    "label": (scorer, "label_values", lambda: claims.check_label_is_the_row_sums(SETUP)),
+    "path": (columns.ColumnSums, "columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
+    "label": (valuing, "label_values", lambda: claims.check_label_is_the_row_sums(SETUP)),
     "label, losses": (
         forward_mode, "token_losses", lambda: claims.check_label_is_the_row_sums(SETUP)
     ),
     "alphatoken": (
-        readout.ColumnSums, "columns",
+        columns.ColumnSums, "columns",
         lambda: claims.check_alphatoken_is_direct_plus_propagation(SETUP, 2, "per_head", "label"),
     ),
     "paper_literal": (
-        readout.ColumnSums, "columns", lambda: claims.check_paper_literal(SETUP, 2, "label")
+        columns.ColumnSums, "columns", lambda: claims.check_paper_literal(SETUP, 2, "label")
     ),
     "same_layer_hop": (
-        readout.ColumnSums, "columns",
+        columns.ColumnSums, "columns",
         lambda: claims.check_same_layer_hop_of_the_last_layer_is_path(LAST),
     ),
     "exact propagation": (
-        readout.ColumnSums, "columns",
+        columns.ColumnSums, "columns",
         lambda: claims.check_propagation_is_exact_for_the_last_value_projection(LAST),
     ),
     "totals": (
-        readout.ColumnSums, "columns", lambda: claims.check_totals_are_the_gradient_along_m(SETUP)
+        columns.ColumnSums, "columns", lambda: claims.check_totals_are_the_gradient_along_m(SETUP)
     ),
     "all parameters": (
-        scorer, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
+        valuing, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
     ),
     "validation gradient": (
         target, "objective_sums", lambda: whole.check_validation_gradient(SETUP)

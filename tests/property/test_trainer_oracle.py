@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from tests.property import properties_trainer as running
@@ -205,6 +205,10 @@ def runs(draw: st.DrawFn) -> Asked:
 # A run takes a second, and shrinking some hundred runs: what was drawn is shown as it is.
 @settings(budget(0.4, least=10), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(asked=runs())
+# A step whose values are all reused takes no gradient for the running mean.
+@example(
+    asked=Asked(steps=3, reuse_values=1, running_mean=0.6, validation_mode="pool", keep_ratio=0.7)
+)
 def test_a_drawn_run_is_the_references(asked: Asked) -> None:
     running.check_the_trainer_is_the_reference(asked)
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.adapter import find_adapter
-from alphatoken.capture import find_scope, record
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.model.capture import find_scope, record
+from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.architectures import (
     ARCHITECTURES,

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, find, given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, weights
+from alphatoken import InputError, NumericalError
+from alphatoken.select import weights
 from tests.property import properties_weights as claims
 from tests.property.profiles import budget
 from tests.property.properties_weights import WeightCase, weight_cases

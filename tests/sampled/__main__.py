@@ -11,6 +11,7 @@ Everything lies in build/mutants/, which git ignores; docs/kill-matrix.md shows 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -24,8 +25,7 @@ from tests.sampled.operators import Site, functions, sites
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
-_RIM = ("__init__", "config", "errors", "progress", "storage")
-"""Modules beside the core: settings, texts, files."""
+_CORE = ("model", "estimate", "direction", "scoring", "select")
 TESTS = ["tests/property", "tests/integration"]
 DESELECT = ["test_mutants.py", "test_teeth.py", "test_generators.py", "test_fidelity_"]
 """They test the tests, or what lies above the core."""
@@ -33,13 +33,12 @@ DESELECT = ["test_mutants.py", "test_teeth.py", "test_generators.py", "test_fide
 
 def rooms() -> dict[str, list[str]]:
     """Modules to be mutated, by room."""
-    top = sorted(f.stem for f in PACKAGE.glob("*.py") if f.stem not in _RIM)
-    core = top + [f"adapters.{f.stem}" for f in sorted((PACKAGE / "adapters").glob("[!_]*.py"))]
-    found = {"core": core}
-    for room in ("train", "policies"):
-        files = sorted((PACKAGE / room).glob("[!_]*.py"))
-        found[room] = [f"{room}.{f.stem}" for f in files]
-    return found
+
+    def modules(room: str) -> list[str]:
+        return [f"{room}.{f.stem}" for f in sorted((PACKAGE / room).glob("[!_]*.py"))]
+
+    core = ["scorer", "values", "support.precision", *itertools.chain(*map(modules, _CORE))]
+    return {"core": core, "train": modules("train"), "policies": modules("policies")}
 
 
 def sample(modules: list[str], count: int, seed: int) -> list[Site]:

@@ -9,50 +9,50 @@ from __future__ import annotations
 __all__ = ["EXPLAINED"]
 
 EXPLAINED: dict[str, str] = {
-    "losses._by_response:body0/value/orelse/args0:0": (
+    "select.losses._by_response:body0/value/orelse/args0:0": (
         "Equivalent: the tensor has two axes there, so 1 is the last one."
     ),
-    "vocabulary._ChosenLosses.forward:body3/body2/value/args0:0": (
+    "model.vocabulary._ChosenLosses.forward:body3/body2/value/args0:0": (
         "Equivalent: the tensor has two axes, so 1 is the last one."
     ),
-    "readout.total_side:body2:0": (
+    "estimate.columns.total_side:body2:0": (
         "Equivalent: without the summed side both are contracted, at twice the cost."
     ),
-    "objective.stream_losses:body2/body0/body1/body2:2": (
+    "direction.objective.stream_losses:body2/body0/body1/body2:2": (
         "Equivalent: the proofs then run on the first batch that is scored."
     ),
-    "preconditioner.full_preconditioner:body4/value:0": (
+    "direction.preconditioner.full_preconditioner:body4/value:0": (
         "Equivalent but for a second moment that is exactly the floor."
     ),
     "scorer.Scorer.score:body6/test/values1:0": (
         "Equivalent: label values then come from a recorded forward, at more cost."
     ),
-    "forward_mode._attention:body2:0": (
+    "estimate.forward_mode._attention:body2:0": (
         "Only slower tests see it: on transformers' kernels, which have no rule for tangents."
     ),
-    "target.Target._current_stamp:body1:2": (
+    "direction.current.Target._current_stamp:body1:2": (
         "A hole: a direction of sharded weights was kept after a step, and no test looked. Now "
         "`check_a_sharded_direction_is_never_stale` does."
     ),
-    "attention._mask:body1/body0/value/args1/args1/slice:0": (
+    "model.attention._mask:body1/body0/value/args1/args1/slice:0": (
         "A hole where masks differ by head: groups and queries a group were two and two in the "
         "tests that ran."
     ),
-    "proofs.prove_isolation:body3/test/operand/args0/func/value/comparators0:0": (
+    "estimate.proofs.prove_isolation:body3/test/operand/args0/func/value/comparators0:0": (
         "A hole: no row ended at its third token, the shortest that can show a leak. Now "
         "`check_isolation_is_claimed_only_where_it_was_shown` takes that row."
     ),
-    "schedule._check:body1/test/values1:0": (
+    "select.schedule._check:body1/test/values1:0": (
         "Not measured: `test_schedule.py` refuses it, run by hand afterwards."
     ),
     "scorer.Scorer.score:body7/body2:0": (
         "Not measured: `check_full_values_are_the_steps_derivative` fails, run by hand afterwards."
     ),
     "scorer.Scorer._warn_if_one_sided:body2/test/values0/comparators1:0": (
-        "A hole: the warning about a side that decides alone then comes too often, and no test "
-        "expects silence."
+        "A hole: the warning about a side that decides alone then came too often, and no test "
+        "expected silence. Now `test_a_side_is_said_to_decide_alone_from_a_share_of_0_999_on` does."
     ),
-    "adapters.transformers._resume:body2/value:1": (
+    "model.transformers._resume:body2/value:1": (
         "Not measured: leaving one of two pauses of checkpointing is the business of "
         "`test_attention_dispatch.py`."
     ),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import InputError
-from alphatoken.sharding import Sharding
+from alphatoken.model.sharding import Sharding
+from alphatoken.select.weights import token_weights
 from alphatoken.train.distributed import Ranks, global_selection, layout, sharding_of
 from alphatoken.train.shards import Fsdp2Sharding
-from alphatoken.weights import token_weights
 
 
 def accelerator_for(name: str) -> Accelerator:

@@ -1,1 +1,0 @@
-"""The only place that knows the names of model and optimizer libraries."""

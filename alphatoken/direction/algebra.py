@@ -1,0 +1,120 @@
+"""The direction M = P o (G + lambda V): algebra on per-parameter matrices, no autograd.
+
+Every score is one contraction with one direction, so the four ingredients meet here only:
+G the validation gradient, V the retention term, lambda the stability weight, P a preconditioner.
+Dictionaries map parameter names to tensors in the parameter's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.estimate.matrices import Formed, Matrices
+from alphatoken.support.precision import full_precision, wide
+
+__all__ = [
+    "Direction",
+    "balance",
+    "diagonal_drift",
+    "kronecker_drift",
+    "norms",
+    "precondition",
+]
+
+
+def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
+    """Retention term of a diagonal Fisher: ``V = F o (W - W_ref)``.
+
+    Exactly zero while W = W_ref. Source: eq. V_layer. Oracle: ``alphatoken.oracle.retention``.
+    """
+    dtype = wide(weight.dtype, fisher.dtype)
+    return fisher.to(dtype) * (weight.to(dtype) - reference.to(dtype))
+
+
+@full_precision
+def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
+    """Retention term of a Kronecker-factored Fisher: ``V = S_F (W - W_ref) A_F``.
+
+    Args:
+        errors: S_F (d_out, d_out).
+        inputs: A_F (d_in, d_in).
+        weight: W (d_out, d_in).
+        reference: W_ref, the same shape.
+    """
+    dtype = wide(weight.dtype, errors.dtype, inputs.dtype)
+    drift = weight.to(dtype) - reference.to(dtype)
+    return errors.to(dtype) @ drift @ inputs.to(dtype)
+
+
+def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | None) -> Matrices:
+    """``P o M`` per parameter; P = 1 where it is not given.
+
+    If ``direction`` forms its matrices when they are asked for (``Formed``), the result does so
+    too, and no product is held in memory; otherwise the result is a dictionary of tensors.
+    """
+    if preconditioner is None:
+        return direction if isinstance(direction, Formed) else dict(direction)
+
+    def scaled(name: str) -> Tensor:
+        m = direction[name]
+        return m * preconditioner[name].to(m) if name in preconditioner else m
+
+    formed = Formed(direction, scaled)
+    return formed if isinstance(direction, Formed) else dict(formed)
+
+
+def balance(
+    gain: Mapping[str, float], keep: Mapping[str, float], stability_weight: float
+) -> dict[str, float]:
+    """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
+
+    Args:
+        gain: norms of G.
+        keep: norms of V; a missing one is 0.
+        stability_weight: lambda.
+
+    Returns:
+        0 without a retention term or before any drift, inf where G vanishes and V does not.
+    """
+    ratios: dict[str, float] = {}
+    for name, g in gain.items():
+        v = abs(stability_weight) * keep.get(name, 0.0)
+        ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
+    return ratios
+
+
+def norms(direction: Matrices) -> dict[str, float]:
+    """Frobenius norm of each parameter's matrix."""
+    return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Both sides of M, preconditioned, kept apart so that each component can be reported.
+
+    Attributes:
+        adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.
+        stability: ``P o V`` (before lambda), or None without a retention term; ``Formed`` under
+            ``offload="stream"``.
+        stability_weight: lambda.
+    """
+
+    adaptation: dict[str, Tensor]
+    stability: Matrices | None
+    stability_weight: float
+
+    def total(self) -> dict[str, Tensor]:
+        """``M = P o (G + lambda V)``."""
+        whole = dict(self.adaptation)
+        for name, v in (self.stability or {}).items():
+            keep = self.stability_weight * v
+            whole[name] = whole[name] + keep if name in whole else keep
+        return whole
+
+    def balance(self) -> dict[str, float]:
+        """``||lambda V|| / ||G||`` per parameter, both preconditioned; see ``balance``."""
+        return balance(norms(self.adaptation), norms(self.stability or {}), self.stability_weight)

@@ -1,0 +1,541 @@
+"""What all values of a scorer share: the parameters in scope, and M at the current weights.
+
+A ``Target`` chooses the parameters, builds G (or, under the gram route, the validation errors and
+inputs that would build it) and V, and knows when they are stale.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.config import ScorerConfig
+from alphatoken.direction.algebra import Direction, balance, norms, precondition
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.drift_parts import ShardedDrift
+from alphatoken.direction.objective import (
+    GradientReducer,
+    Watcher,
+    captured_parts,
+    captured_sums,
+    mean_gradient,
+    objective_sums,
+    require_finite_gradient,
+    stream_losses,
+)
+from alphatoken.errors import (
+    ConfigError,
+    InputError,
+    ModelError,
+    UnsupportedError,
+)
+from alphatoken.estimate.columns import Side
+from alphatoken.estimate.contraction import plan_contraction
+from alphatoken.estimate.estimators import CAPTURED
+from alphatoken.estimate.gradients import gradient_of
+from alphatoken.estimate.matrices import Matrices
+from alphatoken.estimate.proofs import require_covered
+from alphatoken.model.batch import PreferenceBatch, as_batches
+from alphatoken.model.capture import (
+    LinearUse,
+    Recorder,
+    Scope,
+    accumulate_errors,
+    find_scope,
+    record,
+    used_outside,
+)
+from alphatoken.model.protocol import DecoderAdapter, ScoredLinear
+from alphatoken.model.sharding import Sharding
+from alphatoken.support.precision import wide
+
+__all__ = ["Factors", "Target"]
+
+Factors = dict[str, list[tuple[Tensor, Tensor]]]
+"""Parameter name -> (errors (v, o), inputs (v, i)) of the validation positions."""
+
+Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
+"""A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
+
+
+class Target:
+    """Scope, parameters and direction of a scorer.
+
+    Under sharded weights every matrix below is this process's part of it.
+
+    Attributes:
+        scope: the scored layers and linears.
+        parameters: parameter name -> parameter, everything that values are inner products over.
+        names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
+            places have one name.
+        adaptation: G by parameter name, already multiplied by P unless P is "full". Under the gram
+            route it holds the biases' gradients only, and ``factors`` stand for the weights'.
+            Empty under ``objective="stability"``. Current after ``prepare``.
+        stability: V likewise, or None; under ``offload="stream"`` its matrices are formed when
+            they are asked for.
+        factors: the gram route's validation side, or None under the projected one.
+    """
+
+    def __init__(
+        self,
+        adapter: DecoderAdapter,
+        validation: Sequence[Any],
+        retention: Retention,
+        config: ScorerConfig,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        reduce: GradientReducer | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.adapter, self.config, self.optimizer = adapter, config, optimizer
+        self.sharding, self._reduce = sharding, reduce
+        self.captured = config.estimator in CAPTURED
+        self.scope = self._choose_scope()
+        self.names: dict[str, str] = {}
+        self.parameters = self._choose_parameters()
+        self.adaptation: dict[str, Tensor] = {}
+        self.stability: Matrices | None = None
+        self.factors: Factors | None = None
+        self._sizes: tuple[dict[str, float], dict[str, float]] | None = {}, {}
+        self._stamp: object = None
+        self._pinned: object = None
+        self._check_options()
+        self.set_validation(validation)
+        self.set_retention(retention)
+
+    # --- what is valued against what -------------------------------------------------------------
+
+    @property
+    def adapts(self) -> bool:
+        """Whether G is built."""
+        return self.config.objective != "stability"
+
+    @property
+    def retains(self) -> bool:
+        """Whether V is built."""
+        return self.config.objective != "adaptation" and self.retention is not None
+
+    def set_validation(self, validation: Sequence[Any]) -> None:
+        """Another validation set; G is built anew at the next use."""
+        if self.adapts and not validation:
+            raise InputError(
+                "no validation tokens",
+                got="an empty validation set",
+                why="the adaptation value is measured against the validation gradient",
+                remedy="pass at least one batch with response tokens, or objective='stability'",
+            )
+        self.validation = validation
+        self.invalidate()
+
+    def set_retention(self, retention: Retention) -> None:
+        """Another retention term, once it is checked; V is built anew at the next use."""
+        if retention is None and self.config.objective == "stability":
+            raise ConfigError(
+                "objective='stability' needs a retention term",
+                got="retention=None",
+                why="every value would be zero",
+                remedy="pass a FisherDrift or retention batches",
+            )
+        if self.config.offload == "stream" and not isinstance(retention, (FisherDrift, type(None))):
+            raise ConfigError(
+                "offload='stream' needs a FisherDrift",
+                got=f"retention of type {type(retention).__name__}",
+                why="a gradient on retention batches cannot be formed one matrix at a time",
+                remedy="offload='none'",
+            )
+        sharded = None
+        if isinstance(retention, FisherDrift) and self.config.objective != "adaptation":
+            sharded = self._check_drift(retention)
+        # All is well: only now is anything changed.
+        self.retention, self._sharded_drift = retention, sharded
+        self.invalidate()
+
+    def _check_drift(self, drift: FisherDrift) -> ShardedDrift | None:
+        """Raise unless the drift fits the model; its parts under sharded weights."""
+        limit = self.config.max_relative_drift
+        if self.sharding is None:
+            drift.check(self.adapter, list(self.parameters), max_relative_drift=limit)
+            return None
+        drift.check_identity(self.adapter.identity())
+        sharded = ShardedDrift(drift, self.sharding, self.parameters)
+        sharded.check(limit)
+        return sharded
+
+    @property
+    def first(self) -> int | None:
+        """First layer of the graph; None when parameters below the layers take part."""
+        whole = self.config.parameters == "all" or self._used_outside
+        return None if whole else self.scope.first
+
+    @cached_property
+    def _used_outside(self) -> bool:
+        return used_outside(self.adapter, self.scope.first, self.parameters.values())
+
+    def _choose_scope(self) -> Scope:
+        scope = find_scope(self.adapter, self.config.layers)
+        require_covered(scope, self.config.estimator, self.config.uncovered)
+        return scope
+
+    def _choose_parameters(self) -> dict[str, Tensor]:
+        """Parameters in scope by name, tied ones once."""
+        named: dict[str, Tensor] = dict(self.adapter.model.named_parameters(remove_duplicate=False))
+        if self.config.parameters == "all":
+            chosen = {n: p for n, p in named.items() if p.requires_grad}
+        else:
+            chosen = {linear.weight_name: linear.weight for linear in self.scope.linears}
+            if self.config.score_bias:
+                for linear in self.scope.linears:
+                    if linear.bias is not None and linear.bias.requires_grad:
+                        chosen[linear.bias_name] = linear.bias
+            if self.config.uncovered == "error":
+                chosen |= {name: named[name] for name in self.scope.uncovered}
+        once: dict[int, str] = {}
+        self.names = {name: once.setdefault(id(p), name) for name, p in chosen.items()}
+        if not once:
+            skipped = list(self.scope.uncovered)
+            raise ConfigError(
+                "no trainable matrix of the scored layers is left in scope",
+                got=f"{len(skipped)} skipped, such as {skipped[0]}",
+                why="values are inner products with gradients of trainable weights",
+                remedy="estimator='label' with uncovered='error', which covers them",
+            )
+        return {name: chosen[name] for name in once.values()}
+
+    def _check_options(self) -> None:
+        kind = self.config.preconditioner
+        if isinstance(kind, str) and self.optimizer is None:
+            raise ConfigError(
+                f"preconditioner={kind!r} needs the optimizer",
+                remedy="Scorer(..., optimizer=optimizer)",
+            )
+        if isinstance(kind, str):
+            _optimizers().check_optimizer(self.optimizer, full=kind == "full")
+        if isinstance(kind, Mapping):
+            shapes = {n: self._shape(n) for n in self.parameters}
+            for name, p in kind.items():
+                if shapes.get(name) != p.shape:
+                    raise ConfigError(
+                        "a preconditioner fits no parameter in scope",
+                        got=f"{name} {tuple(p.shape)}",
+                        remedy="key it by parameter name, in the parameter's own shape",
+                    )
+        if self.config.contraction == "gram" and self._reduce is not None:
+            raise ConfigError(
+                "the gram route has no gradient to reduce",
+                got="contraction='gram' with reduce=...",
+                why="a mean over processes or steps is of gradients, not of errors and inputs",
+                remedy="contraction='auto' or 'projected'",
+            )
+        if self.sharding is not None:
+            self._check_sharded()
+
+    def _shape(self, name: str) -> torch.Size:
+        if self.sharding is not None:
+            return self.sharding.shape(name)
+        return self.parameters[name].shape
+
+    def _check_sharded(self) -> None:
+        others = "'alphatoken', 'direct', 'same_layer_hop', 'path' or 'paper_literal'"
+        if not self.captured:
+            raise UnsupportedError(
+                f"estimator={self.config.estimator!r} cannot run on sharded weights",
+                got=f"parameters={self.config.parameters!r}",
+                why="it moves whole weights along M within one forward, and no process has them",
+                remedy=f"estimator={others}; or a layout in which each process has the weights "
+                "(DDP, ZeRO-1 or 2)",
+            )
+        if self.config.contraction == "gram":
+            raise UnsupportedError(
+                "the gram route cannot run on sharded weights",
+                why="each process has the errors of its own validation batches only",
+                remedy="contraction='auto' or 'projected'",
+            )
+        if self._used_outside:
+            raise UnsupportedError(
+                "a scored weight is tied to a module outside the scored layers",
+                why="under sharded weights gradients come from the scored linears' errors, and "
+                "the other use would be missing",
+                remedy="untie it, score other layers, or a layout in which each process has the "
+                "weights (DDP, ZeRO-1 or 2)",
+            )
+
+    # --- staleness -------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Drop G and V; the next ``prepare`` builds them anew."""
+        self._stamp = None
+
+    def pin(self, version: object | None) -> None:
+        """Let ``version`` decide what is stale, instead of the parameters' version counters."""
+        self._pinned = version
+
+    def _current_stamp(self) -> object:
+        if self._pinned is not None:
+            return ("pinned", self._pinned)
+        if self.sharding is not None:  # counters of parts say nothing: always stale
+            return object()
+        # Any parameter moves G, frozen ones too if somebody writes to them.
+        return tuple((id(p), p._version) for p in self.adapter.model.parameters())
+
+    def require_gradients(self) -> None:
+        """Raise where no graph can be built."""
+        outside = next(
+            (n for n, p in self.adapter.model.named_parameters() if p.is_inference()), None
+        )
+        if outside is not None or torch.is_inference_mode_enabled():
+            raise ModelError(
+                "values need gradients, which inference mode rules out for good",
+                got="torch.inference_mode() is on" if outside is None else f"{outside}, made in it",
+                remedy="load the model and call outside torch.inference_mode(); torch.no_grad() "
+                "is fine",
+            )
+
+    def prepare(self, tokens: int | None, watcher: Watcher | None = None) -> None:
+        """Make G (or its factors) and V current.
+
+        Args:
+            tokens: training positions to be contracted, for the choice of route; None stays with
+                the route in use, projected at first.
+            watcher: sees the first forward of the build.
+        """
+        stamp = self._current_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = None
+        if self.adapts and self._gram_is_cheaper(tokens):
+            self.factors, self.adaptation = self._build_factors(watcher)
+            self.stability, self._sizes = self._stability(None), ({}, {})
+        else:
+            direction = self._build_direction(watcher)
+            self.adaptation, self.factors = direction.adaptation, None
+            self.stability, self._sizes = direction.stability, None
+        self._stamp = stamp
+
+    @property
+    def sides(self) -> tuple[Side | None, Side | None]:
+        """Adaptation and stability as they are contracted; current after ``prepare``."""
+        gain = Side(self.adaptation, self.factors) if self.adapts else None
+        return gain, None if self.stability is None else Side(self.stability)
+
+    @property
+    def balance(self) -> dict[str, float]:
+        """``||lambda V|| / ||G||`` per parameter; empty under the gram route.
+
+        Measured when it is first asked for; under sharded weights by all processes together.
+        """
+        if self._sizes is None:
+            self._sizes = self._norms(self.adaptation, self.stability)
+        return balance(*self._sizes, self.config.stability_weight)
+
+    def balance_of(self, direction: Direction) -> dict[str, float]:
+        """The same of another direction."""
+        sizes = self._norms(direction.adaptation, direction.stability)
+        return balance(*sizes, self.config.stability_weight)
+
+    def direction(self) -> Direction:
+        """Both sides of M in projected form, at the current parameters; P = 1 for "full"."""
+        if self._current_stamp() != self._stamp or self.factors is not None:
+            return self._build_direction(None)
+        return Direction(self.adaptation, self.stability, self.config.stability_weight)
+
+    def at_step(self, gradient: dict[str, Tensor]) -> Direction:
+        """M for the step that sees ``gradient``; for ``preconditioner="full"``.
+
+        Args:
+            gradient: of the loss that the optimizer will see, by ``step_gradient``.
+        """
+        direction = Direction(self.adaptation, self.stability, self.config.stability_weight)
+        p = self._local(
+            _optimizers().full_preconditioners(
+                self.optimizer, self.parameters, gradient, after=self.config.precondition_after
+            )
+        )
+        if p is None:
+            return direction
+        keep = direction.stability
+        return Direction(
+            dict(precondition(direction.adaptation, p)),
+            None if keep is None else precondition(keep, p),
+            self.config.stability_weight,
+        )
+
+    def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
+        """Gradient of the step's loss in the parameters in scope; the graph stays.
+
+        Args:
+            loss: scalar, of the recorded forward (whose graph reaches every parameter in scope).
+            recorder: of that forward.
+
+        Raises:
+            NumericalError: it is not finite.
+        """
+        if self.sharding is not None:
+            sums = captured_parts(recorder, loss, self.names, self.sharding)
+        else:
+            found = gradient_of(loss, list(self.parameters.values()), retain_graph=True)
+            sums = {
+                name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+                if g is None
+                else g.to(wide(g.dtype))
+                for (name, p), g in zip(self.parameters.items(), found, strict=True)
+            }
+        return self._mean("step", sums, 1.0)
+
+    # --- building it -----------------------------------------------------------------------------
+
+    def _norms(
+        self, gain: Matrices, keep: Matrices | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        if self.sharding is None:
+            return norms(gain), norms(keep or {})
+        return self.sharding.norms(dict(gain)), self.sharding.norms(dict(keep or {}))
+
+    def _gram_is_cheaper(self, tokens: int | None) -> bool:
+        if self.config.contraction != "auto" or not self.captured:
+            return self.config.contraction == "gram"
+        if tokens is None or self.config.preconditioner is not None:
+            return False
+        if self._reduce is not None or self.sharding is not None:
+            return False
+        positions = sum(
+            int(torch.as_tensor(branch.get("input_ids", ())).numel())  # checked when it is read
+            for item in self.validation
+            for branch in (
+                (item.chosen, item.rejected) if isinstance(item, PreferenceBatch) else (item,)
+            )
+        )
+        plans = [
+            plan_contraction(tokens, positions, *_widths(linear)) for linear in self.scope.linears
+        ]
+        return sum(p.gram_flops for p in plans) < sum(p.projected_flops for p in plans)
+
+    def _build_direction(self, watcher: Watcher | None) -> Direction:
+        gradient: dict[str, Tensor] = {}
+        if self.adapts:
+            gradient = self._gradient("validation", self.validation, watcher)
+            watcher = None
+        stability = self._stability(watcher)
+        p = self._preconditioner()
+        return Direction(
+            dict(precondition(gradient, p)),
+            None if stability is None else precondition(stability, p),
+            self.config.stability_weight,
+        )
+
+    def _gradient(
+        self, role: str, batches: Sequence[Any], watcher: Watcher | None
+    ) -> dict[str, Tensor]:
+        """Mean gradient of one objective."""
+        if self.sharding is None:
+            sums, count = objective_sums(
+                self.adapter, self.parameters, batches, first=self.first, role=role, watcher=watcher
+            )
+        else:
+            sums, count = captured_sums(
+                self.adapter,
+                self.names,
+                self.sharding,
+                batches,
+                first=self.first,
+                recording=self._recording,
+                role=role,
+                watcher=watcher,
+            )
+        return self._mean(role, sums, count)
+
+    def _mean(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        mean = (self._reduce or mean_gradient)(role, sums, count)
+        require_finite_gradient(role, mean)
+        return mean
+
+    def _recording(self) -> AbstractContextManager[Recorder]:
+        return record(self.adapter, self.scope, attention=False, sharding=self.sharding)
+
+    def _stability(self, watcher: Watcher | None) -> Matrices | None:
+        if not self.retains:
+            return None
+        if self._sharded_drift is not None:
+            return self._sharded_drift.direction()
+        if isinstance(self.retention, FisherDrift):
+            if self.config.offload == "stream" and self.captured:
+                return self.retention.forming(self.parameters)
+            return self.retention.direction(self.parameters)
+        return self._gradient("retention", as_batches(self.retention), watcher)
+
+    def _preconditioner(self) -> Mapping[str, Tensor] | None:
+        """P that holds for every batch."""
+        kind = self.config.preconditioner
+        if kind == "full":
+            return None
+        if isinstance(kind, Mapping):
+            if self.sharding is None:
+                return kind
+            return {name: self.sharding.keep(name, p) for name, p in kind.items()}
+        if kind is None:
+            return None
+        return self._local(
+            _optimizers().frozen_preconditioners(
+                self.optimizer, self.parameters, after=self.config.precondition_after
+            )
+        )
+
+    def _local(self, p: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """P from the optimizer's state, laid out as the directions are."""
+        if p is None or self.sharding is None:
+            return p
+        return {name: self.sharding.local(name, scale) for name, scale in p.items()}
+
+    def _build_factors(self, watcher: Watcher | None) -> tuple[Factors, dict[str, Tensor]]:
+        """Validation errors and inputs per weight, and G of the biases, each over the count."""
+        factors: Factors = {}
+        biases: dict[str, Tensor] = {}
+
+        def add(weighted: Tensor, recorder: Recorder | None) -> None:
+            assert recorder is not None
+            errors = accumulate_errors(recorder, weighted, recorder.outputs, "ordinary")
+            for use, error in zip(recorder.linears, errors, strict=True):
+                if error is not None:
+                    self._add_factors(use, error, factors, biases)
+
+        count = stream_losses(
+            self.adapter,
+            self.validation,
+            add,
+            first=self.first,
+            recording=self._recording,
+            watcher=watcher,
+        )
+        scaled = {n: [(e / count, x) for e, x in pairs] for n, pairs in factors.items()}
+        return scaled, {n: sums / count for n, sums in biases.items()}
+
+    def _add_factors(
+        self, use: LinearUse, error: Tensor, factors: Factors, biases: dict[str, Tensor]
+    ) -> None:
+        live = (error != 0).any(-1)
+        weight = self.names[use.linear.weight_name]
+        factors.setdefault(weight, []).append((error[live], use.x[live]))
+        # A bias is summed by itself: modules around one tied weight may have biases of their own.
+        bias = self.names.get(use.linear.bias_name)
+        if bias is not None:
+            part = error.flatten(0, -2).to(wide(error.dtype)).sum(0)
+            biases[bias] = biases[bias] + part if bias in biases else part
+
+
+def _widths(linear: ScoredLinear) -> tuple[int, int]:
+    rows, columns = linear.weight.shape
+    return (columns, rows) if linear.transposed else (rows, columns)
+
+
+def _optimizers() -> ModuleType:
+    """The readers of optimizers, loaded when a preconditioner asks for one.
+
+    They know sharded state, and so load torch's distributed tensors, which not every torch has.
+    """
+    return importlib.import_module("alphatoken.direction.optimizers")

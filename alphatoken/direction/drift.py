@@ -1,0 +1,536 @@
+"""Fisher drift: the retention direction V = F o (W - W_ref), or S_F (W - W_ref) A_F.
+
+The Fisher and the reference weights are constants; V is rebuilt from the current weights. V is
+exactly zero at W = W_ref, so retention says nothing at step 0. Under LoRA with B_ref = 0 the
+gradient of A is zero at the reference, hence so is its Fisher: A's part of V stays zero for ever.
+
+Fisher and reference are each as large as the scored weights. ``FisherDrift.open`` leaves both on
+disk and reads them one matrix at a time; ``FisherDrift.forming`` does the same with V.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.direction.algebra import diagonal_drift, kronecker_drift
+from alphatoken.errors import FisherError, ModelError
+from alphatoken.estimate.matrices import Formed, Matrices
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.support.storage import TensorFile, write_tensors
+
+__all__ = ["FisherDrift", "check_distance", "library_version"]
+
+_KIND = "alphatoken Fisher drift"
+_FORMAT = "1"
+_SAMPLED = 256
+
+if TYPE_CHECKING:
+    Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+else:
+    Pairs = Mapping  # as ``Matrices``
+
+
+def library_version() -> str:
+    """The installed version of this library, or "unknown" when it runs uninstalled."""
+    try:
+        return version("alphatoken")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True, eq=False)
+class FisherDrift:
+    """A Fisher of the reference model, its weights, and V as a function of the current weights.
+
+    Diagonal: V = F o (W - W_ref), all (d_out, d_in) or whatever shape the parameter has.
+    Kronecker: V = left (W - W_ref) right with (left, right) = (S_F, A_F), or (A_F, S_F) for
+    weights stored as (d_in, d_out); biases are columns with right = [[1]].
+
+    Scale: F squares a gradient summed over a response, so V is in units of loss per sequence,
+    while the adaptation direction is a mean over tokens: lambda has no natural unit.
+
+    Keys are module names (meaning that module's weight) or parameter names ending in ``.weight``
+    or ``.bias``; they are kept as parameter names. ``exact_names`` keeps them as they stand (3-D
+    expert tensors and the like have other endings).
+
+    Attributes:
+        fisher: diagonal Fisher, >= 0, in each parameter's own shape; empty for Kronecker.
+        reference: weights of the reference model, one for each entry.
+        metadata: how it was fitted; plain JSON values. ``metadata["model"]`` is compared with
+            the scored model's identity where present.
+        factors: (left, right) per parameter; empty for the diagonal. Use :meth:`from_kronecker`.
+        exact_names: see above.
+        shapes: of each parameter, known without reading it.
+
+    The three mappings may be ``Formed`` (see :meth:`open`): they are then read through once, entry
+    by entry, to be checked, and kept as they are, names included.
+
+    Raises:
+        FisherError: nothing given, both kinds given, other shapes, a NaN, an infinity or a
+            negative entry; the message names the parameter.
+
+    Source: the paper's retention proxy (Fisher drift); oracle: alphatoken.oracle.retention.
+    """
+
+    fisher: Matrices
+    reference: Matrices
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    factors: Pairs = field(default_factory=dict)
+    exact_names: bool = False
+    shapes: dict[str, torch.Size] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rename = (lambda name: name) if self.exact_names else _parameter_name
+        for attribute in ("fisher", "reference", "factors"):
+            object.__setattr__(self, attribute, _renamed(getattr(self, attribute), rename))
+        object.__setattr__(self, "metadata", _plain(self.metadata))
+        if bool(self.fisher) == bool(self.factors):
+            raise FisherError(
+                "exactly one of a diagonal Fisher and Kronecker factors is needed",
+                got=f"{len(self.fisher)} diagonal entries, {len(self.factors)} pairs of factors",
+                remedy="pass fisher={name: tensor}, or use FisherDrift.from_kronecker",
+            )
+        _check_names(set(self.names), set(self.reference))
+        for name, weight in self.reference.items():
+            _check_finite(weight, name, "reference weight")
+            if self.fisher:
+                _check_diagonal(self.fisher[name], weight, name)
+            else:
+                _check_factors(*self.factors[name], weight, name)
+            self.shapes[name] = weight.shape
+
+    @classmethod
+    def from_kronecker(
+        cls,
+        factors: Mapping[str, tuple[Tensor, Tensor]],
+        reference: Mapping[str, Tensor],
+        *,
+        transposed: Iterable[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+    ) -> FisherDrift:
+        """From pairs (S_F, A_F) of shapes (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
+
+        Scale: A_F a mean over tokens, S_F a mean over sequences of the sum over positions; then
+        tr(S_F) tr(A_F) is comparable with the trace of the per-sequence diagonal.
+
+        Args:
+            factors: by module or parameter name.
+            reference: weights of the reference model, under the same names.
+            transposed: those whose weight is stored as (d_in, d_out) (GPT-2's Conv1D).
+            metadata: see the class.
+
+        Raises:
+            FisherError: as for the class.
+        """
+        turned = {_parameter_name(name) for name in transposed}
+        pairs = {
+            name: (A, S) if _parameter_name(name) in turned else (S, A)
+            for name, (S, A) in factors.items()
+        }
+        return cls({}, reference, {} if metadata is None else metadata, pairs)
+
+    @property
+    def structure(self) -> str:
+        """Either "diagonal" or "kronecker"."""
+        return "diagonal" if self.fisher else "kronecker"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the covered parameters."""
+        return tuple(self.fisher or self.factors)
+
+    def __repr__(self) -> str:
+        fitted = {key: self.metadata[key] for key in ("layers", "samples") if key in self.metadata}
+        extra = "".join(f", {key}={value}" for key, value in fitted.items())
+        return f"FisherDrift({self.structure}, {len(self.names)} parameters{extra})"
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its numbers are read from a file whenever they are needed."""
+        return isinstance(self.reference, Formed)
+
+    def to(self, device: torch.device | str) -> FisherDrift:
+        """The same on another device (V is computed on the weights' device in any case).
+
+        One that is read from its file stays there for "cpu"; on another device it is whole.
+        """
+        if self.streamed and torch.device(device).type == "cpu":
+            return self
+        return FisherDrift(
+            {name: F.to(device) for name, F in self.fisher.items()},
+            {name: W.to(device) for name, W in self.reference.items()},
+            self.metadata,
+            {name: (L.to(device), R.to(device)) for name, (L, R) in self.factors.items()},
+            exact_names=True,
+        )
+
+    @torch.no_grad()
+    def direction(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """V for the given current weights: exact, in float32 (float64 for float64 weights).
+
+        Args:
+            parameters: parameter name -> current weight, each covered by this Fisher.
+
+        Returns:
+            parameter name -> V, in the weight's shape and on its device; no graph.
+
+        Raises:
+            FisherError: a parameter that is not covered, or of another shape.
+        """
+        self._require(parameters)
+        return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
+
+    def forming(self, parameters: Mapping[str, Tensor]) -> Formed[Tensor]:
+        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix when asked for.
+
+        Neither V, nor for an opened file F and W_ref, is whole at any time: the device holds those
+        of one matrix. V belongs to the weights as they are at this call. If a weight was written to
+        since (its version counter and a few of its numbers are compared), asking for its V raises.
+
+        Args:
+            parameters: as for :meth:`direction`.
+
+        Returns:
+            parameter name -> V, each access computing it anew.
+
+        Raises:
+            FisherError: as :meth:`direction`; or, on access, the file is not what it was.
+            ModelError: on access: the weight has changed since.
+        """
+        self._require(parameters)
+        before = {name: (w._version, _some_numbers(w)) for name, w in parameters.items()}
+
+        @torch.no_grad()
+        def form(name: str) -> Tensor:
+            weight = parameters[name]
+            version, numbers = before[name]
+            if weight._version != version or not torch.equal(_some_numbers(weight), numbers):
+                raise ModelError(
+                    "a weight has changed since the direction was built, and V is not stored",
+                    got=f"'{name}'",
+                    why="V = F o (W - W_ref) of the earlier weight cannot be had any more",
+                    remedy="offload='none', which stores V; or take the values before the weights "
+                    "are written to, and keep a direction (pin) for one step only",
+                )
+            return self._V(name, weight.detach())
+
+        return Formed(parameters, form)
+
+    def _V(self, name: str, weight: Tensor) -> Tensor:
+        reference = self.reference[name].to(weight.device)
+        if self.fisher:
+            return diagonal_drift(self.fisher[name].to(weight.device), weight, reference)
+        left, right = (factor.to(weight.device) for factor in self.factors[name])
+        if weight.dim() == 1:  # a bias is a matrix of one column
+            columns = kronecker_drift(left, right, weight.unsqueeze(1), reference.unsqueeze(1))
+            return columns.squeeze(1)
+        return kronecker_drift(left, right, weight, reference)
+
+    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that every named parameter is covered, in this shape.
+
+        Raises:
+            FisherError: one is missing, or has another shape; the message names it.
+        """
+        missing = [name for name in shapes if name not in self.shapes]
+        if missing:
+            raise FisherError(
+                "the Fisher does not cover every scored parameter",
+                got=f"{len(missing)} missing, the first is '{missing[0]}'; it has "
+                f"{len(self.names)}, such as '{self.names[0]}'",
+                why="their retention would silently count as zero",
+                remedy="fit it for (at least) the scored layers, or score fewer layers",
+            )
+        for name, shape in shapes.items():
+            if tuple(shape) != tuple(self.shapes[name]):
+                raise FisherError(
+                    f"the Fisher of '{name}' has another shape than the model's parameter",
+                    got=f"{tuple(self.shapes[name])} beside {tuple(shape)}",
+                    why="it was fitted for another model",
+                    remedy="fit the Fisher for this model",
+                )
+
+    def _require(self, parameters: Mapping[str, Tensor]) -> None:
+        self.require({name: weight.shape for name, weight in parameters.items()})
+
+    @torch.no_grad()
+    def drift(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+        """Relative drift ||W - W_ref|| / ||W_ref|| (Frobenius) of each given parameter.
+
+        Parameters whose reference is zero (LoRA's B before training) are left out.
+
+        Raises:
+            FisherError: as :meth:`direction`.
+        """
+        self._require(parameters)
+        relative: dict[str, float] = {}
+        for name, weight in parameters.items():
+            reference = self.reference[name].to(weight.device, torch.float32)
+            norm = float(reference.norm())
+            if norm > 0:
+                relative[name] = float((weight.to(torch.float32) - reference).norm()) / norm
+        return relative
+
+    def check(
+        self,
+        model: nn.Module | DecoderAdapter,
+        names: Iterable[str],
+        *,
+        max_relative_drift: float | None = 1.0,
+    ) -> None:
+        """Check that this Fisher belongs to ``model`` and covers the parameters ``names``.
+
+        Args:
+            model: the model that is scored, or its adapter.
+            names: the scored parameters.
+            max_relative_drift: refuse when the median relative drift exceeds this (two unrelated
+                models are about sqrt(2) apart, fine-tuning moves weights by far less); None
+                switches it off.
+
+        Raises:
+            FisherError: another architecture, missing parameters, other shapes, or weights so far
+                from the reference that it must be another model's.
+        """
+        adapter = model if isinstance(model, DecoderAdapter) else find_adapter(model)
+        self.check_identity(adapter.identity())
+        weights = dict(adapter.model.named_parameters(remove_duplicate=False))
+        unknown = [name for name in names if name not in weights]
+        if unknown:
+            raise FisherError("a scored name is no parameter of the model", got=f"'{unknown[0]}'")
+        relative = self.drift({name: weights[name] for name in names})
+        check_distance(relative, max_relative_drift)
+
+    def check_identity(self, identity: Mapping[str, str]) -> None:
+        """Check that this Fisher was fitted on a model of the same architecture.
+
+        Raises:
+            FisherError: it was not; the message says in what they differ.
+        """
+        fitted = self.metadata.get("model")
+        if not isinstance(fitted, dict):
+            return
+        differing = [
+            f"{key}: {fitted.get(key)} in the Fisher, {identity.get(key)} in the model"
+            for key in sorted({*fitted, *identity})
+            if fitted.get(key) != identity.get(key)
+        ]
+        if differing:
+            raise FisherError(
+                "the Fisher was fitted for another architecture",
+                got="; ".join(differing),
+                why="its entries would multiply weights that they say nothing about",
+                remedy="fit the Fisher on this model, or load the model it was fitted on",
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one safetensors file, whole or not at all; :meth:`load` gives it back exactly.
+
+        Raises:
+            FisherError: the file could not be written; an old one stays as it was.
+        """
+        tensors = {f"reference/{name}": W for name, W in self.reference.items()}
+        tensors |= {f"fisher/{name}": F for name, F in self.fisher.items()}
+        for name, (left, right) in self.factors.items():
+            tensors |= {f"left/{name}": left, f"right/{name}": right}
+        description = {
+            "kind": _KIND,
+            "format_version": _FORMAT,
+            "library_version": library_version(),
+            "structure": self.structure,
+            "names": json.dumps(self.names),
+            "metadata": json.dumps(self.metadata),
+        }
+        write_tensors(path, tensors, description, error=FisherError)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FisherDrift:
+        """Read what :meth:`save` wrote, onto the CPU, into memory of its own.
+
+        Raises:
+            FisherError: no such file, truncated, altered, another kind or version of file, or
+                entries missing; the message names the file.
+        """
+        file = TensorFile(path, error=FisherError)
+        with _consistent(path, file.metadata):
+            return cls._described(file.metadata, file.read, whole=True)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
+        """The same as :meth:`load`, but left on disk: entries are read when they are asked for.
+
+        The file is gone through twice, for its digest and for the checks of the class, one entry
+        in memory at a time. It must stay as it is: one that is replaced, cut or written to is
+        refused when it is next read. V and all that follows are those of :meth:`load` to the bit.
+
+        Raises:
+            FisherError: as :meth:`load`.
+        """
+        file = TensorFile(path, error=FisherError)
+        with _consistent(path, file.metadata):
+            return cls._described(file.metadata, file.read, whole=False)
+
+    @classmethod
+    def _described(
+        cls,
+        description: Mapping[str, str],
+        read: Callable[[str], Tensor],
+        *,
+        whole: bool,
+    ) -> FisherDrift:
+        """The Fisher that a file's description speaks of; its entries by ``read``."""
+        names, metadata = json.loads(description["names"]), json.loads(description["metadata"])
+
+        def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
+            formed = Formed(names, form)
+            return dict(formed) if whole else formed
+
+        reference = entries(lambda name: read(f"reference/{name}"))
+        if description["structure"] == "diagonal":
+            fisher = entries(lambda name: read(f"fisher/{name}"))
+            return cls(fisher, reference, metadata, exact_names=True)
+        factors = entries(lambda name: (read(f"left/{name}"), read(f"right/{name}")))
+        return cls({}, reference, metadata, factors, exact_names=True)
+
+
+@contextmanager
+def _consistent(path: str | os.PathLike[str], description: Mapping[str, str]) -> Iterator[None]:
+    """Refuse another kind of file, and turn what a file lacks into an error that names it."""
+    kind, form = description.get("kind"), description.get("format_version")
+    if (kind, form) != (_KIND, _FORMAT):
+        raise FisherError(
+            f"the file '{os.fspath(path)}' is no Fisher that this version can read",
+            got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
+            remedy="save it with FisherDrift.save of this version of the library",
+        )
+    try:
+        yield
+    except (KeyError, ValueError, TypeError) as problem:
+        raise FisherError(
+            f"the Fisher in '{os.fspath(path)}' is incomplete or inconsistent",
+            got=str(problem),
+            why="retention would be computed from something else than what was fitted",
+            remedy="fit and save it again",
+        ) from problem
+
+
+def check_distance(relative: Mapping[str, float], most: float | None) -> None:
+    """Refuse a Fisher whose reference is too far from the weights; see ``FisherDrift.check``.
+
+    Args:
+        relative: ``||W - W_ref|| / ||W_ref||`` by parameter.
+        most: largest median allowed; None checks nothing.
+    """
+    if most is None or not relative:
+        return
+    middle = median(relative.values())
+    if not middle <= most:
+        worst = max(relative, key=lambda name: relative[name])
+        raise FisherError(
+            "the weights are too far from this Fisher's reference: fitted for another model?",
+            got=f"median relative drift {middle:.3g} above {most:g}, the "
+            f"largest {relative[worst]:.3g} at '{worst}'",
+            why="the quadratic proxy holds near the reference only",
+            remedy="fit the Fisher on the model that training starts from, or pass "
+            "max_relative_drift=None if the distance is meant",
+        )
+
+
+def _parameter_name(name: str) -> str:
+    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+
+
+def _some_numbers(weight: Tensor) -> Tensor:
+    """A copy of evenly spread entries: a step moves them all, through ``.data`` too."""
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
+
+
+def _renamed(entries: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:
+    if isinstance(entries, Formed):
+        return entries
+    renamed = {rename(name): entry for name, entry in entries.items()}
+    if len(renamed) < len(entries):
+        raise FisherError(
+            "a parameter is given twice",
+            got=f"keys {sorted(entries)}",
+            why="a module's name and its weight's name mean the same",
+            remedy="give each parameter once",
+        )
+    return renamed
+
+
+def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain = json.loads(json.dumps(dict(metadata)))
+    except (TypeError, ValueError) as problem:
+        raise FisherError("metadata must hold JSON values only", got=str(problem)) from problem
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _check_names(entries: set[str], reference: set[str]) -> None:
+    if entries != reference:
+        name = min(entries ^ reference)
+        side = "reference weight" if name in entries else "Fisher"
+        raise FisherError(
+            f"there is no {side} for '{name}'",
+            got=f"{len(entries)} Fisher entries, {len(reference)} references",
+            why="V = F o (W - W_ref) needs both",
+            remedy="give both under the same names",
+        )
+
+
+def _check_finite(entry: Any, name: str, what: str) -> None:
+    if not isinstance(entry, Tensor) or not entry.is_floating_point():
+        got = str(entry.dtype) if isinstance(entry, Tensor) else type(entry).__name__
+        raise FisherError(f"the {what} of '{name}' is no floating-point tensor", got=got)
+    if not bool(torch.isfinite(entry).all()):
+        raise FisherError(
+            f"the {what} of '{name}' holds a NaN or an infinity",
+            why="every retention value would become NaN",
+            remedy="fit it again, in a wider dtype if it overflowed",
+        )
+
+
+def _check_diagonal(fisher: Tensor, weight: Tensor, name: str) -> None:
+    _check_finite(fisher, name, "Fisher")
+    if fisher.shape != weight.shape:
+        raise FisherError(
+            f"the Fisher of '{name}' does not have the shape of its reference weight",
+            got=f"{tuple(fisher.shape)} beside {tuple(weight.shape)}",
+        )
+    if fisher.numel() and float(fisher.min()) < 0:
+        raise FisherError(
+            f"the Fisher of '{name}' has a negative entry",
+            got=f"{float(fisher.min()):.3g}",
+            why="it is a mean of squares",
+        )
+
+
+def _check_factors(left: Tensor, right: Tensor, weight: Tensor, name: str) -> None:
+    rows, columns = (*weight.shape, 1)[:2]
+    for factor, size, side in ((left, rows, "left"), (right, columns, "right")):
+        _check_finite(factor, name, f"{side} Kronecker factor")
+        if factor.shape != (size, size) or weight.dim() > 2:
+            raise FisherError(
+                f"the {side} Kronecker factor of '{name}' does not fit its reference weight",
+                got=f"{tuple(factor.shape)} beside {tuple(weight.shape)}",
+                remedy="pass (S_F, A_F) of shapes (d_out, d_out), (d_in, d_in); name weights "
+                "stored as (d_in, d_out) in transposed=",
+            )
+        if factor.numel() and float(factor.diagonal().min()) < 0:
+            raise FisherError(
+                f"the {side} Kronecker factor of '{name}' has a negative diagonal entry",
+                got=f"{float(factor.diagonal().min()):.3g}",
+                why="it is a mean of outer products of vectors with themselves",
+            )

@@ -1,0 +1,446 @@
+"""Monte-Carlo Fisher of a model on its own responses: ``fit_fisher``.
+
+    F  =  E_x E_{y ~ p_ref(. | x)} [ (d log p_ref(y | x) / d theta)^2 ]
+
+per sequence: the gradient of the summed log-likelihood of one response is squared, then averaged.
+Labels come from the model itself, never from data, and the square is never that of a batch's
+gradient. :mod:`alphatoken.direction.sampling` draws, :mod:`alphatoken.direction.moments` sums, and
+:mod:`alphatoken.direction.drift` holds the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alphatoken.direction.drift import FisherDrift, library_version
+from alphatoken.direction.moments import DiagonalMoments, KroneckerMoments
+from alphatoken.direction.sampling import (
+    Given,
+    Prompts,
+    draw_tokens,
+    read_given,
+    sample_generator,
+    sample_responses,
+    uniform_numbers,
+)
+from alphatoken.errors import ConfigError, FisherError, InputError, NumericalError
+from alphatoken.model.capture import (
+    Scope,
+    evaluation_mode,
+    find_scope,
+    graph_from_layer,
+    resolve_layers,
+    used_outside,
+)
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.support.precision import wide
+from alphatoken.support.progress import ProgressSink, Tracker
+from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+
+__all__ = ["FisherDrift", "fit_fisher"]
+
+_KIND = "alphatoken Fisher checkpoint"
+_FORMAT = "1"
+
+
+def fit_fisher(
+    model: nn.Module,
+    prompts: Prompts,
+    *,
+    samples: int = 1000,
+    layers: int | str | Sequence[int] = 3,
+    structure: str = "diagonal",
+    labels: str = "sequence",
+    max_new_tokens: int = 256,
+    parameters: str = "linears",
+    seed: int = 0,
+    batch_size: int = 8,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 50,
+    progress: bool | ProgressSink | None = None,
+    adapter: DecoderAdapter | None = None,
+    score_bias: bool = False,
+    path: str | os.PathLike[str] | None = None,
+) -> FisherDrift:
+    """Fit the Fisher of ``model`` as it is now, and keep its weights as the reference.
+
+    Diagonal: F = mean over samples of (d log p(y | x) / d theta)^2; unbiased, with a standard
+    error that falls as 1 / sqrt(samples). Kronecker: A_F = mean over tokens of x x^T (all
+    positions that the model reads: the whole sequence but its last token), S_F = mean over
+    samples of the sum over positions of delta delta^T. F is in units of (loss per sequence)^2
+    per unit of weight^2. Sums are kept in float32 (float64 for float64 weights).
+
+    The model is left as it was: modes, gradients, hooks, global random state, also when an
+    exception passes through. Samples run in eval mode (no dropout), and the layers below the
+    first scored one without a graph.
+
+    Args:
+        model: the reference: the pre-trained model for SFT, the warm-started one for DPO.
+        prompts: held-out prompts: a list of 1-D id tensors (or lists of ints), or a batch
+            (``input_ids``, ``attention_mask``, ``labels``: the prompt is what comes before the
+            first label). Padding on either side is stripped.
+        samples: number of sequences. Sample i uses prompt ``i % len(prompts)``: more samples
+            than prompts go round again with new responses, fewer use the first ones in order.
+        layers: the last K decoder layers, "all", or indices.
+        structure: "diagonal" or "kronecker".
+        labels: "sequence": y is sampled freely after the prompt (the paper). "token": on each
+            given sequence, a label is sampled at every response position from p(. | given
+            prefix), in one forward; without labels every token but the first is a response
+            token. The summed gradient is squared in both.
+        max_new_tokens: longest response; cut to what the model's limit leaves after the prompt
+            (``metadata["responses_cut"]`` counts such samples). Responses end with the model's
+            end token, which is part of them. Not used by ``labels="token"``.
+        parameters: "linears" (trainable linears of attention and MLP in ``layers``), or "all"
+            (every trainable parameter of the model; diagonal only).
+        seed: sample i is a function of (seed, i), the model and its prompt.
+        batch_size: responses generated at a time (gradients are always taken one by one).
+        checkpoint: file for running sums. An interrupted fit that is started again with the same
+            arguments goes on from there and gives the same bits; at success the file is removed.
+        checkpoint_every: samples between two writes; so many are lost at most.
+        progress: None prints to stderr if that is a terminal, True always, False never; a
+            function gets a :class:`alphatoken.support.progress.Progress` after every sample.
+        adapter: how the model is read; found by itself for transformers and PEFT models.
+        score_bias: the linears' trainable biases too.
+        path: write the result to this file, whole or not at all, and return it left there
+            (``FisherDrift.open``). No second copy of the weights is made then, and none of the
+            Fisher is held afterwards. The file is that of ``fit_fisher(...).save(path)``.
+
+    Raises:
+        ConfigError: an option without meaning, K larger than the model, nothing trainable in it.
+        InputError: no prompts, an empty one, not integer ids, or too long for the model.
+        NumericalError: NaN or Inf among weights, logits or gradients; names the module or sample.
+        CoverageError: (Kronecker) a weight is used outside the captured linears.
+        FisherError: the checkpoint is unreadable or of another fit, or cannot be written.
+
+    Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
+    """
+    settings = _Settings(
+        samples, structure, labels, max_new_tokens, parameters, seed, batch_size, score_bias
+    )
+    if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
+        raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
+    adapter = find_adapter(model) if adapter is None else adapter
+    if parameters == "all":  # not limited to the linears of these layers: they may all be frozen
+        chosen = resolve_layers(adapter, layers)
+        scope = Scope(chosen, (), first=chosen[0])
+    else:
+        scope = find_scope(adapter, layers)
+    given = read_given(prompts, labels=labels)[:samples]
+    budgets = _budgets(given, settings, adapter.max_positions())
+    tracker = Tracker("Fisher", samples, progress)
+    with _undisturbed(adapter):
+        trained = _trained(adapter, scope, settings)
+        fit = _Fit(adapter, scope, settings, given, budgets, trained)
+        store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
+        fit.run(tracker, store)
+        copied = path is None
+        fitted = fit.result(
+            {n: w.detach().clone() if copied else w.detach() for n, w in trained.items()}
+        )
+        if path is not None:
+            fitted.save(path)
+            fitted = FisherDrift.open(path)
+        if store is not None:
+            store.remove()  # only now: what could not be written is not fitted again from nothing
+        return fitted
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Everything but model, layers and prompts that the result depends on."""
+
+    samples: int
+    structure: str
+    labels: str
+    max_new_tokens: int
+    parameters: str
+    seed: int
+    batch_size: int
+    score_bias: bool
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of 1 or more", got=repr(value))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError("seed must be an integer", got=repr(self.seed))
+        choices = {
+            "structure": ("diagonal", "kronecker"),
+            "labels": ("sequence", "token"),
+            "parameters": ("linears", "all"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} is not one that exists",
+                    got=repr(getattr(self, name)),
+                    remedy="one of " + ", ".join(map(repr, allowed)),
+                )
+        if self.structure == "kronecker" and self.parameters == "all":
+            raise ConfigError(
+                "Kronecker factors exist for linear maps only",
+                got="structure='kronecker', parameters='all'",
+                remedy="parameters='linears', or structure='diagonal'",
+            )
+
+
+@dataclass
+class _Fit:
+    """One fit under way: what is fixed, the running sums, and how far it is."""
+
+    adapter: DecoderAdapter
+    scope: Scope
+    settings: _Settings
+    given: list[Given]
+    budgets: list[int]
+    trained: dict[str, Tensor]
+    done: int = 0
+    response_tokens: int = 0
+    moments: DiagonalMoments | KroneckerMoments = field(init=False)
+    prompts_given: int = field(init=False)
+    whole_graph: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts_given = len(self.given)
+        self.whole_graph = used_outside(self.adapter, self.scope.first, self.trained.values())
+        if self.settings.structure == "diagonal":
+            self.moments = DiagonalMoments(self.trained)
+        else:
+            bias = self.settings.score_bias
+            self.moments = KroneckerMoments(self.adapter, self.scope, score_bias=bias)
+
+    def run(self, tracker: Tracker, store: _Checkpoint | None) -> None:
+        """Go through the samples that are left, in batches aligned to multiples of batch_size.
+
+        A resumed fit draws its first batch again as a whole: the model computes a row of a batch
+        with that batch's rounding, and the bits must not depend on the interruption.
+        """
+        size, samples = self.settings.batch_size, self.settings.samples
+        if store is not None:
+            store.resume(tracker)
+        notes = []
+        if samples > self.prompts_given:
+            notes.append(f"{samples} samples go round {self.prompts_given} prompts")
+        if cut := self.responses_cut:
+            notes.append(f"{cut} responses are cut to the model's limit")
+        tracker.note("; ".join(notes))
+        with self.moments.observing():
+            for start in range(self.done // size * size, samples, size):
+                batch = range(start, min(start + size, samples))
+                responses = self._responses(batch)
+                for index in batch:
+                    if index < self.done:
+                        continue
+                    self._add(index, responses.get(index))
+                    self.done += 1
+                    if store is not None:
+                        store.keep()
+                    tracker.report(self.done)
+
+    @property
+    def responses_cut(self) -> int:
+        """Samples whose response the model's limit keeps below max_new_tokens."""
+        if self.settings.labels == "token":
+            return 0
+        short = [budget < self.settings.max_new_tokens for budget in self.budgets]
+        return sum(short[i % self.prompts_given] for i in range(self.settings.samples))
+
+    def _responses(self, batch: range) -> dict[int, Tensor]:
+        if self.settings.labels == "token":
+            return {}
+        which = [index % self.prompts_given for index in batch]
+        drawn = sample_responses(
+            self.adapter,
+            [self.given[i].prompt for i in which],
+            [sample_generator(self.settings.seed, index) for index in batch],
+            [self.budgets[i] for i in which],
+            [f"sample {index} (prompt {i})" for index, i in zip(batch, which, strict=True)],
+        )
+        return dict(zip(batch, drawn, strict=True))
+
+    def _add(self, index: int, response: Tensor | None) -> None:
+        """One sequence: forward, log-likelihood of its sampled labels, moments."""
+        i = index % self.prompts_given
+        given = self.given[i]
+        if response is None:
+            ids, positions = given.ids, given.predicted.nonzero().flatten() - 1
+        else:
+            prompt = given.prompt
+            ids = torch.cat([prompt, response])
+            positions = torch.arange(len(prompt), len(ids)) - 1
+        device = next(self.adapter.model.parameters()).device
+        read = ids[:-1].unsqueeze(0).to(device)  # the last token is predicted, never read
+        with ExitStack() as stack:
+            if self.whole_graph:
+                stack.enter_context(torch.enable_grad())
+            else:
+                stack.enter_context(graph_from_layer(self.adapter, self.scope.first))
+            logits = self.adapter.forward(
+                {"input_ids": read, "attention_mask": torch.ones_like(read)}
+            )[0, positions.to(device)]
+            if response is None:
+                uniform = uniform_numbers(
+                    len(positions), sample_generator(self.settings.seed, index)
+                )
+                response = draw_tokens(logits, uniform, [f"sample {index} (sequence {i})"])
+            log_probs = F.log_softmax(logits.to(wide(logits.dtype)), dim=-1)
+            chosen = log_probs.gather(-1, response.to(log_probs.device).unsqueeze(-1))
+            self.moments.add(chosen.sum())
+        self.response_tokens += len(response)
+
+    def result(self, reference: dict[str, Tensor]) -> FisherDrift:
+        """The fitted Fisher with these weights as its reference; the running sums are used up."""
+        metadata = {
+            **asdict(self.settings),
+            "library_version": library_version(),
+            "model": self.adapter.identity(),
+            "layers": list(self.scope.layers),
+            "prompts": self.prompts_given,
+            "response_tokens": self.response_tokens,
+            "responses_cut": self.responses_cut,
+        }
+        if isinstance(self.moments, DiagonalMoments):
+            diagonal = self.moments.means(self.done)
+            return FisherDrift(diagonal, reference, metadata, exact_names=True)
+        factors = self.moments.factors(self.done)
+        return FisherDrift({}, reference, metadata, factors, exact_names=True)
+
+
+def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict[str, Tensor]:
+    """The parameters in scope, by name; every one finite."""
+    if settings.parameters == "all":
+        named = adapter.model.named_parameters()
+        found: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
+    else:
+        found = {linear.weight_name: linear.weight for linear in scope.linears}
+        for linear in scope.linears if settings.score_bias else ():
+            if linear.bias is not None and linear.bias.requires_grad:
+                found[f"{linear.name}.bias"] = linear.bias
+    if not found:
+        raise ConfigError(
+            "nothing trainable is in scope",
+            got=f"layers {list(scope.layers)}, parameters={settings.parameters!r}"
+            + "".join(f"; {name}: {why}" for name, why in list(scope.uncovered.items())[:3]),
+            why="a Fisher is about gradients of trainable weights",
+            remedy="unfreeze them (requires_grad_), attach adapters, choose other layers, or "
+            "parameters='all'",
+        )
+    for name, parameter in found.items():
+        if not bool(torch.isfinite(parameter.detach()).all()):
+            raise NumericalError(
+                f"the weight '{name}' holds a NaN or an infinity",
+                why="it cannot be the reference of a retention term",
+                remedy="load the model again, or find the step that broke it",
+            )
+    return found
+
+
+def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list[int]:
+    """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
+    budgets = []
+    for i, one in enumerate(given):
+        if settings.labels == "sequence":
+            room = settings.max_new_tokens if limit is None else limit - len(one.prompt)
+            too_long, length = room < 1, len(one.prompt)
+        else:
+            room, length = settings.max_new_tokens, len(one.ids)
+            too_long = limit is not None and length > limit
+        if too_long:
+            raise InputError(
+                f"prompt {i} is longer than the model allows",
+                got=f"{length} tokens, the model's limit is {limit}"
+                + (" and a response needs at least one" if settings.labels == "sequence" else ""),
+                why="positions beyond the limit were never trained, or do not exist",
+                remedy="drop it or shorten it",
+            )
+        budgets.append(min(settings.max_new_tokens, room))
+    return budgets
+
+
+@contextmanager
+def _undisturbed(adapter: DecoderAdapter) -> Iterator[None]:
+    """Eval mode, no checkpointing, no ambient inference mode; everything put back afterwards."""
+    devices = {p.device.index for p in adapter.model.parameters() if p.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=sorted(d or 0 for d in devices)))
+        stack.enter_context(evaluation_mode(adapter.model))
+        stack.enter_context(adapter.pause_checkpointing(adapter.layers()))
+        yield
+
+
+class _Checkpoint:
+    """Running sums on disk, bound to one model, its weights, the prompts and the settings."""
+
+    def __init__(self, path: Path, fit: _Fit, every: int) -> None:
+        self._path, self._fit, self._every = path, fit, every
+        self._bound = {
+            "settings": json.dumps(asdict(fit.settings)),
+            "layers": json.dumps(fit.scope.layers),
+            "model": json.dumps(fit.adapter.identity(), sort_keys=True),
+            "weights": weights_digest(fit.adapter.model),
+            "trained": json.dumps(list(fit.trained)),
+            "prompts": _prompts_fingerprint(fit.given),
+        }
+
+    def keep(self) -> None:
+        """Write if enough samples have passed since the last time."""
+        fit = self._fit
+        if fit.done % self._every or fit.done >= fit.settings.samples:
+            return
+        description = {"kind": _KIND, "format_version": _FORMAT, **self._bound}
+        description |= {"done": str(fit.done), "response_tokens": str(fit.response_tokens)}
+        write_tensors(self._path, fit.moments.sums, description, error=FisherError)
+
+    def resume(self, tracker: Tracker) -> None:
+        """Take over what the file holds, if there is one.
+
+        Raises:
+            FisherError: it is unreadable, or of a fit with other arguments.
+        """
+        if not self._path.exists():
+            return
+        fit = self._fit
+        sums, description = read_tensors(self._path, error=FisherError)
+        expected = {"kind": _KIND, "format_version": _FORMAT, **self._bound}
+        differing = [key for key in expected if description.get(key) != expected[key]]
+        if differing or {k: (v.shape, v.dtype) for k, v in sums.items()} != {
+            k: (v.shape, v.dtype) for k, v in fit.moments.sums.items()
+        }:
+            raise FisherError(
+                f"the checkpoint '{self._path}' is of another fit",
+                got=f"differing: {', '.join(differing) or 'the running sums'}",
+                why="its sums would be mixed with those of this fit",
+                remedy="repeat the arguments of the interrupted fit, or remove the file to start "
+                "again",
+            )
+        for name, total in fit.moments.sums.items():
+            total.copy_(sums[name])
+        fit.done = int(description["done"])
+        fit.response_tokens = int(description["response_tokens"])
+        tracker.resume(fit.done)
+
+    def remove(self) -> None:
+        """The fit is complete: its file is no longer needed."""
+        self._path.unlink(missing_ok=True)
+
+
+def _prompts_fingerprint(given: list[Given]) -> str:
+    digest = hashlib.sha256()
+    for one in given:
+        digest.update(len(one.ids).to_bytes(8, "little"))
+        digest.update(one.ids.numpy().tobytes())
+        digest.update(one.predicted.numpy().tobytes())
+    return digest.hexdigest()

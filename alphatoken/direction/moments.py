@@ -1,0 +1,193 @@
+"""Second moments of per-sequence gradients: elementwise, or as Kronecker factors.
+
+Both are running sums over sequences. One sequence at a time: the gradient of the *summed*
+log-likelihood of one response is squared, never the gradient of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import NumericalError
+from alphatoken.estimate.proofs import compare_gradients
+from alphatoken.model.capture import LinearUse, Recorder, Scope, record
+from alphatoken.model.protocol import DecoderAdapter, ScoredLinear
+from alphatoken.support.precision import full_precision, wide
+
+__all__ = ["DiagonalMoments", "KroneckerMoments"]
+
+
+def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
+    if not bool(torch.isfinite(tensor).all()):
+        raise NumericalError(
+            f"the {what} of '{name}' holds a NaN or an infinity",
+            why="one such sequence would make the whole Fisher NaN",
+            remedy="check the model's weights, or fit in a wider dtype",
+        )
+    return tensor
+
+
+class DiagonalMoments:
+    """Sum over sequences of (d log p / d w)^2, elementwise, for each given parameter.
+
+    A parameter under several names (tied) has one gradient, through all its uses, and one sum.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._first: dict[int, str] = {}
+        self._unique: dict[str, Tensor] = {}
+        self._key: dict[str, str] = {}
+        for name, parameter in parameters.items():
+            key = self._key[name] = self._first.setdefault(id(parameter), name)
+            self._unique[key] = parameter
+        self.sums = {
+            name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+            for name, p in self._unique.items()
+        }
+
+    def observing(self) -> AbstractContextManager[None]:
+        """Nothing to capture: autograd gives the gradients."""
+        return nullcontext()
+
+    def add(self, log_likelihood: Tensor) -> None:
+        """Square this sequence's gradient and add it; no ``.grad`` is touched.
+
+        Raises:
+            NumericalError: the squared gradient is not finite; names the parameter.
+        """
+        gradients = torch.autograd.grad(
+            log_likelihood, list(self._unique.values()), allow_unused=True
+        )
+        squares = {
+            name: _finite(gradient.detach().to(wide(gradient.dtype)) ** 2, name, "gradient")
+            for name, gradient in zip(self._unique, gradients, strict=True)
+            if gradient is not None
+        }
+        for name, square in squares.items():
+            self.sums[name] += square
+
+    def means(self, count: int) -> dict[str, Tensor]:
+        """The diagonal Fisher, by every name that was given; in place, so only once."""
+        unique = {name: total.div_(count) for name, total in self.sums.items()}
+        return {name: unique[key] for name, key in self._key.items()}
+
+
+class KroneckerMoments:
+    """Sums for S_F and A_F of the scored linears.
+
+    S: sum over sequences and positions of delta delta^T, delta = d log p / d s (aggregated
+    errors, prompt positions included). A: sum of x x^T over the positions that the model reads
+    (all up to the one that predicts the last response token), and their number. A weight that is
+    used more than once, in one call or several, counts each use as a position.
+    """
+
+    def __init__(self, adapter: DecoderAdapter, scope: Scope, *, score_bias: bool) -> None:
+        self._adapter, self._scope, self._bias = adapter, scope, score_bias
+        self._recorder: Recorder | None = None
+        self._proved = False
+        first: dict[int, str] = {}
+        self._key = {
+            linear.weight_name: first.setdefault(id(linear.weight), linear.weight_name)
+            for linear in scope.linears
+        }
+        self._linears = {linear.weight_name: linear for linear in scope.linears}
+        self.sums: dict[str, Tensor] = {}
+        for name in dict.fromkeys(self._key.values()):
+            weight = self._linears[name].weight
+            d_in, d_out = weight.shape if self._linears[name].transposed else weight.shape[::-1]
+            zeros = torch.zeros((), dtype=wide(weight.dtype), device=weight.device)
+            self.sums[f"S/{name}"] = zeros.expand(d_out, d_out).clone()
+            self.sums[f"A/{name}"] = zeros.expand(d_in, d_in).clone()
+            self.sums[f"uses/{name}"] = torch.zeros((), dtype=torch.int64)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Hook the scored linears."""
+        with record(self._adapter, self._scope, attention=False) as recorder:
+            self._recorder = recorder
+            try:
+                yield
+            finally:
+                self._recorder = None
+
+    @full_precision
+    def add(self, log_likelihood: Tensor) -> None:
+        """Add this sequence's inputs and errors; no ``.grad`` is touched.
+
+        Raises:
+            NumericalError: an input or error is not finite; names the parameter.
+            CoverageError: (first sequence) captured uses do not explain a weight's gradient.
+        """
+        assert self._recorder is not None
+        uses, self._recorder.linears = self._recorder.linears, []
+        weights = [] if self._proved else [linear.weight for linear in self._scope.linears]
+        found = torch.autograd.grad(
+            log_likelihood, [use.s for use in uses] + weights, allow_unused=True
+        )
+        rows = [_rows(use, error) for use, error in zip(uses, found, strict=False)]
+        if not self._proved:
+            self._prove(uses, rows, found[len(uses) :])
+        for use, (x, delta) in zip(uses, rows, strict=True):
+            name = self._key[use.linear.weight_name]
+            self.sums[f"A/{name}"].addmm_(x.T, x)
+            self.sums[f"S/{name}"].addmm_(delta.T, delta)
+            self.sums[f"uses/{name}"] += len(x)
+        self._recorder.clear()
+
+    def _prove(
+        self,
+        uses: Sequence[LinearUse],
+        rows: Sequence[tuple[Tensor, Tensor]],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """The captured uses must add up to autograd's gradient of every weight."""
+        captured: dict[str, tuple[Tensor, float]] = {}
+        for use, (x, delta) in zip(uses, rows, strict=True):
+            key = self._key[use.linear.weight_name]
+            product = x.T @ delta if use.linear.transposed else delta.T @ x
+            before, size = captured.get(key, (torch.zeros_like(product), 0.0))
+            size += float((x.norm(dim=1) * delta.norm(dim=1)).sum())
+            captured[key] = (before + product, size)
+        expected = {
+            self._key[linear.weight_name]: gradient
+            for linear, gradient in zip(self._scope.linears, gradients, strict=True)
+        }
+        compare_gradients(
+            captured,
+            expected,
+            narrow=any(use.s.dtype in (torch.bfloat16, torch.float16) for use in uses),
+            remedy="structure='diagonal', which follows the weight through every use",
+        )
+        self._proved = True
+
+    def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """(left, right) in each parameter's own layout; a bias has (S_F, [[1]])."""
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, key in self._key.items():
+            linear = self._linears[name]
+            S = self.sums[f"S/{key}"] / count
+            A = self.sums[f"A/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)
+            pairs[name] = (A, S) if linear.transposed else (S, A)
+            if self._bias and _has_trained_bias(linear):
+                pairs[f"{linear.name}.bias"] = (S, torch.ones_like(S[:1, :1]))
+        return pairs
+
+
+def _has_trained_bias(linear: ScoredLinear) -> bool:
+    return linear.bias is not None and linear.bias.requires_grad
+
+
+def _rows(use: LinearUse, error: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Input and error of one call as rows (uses, d_in), (uses, d_out), widened and checked."""
+    name = use.linear.weight_name
+    dtype = wide(use.linear.weight.dtype, use.s.dtype)
+    delta = torch.zeros_like(use.s) if error is None else error.detach()
+    x = use.x.to(dtype).reshape(-1, use.x.shape[-1])
+    return (
+        _finite(x, name, "input"),
+        _finite(delta.to(dtype).reshape(-1, delta.shape[-1]), name, "output error"),
+    )

@@ -1,0 +1,354 @@
+"""Gradients of validation objectives with respect to the scored parameters.
+
+    J_tgt  = mean loss over the response tokens of all validation batches
+    DPO:     gradient = sum_pairs omega (grad sum l+ - grad sum l-) / normaliser,
+             omega = beta sigma(-s), detached, from the unmasked preference logit
+
+All positions of the validation sequences take part, the prompt's too, because the gradient runs
+through them. Batches are streamed: one forward and backward each, sums kept, divided at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.model.batch import (
+    LabelledBatch,
+    PreferenceBatch,
+    read_batch,
+    require_finite,
+    token_losses,
+)
+from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, graph_from_layer
+from alphatoken.model.partial_forward import Start, losses_from, remember_start
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import Sharding
+from alphatoken.select.losses import dpo_coefficient
+from alphatoken.support.precision import wide
+
+__all__ = [
+    "GradientReducer",
+    "Watcher",
+    "captured_parts",
+    "captured_sums",
+    "mean_gradient",
+    "objective_gradient",
+    "objective_sums",
+    "require_finite_gradient",
+    "scoring_forward",
+    "stream_losses",
+    "weighted_losses",
+]
+
+
+@contextmanager
+def scoring_forward(adapter: DecoderAdapter, first: int | None) -> Iterator[None]:
+    """Evaluation mode, and a graph from layer ``first`` on (None: from the embeddings on)."""
+    with evaluation_mode(adapter.model):
+        if first is None:
+            with torch.enable_grad():
+                yield
+        else:
+            with graph_from_layer(adapter, first):
+                yield
+
+
+def forward_losses(adapter: DecoderAdapter, batch: LabelledBatch, role: str) -> Tensor:
+    """Token losses (b, t) of one forward in the surrounding context; finite or an error."""
+    losses = token_losses(adapter.forward(batch.inputs), batch.labels, role=role)
+    require_finite(losses, batch.mask, role)
+    return losses
+
+
+def preference_weights(pairs: PreferenceBatch, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """omega (b,) from the token losses of both branches."""
+    return dpo_coefficient(
+        -chosen.sum(-1),
+        -rejected.sum(-1),
+        pairs.reference_chosen.to(chosen),
+        pairs.reference_rejected.to(rejected),
+        pairs.beta,
+    )
+
+
+def weighted_losses(
+    adapter: DecoderAdapter,
+    item: Mapping[str, Any] | PreferenceBatch,
+    first: int | None,
+    role: str = "validation batch",
+) -> Iterator[tuple[LabelledBatch, Callable[[], Tensor], Tensor, float]]:
+    """The pieces of an objective: (batch, loss function, token weights, count for the mean).
+
+    The gradient of the objective is the sum over pieces of the gradient of
+    ``(weights * losses).sum()``, divided by the sum of counts. Each loss function runs its own
+    forward and must be called inside ``scoring_forward``.
+    """
+    limit = adapter.max_positions()
+    if not isinstance(item, PreferenceBatch):
+        batch = read_batch(item, max_length=limit, role=role)
+        ones = batch.mask.to(torch.float32)
+        yield batch, lambda: forward_losses(adapter, batch, role), ones, batch.response_tokens
+        return
+    branches = [read_batch(b, max_length=limit, role=role) for b, _, _ in item.branches()]
+    losses, starts = _known(adapter, branches, first, role)
+    omega = preference_weights(item, *losses)
+    for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
+        count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2
+        weights = (sign * omega).unsqueeze(-1) * batch.mask.to(omega.dtype)
+
+        def again(batch: LabelledBatch = batch, start: Start | None = start) -> Tensor:
+            run = partial(forward_losses, adapter, batch, role)
+            return losses_from(adapter, first, start, batch.mask, run)
+
+        yield batch, again, weights, count
+
+
+@torch.no_grad()
+def _known(
+    adapter: DecoderAdapter, branches: Sequence[LabelledBatch], first: int | None, role: str
+) -> tuple[list[Tensor], list[Start | None]]:
+    """Token losses of both branches without a graph, and for each where a second forward can start.
+
+    The second forward has a graph, and skips the layers below the first scored one where it can;
+    None where it cannot.
+    """
+    with evaluation_mode(adapter.model), remember_start(adapter, first or 0) as trunk:
+        losses = [forward_losses(adapter, branch, role) for branch in branches]
+    if not trunk.plain or len(trunk.hidden) != len(branches):  # a block that is used twice
+        return losses, [None] * len(branches)
+    return losses, [Start(h, x) for h, x in zip(trunk.hidden, losses, strict=True)]
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Sees the first forward of a build, recorded, before its gradient is taken."""
+
+    def recording(self) -> AbstractContextManager[Recorder]:
+        """What to record the forward in."""
+        ...
+
+    def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
+        """Look at the token losses of that forward; its graph stays."""
+        ...
+
+
+@runtime_checkable
+class GradientReducer(Protocol):
+    """Makes a mean of summed gradients: called once a build, with what this process has."""
+
+    def __call__(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        """Mean gradient by parameter name.
+
+        Args:
+            role: "validation" or "retention"; or "step", the gradient that the optimizer will see
+                (``preconditioner="full"``), with count 1: its mean over processes is what
+                DistributedDataParallel hands to the optimizer.
+            sums: summed gradients. Where weights are sharded, this process's parts of sums that
+                are over all processes already.
+            count: what the mean divides by, this process's share (also where sharded).
+        """
+        ...
+
+
+def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+    """The reducer of one process: ``sums / count``.
+
+    Raises:
+        InputError: nothing was summed.
+    """
+    if count == 0:
+        raise InputError(
+            f"no {role} tokens",
+            got=f"an empty {role} set",
+            why="the values are measured against its gradient",
+            remedy="pass at least one batch with response tokens",
+        )
+    return {name: total / count for name, total in sums.items()}
+
+
+def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
+    """Raise NumericalError naming the first parameter whose gradient has a NaN or Inf."""
+    for name, g in gradient.items():
+        if not bool(torch.isfinite(g).all()):
+            raise NumericalError(
+                f"the {role} gradient is not finite",
+                got=name,
+                remedy="check the weights for NaN or Inf, and the precision",
+            )
+
+
+def stream_losses(
+    adapter: DecoderAdapter,
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    consume: Callable[[Tensor, Recorder | None], None],
+    *,
+    first: int | None,
+    role: str = "validation",
+    recording: Callable[[], AbstractContextManager[Recorder]] | None = None,
+    watcher: Watcher | None = None,
+) -> float:
+    """One forward a piece of the objective: its weighted loss sum, with a graph, to ``consume``.
+
+    Args:
+        adapter: of the model.
+        items: batches or preference pairs; streamed.
+        consume: gets the scalar and the recorder (None if nothing is recorded).
+        first: first scored layer; None if parameters below the layers take part.
+        role: "validation" or "retention", for messages.
+        recording: what each forward is recorded in.
+        watcher: of the first forward.
+
+    Returns:
+        The count that the mean divides by.
+    """
+    count = 0.0
+    for item in items:
+        for batch, losses, weights, tokens in weighted_losses(
+            adapter, item, first, f"{role} batch"
+        ):
+            record = recording if watcher is None else watcher.recording
+            with ExitStack() as stack:
+                recorder = None if record is None else stack.enter_context(record())
+                with scoring_forward(adapter, first):
+                    loss = losses()
+                    with torch.enable_grad():
+                        weighted = (loss * weights.to(loss)).sum()
+                if watcher is not None and recorder is not None:
+                    watcher.see(recorder, loss, batch.mask)
+                    watcher = None
+                consume(weighted, recorder)
+            count += tokens
+    return count
+
+
+def objective_sums(
+    adapter: DecoderAdapter,
+    parameters: Mapping[str, Tensor],
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+    role: str = "validation",
+    watcher: Watcher | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """Summed gradient of an objective, one tensor a parameter, and the count for the mean.
+
+    By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
+    """
+    names = list(parameters)
+    total = {
+        n: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+        for n, p in parameters.items()
+    }
+
+    def add(weighted: Tensor, _: Recorder | None) -> None:
+        found = gradient_of(weighted, [parameters[n] for n in names])
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                total[name] += gradient.to(total[name].dtype)
+
+    count = stream_losses(adapter, items, add, first=first, role=role, watcher=watcher)
+    return total, count
+
+
+def captured_sums(
+    adapter: DecoderAdapter,
+    names: Mapping[str, str],
+    sharding: Sharding,
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+    recording: Callable[[], AbstractContextManager[Recorder]],
+    role: str = "validation",
+    watcher: Watcher | None = None,
+) -> tuple[dict[str, Tensor], float]:
+    """The same where weights are sharded: from captured inputs and errors, one matrix at a time.
+
+    Autograd is never asked for a weight's gradient. Each process forms its own sum of outer
+    products, ``sharding.reduce`` adds them up over the processes and keeps this process's part.
+
+    Args:
+        adapter: of the model.
+        names: place of a scored parameter -> its name; see ``estimate.columns.ColumnSums``.
+        sharding: of the weights.
+        items: batches or pairs, equally many on every process.
+        first: first scored layer.
+        recording: what each forward is recorded in.
+        role: "validation" or "retention".
+        watcher: of the first forward.
+
+    Returns:
+        Parts of sums over all processes; the count of this one.
+    """
+    total: dict[str, Tensor] = {}
+
+    def add(weighted: Tensor, recorder: Recorder | None) -> None:
+        assert recorder is not None
+        for name, part in captured_parts(recorder, weighted, names, sharding).items():
+            total[name] = total[name] + part if name in total else part
+
+    count = stream_losses(
+        adapter, items, add, first=first, role=role, recording=recording, watcher=watcher
+    )
+    return total, count
+
+
+def captured_parts(
+    recorder: Recorder, loss: Tensor, names: Mapping[str, str], sharding: Sharding
+) -> dict[str, Tensor]:
+    """Gradient of one recorded loss, summed over the processes: this one's part of each matrix.
+
+    Collective; the graph stays.
+    """
+    recorder.require_graph()
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
+    like = next((e for e in errors if e is not None), loss)
+    parts: dict[str, Tensor] = {}
+
+    def reduce(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
+        if gradient is None:  # not used by this process, maybe by others
+            gradient = like.new_zeros(sharding.shape(name), dtype=wide(like.dtype))
+        part = sharding.reduce(name, gradient)
+        parts[name] = parts[name] + part if name in parts else part
+
+    captured_gradients(recorder, errors, names, reduce)
+    return parts
+
+
+def objective_gradient(
+    adapter: DecoderAdapter,
+    parameters: Mapping[str, Tensor],
+    validation: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+) -> dict[str, Tensor]:
+    """Gradient G of the mean validation objective, one tensor a parameter.
+
+    Args:
+        adapter: of the model.
+        parameters: parameter name -> parameter, those in scope.
+        validation: batches (mean token loss) or preference pairs; streamed.
+        first: first scored layer; None if parameters below the layers take part.
+
+    Returns:
+        Parameter name -> gradient in the parameter's shape, float32 or wider. Unit: loss a weight.
+
+    Exactness: exact up to rounding. Source: eq. composite_val.
+    Oracle: ``alphatoken.oracle.gradients.validation_gradient``,
+    ``alphatoken.oracle.preference``.
+
+    Raises:
+        InputError: no validation batch, or one without response tokens.
+        NumericalError: a NaN or Inf loss or gradient, naming token or parameter.
+    """
+    sums, count = objective_sums(adapter, parameters, validation, first=first)
+    mean = mean_gradient("validation", sums, count)
+    require_finite_gradient("validation", mean)
+    return mean

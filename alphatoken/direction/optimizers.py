@@ -1,0 +1,295 @@
+"""Preconditioners from a live optimizer: finds it, its groups and its state, and asks ``updates``.
+
+torch.optim's Adam family, RMSprop, Adagrad and Adadelta, the optimizers of torch_optimizer that
+keep a second moment, and low-bit ones whose state can be dequantised. Wrappers of accelerate and
+torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
+from alphatoken.direction.updates import Held, Rule, rule_of
+from alphatoken.errors import ConfigError, InputError, NumericalError
+
+__all__ = [
+    "check_optimizer",
+    "clip_factor",
+    "frozen_preconditioners",
+    "full_preconditioners",
+    "read_update",
+]
+
+
+def check_optimizer(optimizer: Any, *, full: bool = False) -> None:
+    """Raise unless P can be read from this optimizer's kind of state; reads no state.
+
+    Args:
+        optimizer: what trains the model, wrapped or not.
+        full: the full form is wanted.
+
+    Raises:
+        ConfigError: unknown kind, DeepSpeed's partitions, ``maximize``, or no such form.
+    """
+    inner, _ = _opened(optimizer)
+    rule = _rule(inner)
+    if full and not rule.full:
+        raise ConfigError(
+            "this optimizer has no full preconditioner",
+            got=type(inner).__qualname__,
+            why="its denominator follows the token's own Hessian, which no gradient gives",
+            remedy="preconditioner='frozen'",
+        )
+    if any(group.get("maximize") for group in inner.param_groups):
+        raise ConfigError(
+            "the optimizer maximises its objective",
+            got=f"{type(inner).__qualname__}(maximize=True)",
+            why="a value is the good that descent on the token's loss does",
+            remedy="negate the loss and drop maximize, or preconditioner=None",
+        )
+
+
+def frozen_preconditioners(
+    optimizer: Any, parameters: Mapping[str, Tensor], *, after: int = 1
+) -> dict[str, Tensor] | None:
+    """``P = c / (sqrt(v^) + eps)`` by parameter name, from the state before the step.
+
+    Args:
+        optimizer: the optimizer that trains these parameters.
+        parameters: by name, as the optimizer holds them.
+        after: P is used from this many steps on.
+
+    Returns:
+        P without the learning rate, in each parameter's shape (DTensors for sharded parameters);
+        None (P = 1 everywhere) until every parameter has taken ``after`` steps: mixing plain and
+        scaled parameters would compare numbers of different units.
+
+    Exactness: of a step whose denominator is held; docs/optimizers.md has the error by step.
+
+    Raises:
+        ConfigError: state that cannot be read, or a parameter that the optimizer does not hold.
+        NumericalError: a NaN or Inf in the state.
+    """
+    updates = _updates(optimizer, parameters, None, after)
+    if updates is None:
+        return None
+    return {
+        name: _like(parameters[name], _finite(name, frozen_preconditioner(update)))
+        for name, (update, _) in updates.items()
+    }
+
+
+def full_preconditioners(
+    optimizer: Any,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    *,
+    after: int = 1,
+    gradient_scale: float = 1.0,
+) -> dict[str, Tensor] | None:
+    """``P = du/dg`` by parameter name: the derivative of the next step, ``-lr u``.
+
+    Args:
+        optimizer: the optimizer that trains these parameters.
+        parameters: by name, as the optimizer holds them.
+        gradients: the gradient that the step will see, by the same names: of the whole optimizer
+            step (all micro-batches and ranks), unscaled, before clipping, without weight decay.
+        after: P is used from this many steps on.
+        gradient_scale: constant factor between g and what the optimizer sees, as gradient clipping
+            makes it (:func:`clip_factor`); P includes it once more, by the chain rule. The change
+            of the factor itself with the token is not included.
+
+    Returns:
+        As :func:`frozen_preconditioners`; entries may be negative.
+
+    Exactness: exact to first order for all but a few optimizers, named in docs/optimizers.md.
+    Oracle: finite differences of the optimizer's own step.
+
+    Raises:
+        ConfigError: see :func:`frozen_preconditioners`.
+        InputError: a parameter without a gradient, or one of another shape.
+    """
+    check_optimizer(optimizer, full=True)
+    scaled = {name: gradient_scale * g for name, g in gradients.items()}
+    updates = _updates(optimizer, parameters, scaled, after)
+    if updates is None:
+        return None
+    found = {}
+    for name, (update, g) in updates.items():
+        assert g is not None
+        p = gradient_scale * full_preconditioner(update, g)
+        found[name] = _like(parameters[name], _finite(name, p))
+    return found
+
+
+def clip_factor(gradients: Iterable[Tensor], max_norm: float) -> float:
+    """What ``clip_grad_norm_`` multiplies by: ``min(1, max_norm / (||g|| + 1e-6))``.
+
+    Args:
+        gradients: of all parameters that are clipped together, not of the scored ones alone.
+        max_norm: the limit.
+    """
+    norms = torch.stack([g.detach().norm().float().cpu() for g in gradients])
+    return min(1.0, max_norm / (float(norms.norm()) + 1e-6))
+
+
+def read_update(
+    optimizer: Any, parameter: Tensor, gradient: Tensor | None = None
+) -> tuple[Update, Tensor | None] | None:
+    """The next step of one parameter and the gradient it sees, decay included; None without state.
+
+    Both are of the local shard for a sharded parameter.
+
+    Raises:
+        ConfigError: the optimizer's state cannot be read, or it does not hold the parameter.
+        InputError: the gradient has another shape.
+    """
+    inner, factor = _opened(optimizer)
+    rule = _rule(inner)
+    group_index, index, group, own = _place(inner, parameter)
+    # A wrapper's own state is a copy or a mirror; the innermost one is stepped.
+    state: Mapping[str, Any] = inner.state.get(own, {})
+    if rule.marker not in state:
+        return None
+    local = _local(parameter)
+    g = None if gradient is None else _gradient(gradient, parameter)
+    decay = float(group.get("weight_decay", 0.0))
+    if g is not None and decay and rule.couples(inner, group):
+        g = g + decay * local.detach().to(g)
+    sharded = isinstance(parameter, DTensor)
+    held = Held(inner, group, group_index, index, local, state, g, sharded)
+    update = rule.update(held)
+    return replace(update, factor=factor(group) * update.factor), g
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def _updates(
+    optimizer: Any,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor] | None,
+    after: int,
+) -> dict[str, tuple[Update, Tensor | None]] | None:
+    check_optimizer(optimizer)
+    found = {}
+    for name, parameter in parameters.items():
+        if gradients is not None and name not in gradients:
+            raise InputError(
+                "a parameter has no gradient",
+                got=name,
+                why="the full preconditioner is the derivative at the step's own gradient",
+                remedy="give every parameter's summed gradient, or preconditioner='frozen'",
+            )
+        read = read_update(optimizer, parameter, None if gradients is None else gradients[name])
+        if read is None or read[0].steps < after:
+            return None
+        found[name] = read
+    return found
+
+
+def _opened(optimizer: Any) -> tuple[Any, Any]:
+    """The innermost optimizer, and the factor by group that look-ahead puts on its step."""
+    ahead = []
+    while True:
+        names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
+        if ("accelerate", "AcceleratedOptimizer") in names:
+            optimizer = optimizer.optimizer
+        elif ("torch_optimizer", "Lookahead") in names:
+            ahead.append(float(optimizer.alpha))
+            optimizer = optimizer.optimizer
+        else:
+            break
+
+    def factor(group: Mapping[str, Any]) -> float:
+        return math.prod(ahead) if group.get("counter") == 0 else 1.0
+
+    return optimizer, factor
+
+
+def _rule(optimizer: Any) -> Rule:
+    if type(optimizer).__module__.startswith("deepspeed.runtime"):
+        raise ConfigError(
+            "DeepSpeed keeps the optimizer's state in flat partitions",
+            got=type(optimizer).__qualname__,
+            why="a partition holds parts of many parameters, and belongs to one rank",
+            remedy="DDP or FSDP2, whose state has the parameter's shape, or preconditioner=None",
+        )
+    rule = rule_of(optimizer)
+    if rule is None:
+        raise ConfigError(
+            "this optimizer has no second moment of the parameter's shape",
+            got=type(optimizer).__qualname__,
+            why="its step is not a per-parameter scaling of the gradient that could be read",
+            remedy="preconditioner=None, an Adam-like optimizer, or a mapping of your own",
+        )
+    return rule
+
+
+def _place(optimizer: Any, parameter: Tensor) -> tuple[int, int, Mapping[str, Any], Tensor]:
+    """Number of the group, number within it, the group, and the parameter as it is held."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, own in enumerate(group["params"]):
+            if own is parameter:
+                return group_index, index, group, own
+    raise ConfigError(
+        "a scored parameter is not held by the optimizer",
+        got=f"a parameter of shape {tuple(parameter.shape)}",
+        remedy="hand over the optimizer that trains this model, or narrow the scored layers",
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient's shard that belongs to the parameter's; a whole or a local one may come."""
+    if isinstance(gradient, DTensor):
+        if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        gradient = gradient.to_local()
+    elif isinstance(parameter, DTensor) and gradient.shape == parameter.shape:
+        # Every rank has the whole: cut, without sending.
+        gradient = distribute_tensor(
+            gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+        ).to_local()
+    if gradient.shape != _local(parameter).shape:
+        raise InputError(
+            "a gradient does not have its parameter's shape",
+            got=f"{tuple(gradient.shape)} for {tuple(parameter.shape)}",
+        )
+    return gradient.detach()
+
+
+def _like(parameter: Tensor, p: Tensor) -> Tensor:
+    """P as the parameter is laid out."""
+    if not isinstance(parameter, DTensor):
+        return p
+    return DTensor.from_local(
+        p,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _finite(name: str, p: Tensor) -> Tensor:
+    if not bool(torch.isfinite(p).all()):
+        raise NumericalError(
+            "a preconditioner is not finite",
+            got=name,
+            why="the optimizer's state or the step's gradient holds a NaN or Inf",
+            remedy="look at the last training losses; preconditioner=None does without the state",
+        )
+    return p

@@ -1,0 +1,200 @@
+"""Preconditioners from an optimizer's state: what its step does to a token's gradient.
+
+An adaptive optimizer does not step along the gradient g, so a token's weight moves the parameters
+by ``-lr P o g_k``, not ``-lr g_k``. Per entry, each optimizer served here takes the step ``-lr u``,
+
+    u(g) = factor * n / d,    n = offset + slope g,    d = w^power + eps,
+    w = max(largest, rest + share (g - center)^2),
+
+and P is du/dg. For Adam, with s the number of the step and v^, m^ including g,
+
+    P = c / (sqrt(v^) + eps)  -  m^ (1 - beta2) g / ((1 - beta2^s) sqrt(v^) (sqrt(v^) + eps)^2)
+
+with ``c = (1 - beta1) / (1 - beta1^s)``. Momentum and decoupled decay are constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.support.precision import wide
+
+__all__ = ["Update", "adam_update", "frozen_preconditioner", "full_preconditioner"]
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """One parameter's next step as a function of its gradient g: u(g), the step being ``-lr u``.
+
+    Attributes:
+        steps: steps taken so far.
+        slope: slope of the numerator n in g.
+        rest: the part of w without g.
+        share: coefficient of ``(g - center)^2`` in w.
+        before: w of the state before the step; ``frozen`` holds the denominator there.
+        eps: what is added to the root.
+        offset: the numerator at g = 0 (momentum).
+        center: where w is smallest: 0, or the mean that the gradient is compared with.
+        largest: w never falls below it (amsgrad); None for no such memory.
+        power: 1/2 for a square root.
+        factor: a factor of the whole tensor: rectification, trust ratio, look-ahead.
+        lower: least value of 1/d.
+        upper: greatest value of 1/d, as ``upper[0] + upper[1] / d``.
+        previous: DiffGrad's friction multiplies n by ``sigmoid(|g - previous|)``.
+        softness: d is ``softplus(softness w^power) / softness`` instead of the root itself.
+    """
+
+    steps: int
+    slope: Number
+    rest: Number
+    share: Number
+    before: Tensor
+    eps: float
+    offset: Number = 0.0
+    center: Number = 0.0
+    largest: Tensor | None = None
+    power: float = 0.5
+    factor: Number = 1.0
+    lower: float | None = None
+    upper: tuple[Number, float] | None = None
+    previous: Tensor | None = None
+    softness: float | None = None
+
+
+def adam_update(
+    steps: int,
+    first: Tensor | None,
+    second: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    largest: Tensor | None = None,
+    blend: tuple[float, float] | None = None,
+    raw_eps: bool = False,
+    bias_correction: bool = True,
+) -> Update:
+    """The step of Adam and its kin from their raw state.
+
+    ``u = m^ / (sqrt(v^) + eps)``, m^ = m_s / (1 - beta1^s), v^ = v_s / (1 - beta2^s), s = steps+1.
+
+    Args:
+        steps: steps taken.
+        first: m before the step; None for zero.
+        second: v before the step.
+        beta1: decay of m.
+        beta2: decay of v.
+        eps: added to the root.
+        largest: amsgrad's running maximum of v, raw.
+        blend: (a, b) for the numerator ``a m_s + b g`` instead of m^ (NAdam, Nesterov).
+        raw_eps: eps is added to sqrt(v_s), and the sum is divided by sqrt(1 - beta2^s).
+        bias_correction: False leaves m and v raw.
+    """
+    v = second.to(wide(second.dtype))
+    one = two = old = 1.0
+    if bias_correction:
+        one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)
+        old = 1 - beta2**steps if steps else 1.0
+    a, b = (1 / one, 0.0) if blend is None else blend
+    kept = None if largest is None else largest.to(v)
+    return Update(
+        steps=steps,
+        slope=a * (1 - beta1) + b,
+        offset=0.0 if first is None else a * beta1 * first.to(v),
+        rest=beta2 * v / two,
+        share=(1 - beta2) / two,
+        before=(v if kept is None else kept) / old,
+        largest=None if kept is None else kept / two,
+        eps=eps / two**0.5 if raw_eps else eps,
+    )
+
+
+def frozen_preconditioner(update: Update, *, floor: float = 1e-16) -> Tensor:
+    """``P = c / (sqrt(v^) + eps)``, the denominator held at the state before the step.
+
+    First-order exact for a step whose denominator is held fixed; approximate otherwise (large
+    error in the first steps: at step 1 Adam's update is sign(g) and no frozen P is valid).
+
+    Args:
+        update: the step to come.
+        floor: lower limit of v^. A LoRA A factor and unrouted experts have v^ = 0 early on, and P
+            would explode.
+
+    Returns:
+        P in the parameter's shape, without the learning rate; positive.
+        Oracle: ``alphatoken.oracle.utility.adam_preconditioner``.
+    """
+    root = update.before.clamp(min=floor) ** update.power
+    scale, _ = _bounded(update, *_inverse(update, root, torch.zeros_like(root)))
+    # DiffGrad's friction lies in [1/2, 1); without the gradient to come, it is that of no change.
+    friction = 1.0 if update.previous is None else 0.5
+    return update.factor * friction * update.slope * scale
+
+
+def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-16) -> Tensor:
+    """``P = du/dg``: the derivative of the step at the gradient that it will see.
+
+    The sign is free: where a longer gradient shortens the step, P is negative.
+
+    Args:
+        update: the step to come.
+        gradient: the gradient that the step will see, with the training loss's normalisation and,
+            where the optimizer couples it, ``weight_decay * parameter`` added.
+        floor: lower limit of v^.
+
+    Returns:
+        P in the parameter's shape, without the learning rate.
+
+    Exactness: exact to first order in the token's weight; ``factor`` counts as constant.
+    Oracle: ``alphatoken.oracle.utility.adam_step_derivative``.
+    """
+    g = gradient.to(torch.promote_types(update.before.dtype, wide(gradient.dtype)))
+    away = g - update.center
+    second = update.rest + update.share * away.square()
+    moving = second > floor
+    if update.largest is not None:
+        moving = moving & (second > update.largest)
+        second = torch.maximum(second, update.largest)
+    second = second.clamp(min=floor)
+    root = second**update.power
+    root_slope = 2 * update.power * update.share * away * root / second
+    root_slope = torch.where(moving, root_slope, torch.zeros_like(root_slope))
+    scale, scale_slope = _bounded(update, *_inverse(update, root, root_slope))
+    n, slope = _numerator(update, g)
+    return update.factor * (slope * scale + n * scale_slope)
+
+
+def _numerator(update: Update, g: Tensor) -> tuple[Tensor, Number]:
+    """N and dn/dg."""
+    n = update.offset + update.slope * g
+    if update.previous is None:
+        return n, update.slope
+    change = g - update.previous
+    friction = change.abs().sigmoid()
+    return n * friction, friction * (update.slope + n * (1 - friction) * change.sign())
+
+
+def _inverse(update: Update, root: Tensor, root_slope: Tensor) -> tuple[Tensor, Tensor]:
+    """1/d and its slope."""
+    if update.softness is not None:
+        root_slope = root_slope * (update.softness * root).sigmoid()
+        root = torch.nn.functional.softplus(root, beta=update.softness)
+    scale = 1 / (root + update.eps)
+    return scale, -root_slope * scale.square()
+
+
+def _bounded(update: Update, scale: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """1/d within its bounds, and its slope there: a bound that does not move has none."""
+    if update.upper is not None:
+        limit, share = update.upper[0] + update.upper[1] * scale, update.upper[1]
+        slope = torch.where(scale > limit, share * slope, slope)
+        scale = torch.minimum(scale, limit)
+    if update.lower is not None:
+        slope = torch.where(scale < update.lower, torch.zeros_like(slope), slope)
+        scale = scale.clamp(min=update.lower)
+    return scale, slope

@@ -1,0 +1,535 @@
+"""The next step of each known optimizer, read from its state: one short function a family.
+
+The keys of state and group, and the quirks of each implementation, are here and nowhere else.
+docs/optimizers.md says how exact each one is; the tests take a real step of every one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from alphatoken.direction.preconditioner import Update, adam_update
+from alphatoken.errors import ConfigError
+from alphatoken.support.precision import wide
+
+__all__ = ["RULES", "Held", "Rule", "rule_of", "unreadable"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as its optimizer holds it: group, state, and the gradient of the next step.
+
+    Tensors are the local shards under FSDP2. ``gradient`` is None for the frozen form; else it
+    includes the weight decay that the optimizer couples.
+    """
+
+    optimizer: Any
+    group: Mapping[str, Any]
+    group_index: int
+    index: int
+    parameter: Tensor
+    state: Mapping[str, Any]
+    gradient: Tensor | None = None
+    sharded: bool = False
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the first and the second moment."""
+        one, two = self.group["betas"][:2]
+        return float(one), float(two)
+
+    @property
+    def eps(self) -> float:
+        """What the optimizer adds to the root."""
+        return float(self.group["eps"])
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, for steps that are not proportional to it; never 0."""
+        return max(float(self.group["lr"]), torch.finfo(torch.float64).tiny)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return int(self.state.get("step", 0))
+
+    def number(self, key: str) -> float:
+        """A number of the group."""
+        return float(self.group[key])
+
+    def tensor(self, key: str) -> Tensor:
+        """A state tensor in the parameter's shape: local shard, dequantised, widened."""
+        found = self.state.get(key)
+        if isinstance(found, DTensor):
+            found = found.to_local()
+        # Tensor itself has a dequantize, which fails for floats: only a subclass's own counts.
+        if isinstance(found, Tensor) and "dequantize" in vars(type(found)):
+            found = found.dequantize()
+        if (
+            not isinstance(found, Tensor)
+            or found.shape != self.parameter.shape
+            or not found.is_floating_point()
+        ):
+            raise unreadable(self.optimizer, key, found)
+        return found.detach().to(self.parameter.device, wide(found.dtype))
+
+
+def unreadable(optimizer: object, key: str, found: object) -> ConfigError:
+    """State that is there, but not as one number an entry of the parameter."""
+    got = f"{key} of {type(optimizer).__qualname__}: "
+    if isinstance(found, Tensor):
+        got += f"{tuple(found.shape)} {found.dtype}"
+    else:
+        got += type(found).__name__
+    return ConfigError(
+        "the optimizer's state does not have the parameter's shape",
+        got=got,
+        why="a factored, flattened or quantised state without a public dequantise method cannot "
+        "be read entry by entry",
+        remedy="use an optimizer with full-size state, or preconditioner=None",
+    )
+
+
+def _refused(what: str, held: Held, why: str, remedy: str) -> ConfigError:
+    return ConfigError(what, got=type(held.optimizer).__qualname__, why=why, remedy=remedy)
+
+
+# --- torch.optim --------------------------------------------------------------------------------
+
+
+def _adam(held: Held, **options: Any) -> Update:
+    """Adam, AdamW; with amsgrad, largest is the running maximum."""
+    if held.group.get("amsgrad") or held.group.get("amsbound"):
+        options["largest"] = held.tensor("max_exp_avg_sq")
+    return adam_update(
+        held.steps,
+        held.tensor("exp_avg"),
+        held.tensor("exp_avg_sq"),
+        *held.betas,
+        held.eps,
+        **options,
+    )
+
+
+def _nadam(held: Held) -> Update:
+    """``n = (1 - mu) / (1 - Mu mu) g + mu' / (1 - Mu mu mu') m_s``; Mu: product of past mu."""
+    decay, number = held.number("momentum_decay"), held.steps + 1
+    mu, after = (held.betas[0] * (1 - 0.5 * 0.96 ** (s * decay)) for s in (number, number + 1))
+    product = float(held.state["mu_product"]) * mu
+    return _adam(held, blend=(after / (1 - product * after), (1 - mu) / (1 - product)))
+
+
+def _rectified(held: Held, length: float) -> float | None:
+    """RAdam's rectification of step s, or None while the variance is not tractable."""
+    beta2, number = held.betas[1], held.steps + 1
+    limit = 2 / (1 - beta2) - 1
+    now = limit - 2 * number * beta2**number / (1 - beta2**number)
+    if now <= length:
+        return None
+    return math.sqrt((now - 4) * (now - 2) * limit / ((limit - 4) * (limit - 2) * now))
+
+
+def _plain(update: Update, offset: float = 1.0) -> Update:
+    """The same numerator over 1: early steps of the rectified optimizers."""
+    ones = torch.ones_like(update.before)
+    scaled = offset * update.slope, offset * update.offset
+    return replace(
+        update, slope=scaled[0], offset=scaled[1], rest=ones, share=0.0, before=ones, eps=0.0
+    )
+
+
+def _radam(held: Held) -> Update:
+    """Adam with rectification, constant in g; before that m^ alone."""
+    update = _adam(held, raw_eps=True)
+    factor = _rectified(held, 5.0)
+    return _plain(update) if factor is None else replace(update, factor=factor)
+
+
+def _rmsprop(held: Held) -> Update:
+    """``g / (sqrt(w) + eps)``, w = v - mean^2 if centered; momentum adds a constant."""
+    alpha, v = held.number("alpha"), held.tensor("square_avg")
+    rest, share, center, before = alpha * v, 1 - alpha, 0.0, v
+    mean: Tensor | float = center
+    if held.group.get("centered"):
+        mean = held.tensor("grad_avg")
+        before = v - mean.square()
+        # v_s - mean_s^2, with the square completed.
+        rest, share = alpha * before, alpha * (1 - alpha)
+    return Update(held.steps, 1.0, rest, share, before, held.eps, center=mean)
+
+
+def _adagrad(held: Held) -> Update:
+    total = held.tensor("sum")
+    factor = 1 / (1 + held.steps * held.number("lr_decay"))
+    return Update(held.steps, 1.0, total, 1.0, total, held.eps, factor=factor)
+
+
+def _adadelta(held: Held) -> Update:
+    """``sqrt(deltas + eps) g / sqrt(v_s + eps)``."""
+    rho, v = held.number("rho"), held.tensor("square_avg")
+    slope = (held.tensor("acc_delta") + held.eps).sqrt()
+    return Update(held.steps, slope, rho * v + held.eps, 1 - rho, v + held.eps, 0.0)
+
+
+def _adamax(held: Held) -> Update:
+    """``m^ / max(beta2 norm, |g| + eps)``."""
+    beta1, beta2 = held.betas
+    norm, m, one = held.tensor("exp_inf"), held.tensor("exp_avg"), 1 - beta1 ** (held.steps + 1)
+    center: Tensor | float = 0.0
+    if held.gradient is not None:
+        center = torch.where(held.gradient < 0, held.eps, -held.eps).to(norm)
+    return Update(
+        held.steps,
+        (1 - beta1) / one,
+        0.0,
+        1.0,
+        norm.square(),
+        0.0,
+        offset=beta1 * m / one,
+        center=center,
+        largest=(beta2 * norm).square(),
+    )
+
+
+# --- torch_optimizer, pytorch_ranger ------------------------------------------------------------
+
+
+def _adabelief(held: Held) -> Update:
+    """W is the variance around the mean: ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
+    (beta1, beta2), number = held.betas, held.steps + 1
+    m, v, two = held.tensor("exp_avg"), held.tensor("exp_avg_var"), 1 - beta2**number
+    old = 1 - beta2**held.steps if held.steps else 1.0
+    update = adam_update(held.steps, m, v, beta1, beta2, held.eps)
+    # g - m_s = beta1 (g - m). Without amsgrad the state keeps the eps that every step adds.
+    update = replace(
+        update, rest=(beta2 * v + held.eps) / two, center=m, share=beta1**2 * update.share
+    )
+    if held.group["amsgrad"]:
+        largest = held.tensor("max_exp_avg_var") + held.eps
+        update = replace(update, largest=largest / two, before=largest / old)
+    if not held.optimizer._rectify:
+        return update
+    factor = _rectified(held, 4.0)
+    # The early step is m_s, without bias correction.
+    return _plain(update, 1 - beta1**number) if factor is None else replace(update, factor=factor)
+
+
+def _adabound(held: Held) -> Update:
+    """Adam whose ``lr / d`` is held between two bounds that close in on final_lr."""
+    final = held.number("final_lr") / held.optimizer.base_lrs[held.group_index]
+    number, one = held.steps + 1, 1 - held.betas[0] ** (held.steps + 1)
+    gamma = held.number("gamma")
+    lower, upper = final * (1 - 1 / (gamma * number + 1)), final * (1 + 1 / (gamma * number))
+    return replace(_adam(held, raw_eps=True), lower=lower * one, upper=(upper * one, 0.0))
+
+
+def _adamod(held: Held) -> Update:
+    """Adam whose ``lr / d`` stays below its own running mean."""
+    beta3, one = held.number("beta3"), 1 - held.betas[0] ** (held.steps + 1)
+    kept = held.tensor("exp_avg_lr") * (beta3 * one / held.lr)
+    return replace(_adam(held, raw_eps=True), upper=(kept, 1 - beta3))
+
+
+def _adamp(held: Held) -> Update:
+    """Adam; the projection that takes the radial part out is not included."""
+    if not held.group["nesterov"]:
+        return _adam(held)
+    beta1, one = held.betas[0], 1 - held.betas[0] ** (held.steps + 1)
+    return _adam(held, blend=(beta1 / one, (1 - beta1) / one))
+
+
+def _diffgrad(held: Held) -> Update:
+    return replace(_adam(held, raw_eps=True), previous=held.tensor("previous_grad"))
+
+
+def _lamb(held: Held) -> Update:
+    """Adam times the tensor's trust ratio, which counts as constant."""
+    bias_correction = bool(held.optimizer.debias)
+    update = _adam(held, raw_eps=True, bias_correction=bias_correction)
+    if held.optimizer.adam:
+        return update
+    if held.sharded:
+        raise _refused(
+            "Lamb's trust ratio is a norm of the whole parameter, which is sharded",
+            held,
+            "each rank would scale its shard by another number",
+            "another optimizer, DDP, or preconditioner=None",
+        )
+    return replace(update, factor=_trust(held))
+
+
+def _trust(held: Held) -> float:
+    """The trust ratio of the next step; of the last one where no gradient is known."""
+    g = held.gradient
+    if g is None:
+        return float(held.state["trust_ratio"])
+    (beta1, beta2), p = held.betas, held.parameter.detach().to(g)
+    v = beta2 * held.tensor("exp_avg_sq") + (1 - beta2) * g.square()
+    step = (beta1 * held.tensor("exp_avg") + (1 - beta1) * g) / (v.sqrt() + held.eps)
+    step = step + held.number("weight_decay") * p
+    weight_norm, norm = float(p.norm().clamp(0, held.optimizer.clamp_value)), float(step.norm())
+    return weight_norm / norm if weight_norm and norm else 1.0
+
+
+def _qhadam(held: Held) -> Update:
+    """Quasi-hyperbolic: both moments are mixed with the current gradient."""
+    nu1, nu2 = held.group["nus"]
+    kept1, kept2 = (
+        1 - 1 / (1 + beta * float(held.state[f"beta{i}_weight"]))
+        for i, beta in enumerate(held.betas, 1)
+    )
+    v = held.tensor("exp_avg_sq")
+    return Update(
+        _weighed_steps(held),
+        nu1 * (1 - kept1) + 1 - nu1,
+        nu2 * kept2 * v,
+        nu2 * (1 - kept2) + 1 - nu2,
+        v,
+        held.eps,
+        offset=nu1 * kept1 * held.tensor("exp_avg"),
+    )
+
+
+def _weighed_steps(held: Held) -> int:
+    """QHAdam counts no steps: s from ``weight = (1 - beta^s) / (1 - beta)``."""
+    if "step" in held.state:
+        return held.steps
+    index, beta = max(enumerate(held.betas, 1), key=lambda pair: pair[1])
+    left = 1 - float(held.state[f"beta{index}_weight"]) * (1 - beta)
+    return round(math.log(max(left, 1e-15)) / math.log(beta)) if beta else 1
+
+
+def _ahead(held: Held, update: Update, every: int) -> Update:
+    """Look-ahead: every so many steps only a share of the way is kept."""
+    if (held.steps + 1) % every:
+        return update
+    return replace(update, factor=update.factor * held.optimizer.alpha)
+
+
+def _ranger(held: Held) -> Update:
+    update = _adam(held, raw_eps=True)
+    factor = _rectified(held, float(held.optimizer.N_sma_threshhold))
+    update = _plain(update) if factor is None else replace(update, factor=factor)
+    return _ahead(held, update, held.group["k"])
+
+
+def _rangerqh(held: Held) -> Update:
+    return _ahead(held, _qhadam(held), held.optimizer.k)
+
+
+def _rangerva(held: Held) -> Update:
+    """``sqrt(1 - beta2^s) m^ / softplus(sqrt(v))``, v decayed and increased twice a step."""
+    if held.group["transformer"] != "softplus" or held.group["grad_transformer"] != "square":
+        raise _refused(
+            "RangerVA's step is known for transformer='softplus', grad_transformer='square' only",
+            held,
+            "its other branches use other moments",
+            "use the defaults, another optimizer, or preconditioner=None",
+        )
+    (beta1, beta2), v, number = held.betas, held.tensor("exp_avg_sq"), held.steps + 1
+    a = (1 - beta2**number) ** 0.5 / (1 - beta1**number)
+    largest = held.tensor("max_exp_avg_sq") if held.group["amsgrad"] else None
+    update = Update(
+        held.steps,
+        a * (1 - beta1),
+        beta2**2 * v,
+        (1 - beta2) * (1 + beta2),
+        v if largest is None else largest,
+        0.0,
+        offset=a * beta1 * held.tensor("exp_avg"),
+        largest=largest,
+        softness=held.number("smooth"),
+    )
+    return _ahead(held, update, held.group["k"])
+
+
+def _swats(held: Held) -> Update:
+    if held.group["phase"] == "SGD":
+        raise _refused(
+            "SWATS has switched to SGD",
+            held,
+            "its step no longer depends on a second moment",
+            "preconditioner=None from here on",
+        )
+    return _adam(held, raw_eps=True)
+
+
+def _yogi(held: Held) -> Update:
+    """``v_s = v - (1 - beta2) sign(v - g^2) g^2``."""
+    update, v, g = _adam(held), held.tensor("exp_avg_sq"), held.gradient
+    two = 1 - held.betas[1] ** (held.steps + 1)
+    sign = torch.zeros_like(v) if g is None else (v - g.square()).sign()
+    return replace(update, rest=v / two, share=(held.betas[1] - 1) * sign / two)
+
+
+def _adahessian(held: Held) -> Update:
+    """``m^ / (h^^(k/2) + eps)``: the Hessian's diagonal in the place of the gradient."""
+    if held.gradient is not None:
+        raise _refused(
+            "the full form is not known for an optimizer that measures curvature",
+            held,
+            "its denominator follows the token's own Hessian, which no gradient gives",
+            "preconditioner='frozen'",
+        )
+    update = adam_update(
+        held.steps,
+        held.tensor("exp_avg"),
+        held.tensor("exp_hessian_diag_sq"),
+        *held.betas,
+        held.eps,
+    )
+    return replace(update, power=held.number("hessian_power") / 2)
+
+
+def _madgrad(held: Held) -> Update:
+    """``x0 - s / (cbrt(w) + eps)``; relative to lr + eps, which it uses for lr."""
+    steps = int(held.group["k"])
+    length = math.sqrt(steps + 1)
+    unit = held.number("lr") + held.eps
+    total, moved = held.tensor("grad_sum_sq"), held.tensor("s")
+    return Update(
+        steps,
+        length,
+        total,
+        unit * length,
+        total,
+        held.eps,
+        offset=moved / unit,
+        power=1 / 3,
+        factor=1 - held.number("momentum"),
+    )
+
+
+# --- 8 bits and fewer ---------------------------------------------------------------------------
+
+
+def _resolved(update: Update) -> Update:
+    """In a quantised second moment 0 means "below the resolution": the smallest positive entry."""
+    v = update.before
+    some = v[v > 0]
+    return replace(update, before=v.clamp(min=float(some.min()))) if some.numel() else update
+
+
+def _torchao(held: Held) -> Update:
+    return _resolved(_adam(held))
+
+
+def _bitsandbytes(held: Held) -> Update:
+    """state1, state2: float32, or 8 bits a number in blocks with their own maximum."""
+    config = held.optimizer.get_config(held.group_index, held.index, held.group)
+    if config.get("max_unorm", 0.0) > 0 or config.get("percentile_clipping", 100) < 100:
+        raise _refused(
+            "bitsandbytes clips this optimizer's step or gradient by its own statistics",
+            held,
+            "the factor is not kept where it could be read",
+            "max_unorm=0, percentile_clipping=100, or preconditioner=None",
+        )
+    name, (beta1, beta2) = held.optimizer.optimizer_name, config["betas"][:2]
+    if name == "adam":
+        first, second = _blocks(held, 1), _blocks(held, 2)
+        return _resolved(adam_update(held.steps, first, second, beta1, beta2, config["eps"]))
+    v = _blocks(held, 1)
+    if name == "rmsprop":
+        return _resolved(Update(held.steps, 1.0, beta1 * v, 1 - beta1, v, config["eps"]))
+    if name == "adagrad":
+        return _resolved(Update(held.steps, 1.0, v, 1.0, v, config["eps"]))
+    raise _refused(
+        "this optimizer of bitsandbytes has no second moment of the parameter's shape",
+        held,
+        f"{name!r} is not a per-parameter scaling of the gradient that could be read",
+        "its Adam, RMSprop or Adagrad, or preconditioner=None",
+    )
+
+
+def _blocks(held: Held, index: int) -> Tensor:
+    codes = held.state.get(f"state{index}")
+    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+        return held.tensor(f"state{index}")
+    absmax, code = held.state.get(f"absmax{index}"), held.state.get(f"qmap{index}")
+    blocks = absmax.numel() if isinstance(absmax, Tensor) else 0
+    fits = [size for size in (256, 2048) if -(-codes.numel() // size) == blocks]
+    if not fits or codes.shape != held.parameter.shape:
+        raise unreadable(held.optimizer, f"state{index}", codes)
+    functional = importlib.import_module("bitsandbytes.functional")
+    found: Tensor = functional.dequantize_blockwise(
+        codes, absmax=absmax, code=code, blocksize=fits[0]
+    )
+    return found.to(held.parameter.device, wide(found.dtype))
+
+
+# --- who is served by what ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to read one class of optimizers.
+
+    Attributes:
+        update: builds the next step of one parameter.
+        marker: the state key without which the parameter has not been stepped.
+        coupled: weight decay is added to the gradient; a flag of the group or class may say else.
+        full: the full form exists.
+    """
+
+    update: Callable[[Held], Update]
+    marker: str = "exp_avg_sq"
+    coupled: bool = True
+    full: bool = True
+
+    def couples(self, optimizer: object, group: Mapping[str, Any]) -> bool:
+        """Whether weight decay is part of the gradient that the moments see."""
+        for flag in ("decoupled_weight_decay", "decouple_weight_decay"):
+            if flag in group:
+                return not group[flag]
+        for flag in ("is_adamw", "_weight_decouple"):
+            if hasattr(optimizer, flag):
+                return not getattr(optimizer, flag)
+        return self.coupled
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("torch", "Adam"): Rule(_adam),
+    ("torch", "AdamW"): Rule(_adam, coupled=False),
+    ("torch", "NAdam"): Rule(_nadam),
+    ("torch", "RAdam"): Rule(_radam),
+    ("torch", "Adamax"): Rule(_adamax, "exp_inf"),
+    ("torch", "Adadelta"): Rule(_adadelta, "square_avg"),
+    ("torch", "RMSprop"): Rule(_rmsprop, "square_avg"),
+    ("torch", "Adagrad"): Rule(_adagrad, "sum"),
+    ("torch_optimizer", "AdaBelief"): Rule(_adabelief, "exp_avg_var"),
+    ("torch_optimizer", "AdaBound"): Rule(_adabound),
+    ("torch_optimizer", "AdaMod"): Rule(_adamod, coupled=False),
+    ("torch_optimizer", "AdamP"): Rule(_adamp, coupled=False),
+    ("torch_optimizer", "Adahessian"): Rule(_adahessian, "exp_hessian_diag_sq", False, False),
+    ("torch_optimizer", "DiffGrad"): Rule(_diffgrad),
+    ("torch_optimizer", "Lamb"): Rule(_lamb, coupled=False),
+    ("torch_optimizer", "MADGRAD"): Rule(_madgrad, "grad_sum_sq"),
+    ("torch_optimizer", "QHAdam"): Rule(_qhadam),
+    ("torch_optimizer", "RAdam"): Rule(_radam, coupled=False),
+    ("torch_optimizer", "SWATS"): Rule(_swats),
+    ("torch_optimizer", "Yogi"): Rule(_yogi),
+    ("pytorch_ranger", "Ranger"): Rule(_ranger, coupled=False),
+    ("pytorch_ranger", "RangerQH"): Rule(_rangerqh),
+    ("pytorch_ranger", "RangerVA"): Rule(_rangerva, coupled=False),
+    ("torchao", "_AdamBase"): Rule(_torchao),
+    ("bitsandbytes", "Optimizer2State"): Rule(_bitsandbytes, "state2", coupled=False),
+    ("bitsandbytes", "Optimizer1State"): Rule(_bitsandbytes, "state1"),
+}
+"""(package, class) -> rule. Of a subclass, the first known base counts."""
+
+
+def rule_of(optimizer: object) -> Rule | None:
+    """The rule of an optimizer's class, or None."""
+    for cls in type(optimizer).__mro__:
+        found = RULES.get((cls.__module__.partition(".")[0], cls.__name__))
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,217 @@
+"""Contraction of errors with each side of M over all uses: values by position of use.
+
+Parameters are found by the names of their places, never by identity: where weights are sharded, a
+module holds another object inside a forward than outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from alphatoken.estimate import contraction
+from alphatoken.estimate.estimators import TokenErrors
+from alphatoken.estimate.matrices import Matrices
+from alphatoken.model.capture import Recorder
+from alphatoken.model.protocol import ScoredLinear
+from alphatoken.support.precision import full_precision, wide
+
+__all__ = [
+    "ColumnSums",
+    "Columns",
+    "Gather",
+    "Side",
+    "contract_columns",
+    "total_side",
+    "uses_by_weight",
+]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Values by position of use (b, t): the direct and the causal columns for one direction."""
+
+    direct: Tensor
+    causal: Tensor
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of M as it is contracted, or ``matrices + weight * others``, both sides in one.
+
+    Attributes:
+        matrices: parameter name -> M, or this process's part of it. Under the gram route it holds
+            biases only. If it is ``Formed``, each matrix is computed when it is contracted, and
+            not stored.
+        factors: the gram route's validation side of the weights.
+        others: matrices to be added, not with ``factors``; None for none.
+        weight: of ``others``.
+    """
+
+    matrices: Matrices
+    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None
+    others: Matrices | None = None
+    weight: float = 0.0
+
+    def of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The matrices of these parameters, with ``weight * others`` added where there are others.
+
+        The sum is made for the parameters that are contracted next and let go after them, so that
+        the whole M never lies in memory beside the two sides that it is the sum of.
+        """
+        found = {n: self.matrices[n] for n in names if n in self.matrices}
+        if self.others is not None:
+            found = {n: m + self.weight * self.others[n] for n, m in found.items()}
+        return found
+
+
+def total_side(gain: Side | None, keep: Side | None, stability_weight: float) -> Side | None:
+    """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
+
+    None where it saves nothing: there is one side only, or G has the gram route's factors, to which
+    no matrix can be added.
+    """
+    if gain is None or keep is None or gain.factors is not None:
+        return None
+    return Side(gain.matrices, None, keep.matrices, stability_weight)
+
+
+Gather = Callable[[str, Tensor], Tensor]
+"""(parameter name, this process's part) -> the whole matrix."""
+
+
+class ColumnSums:
+    """Contracts errors one by one with each side of M, in whatever order they come.
+
+    The result of each use is kept, (b, t) numbers, and summed in the scope's order at the end:
+    the same bits as ``contract_columns``, whichever way the errors came.
+
+    Args:
+        recorder: the recorded forward.
+        sides: the directions.
+        names: place of a parameter (``weight_name``, ``bias_name`` of a linear) -> its name among
+            the parameters in scope; tied places have one name.
+    """
+
+    def __init__(self, recorder: Recorder, sides: Sequence[Side], names: Mapping[str, str]) -> None:
+        self._recorder, self._sides, self._names = recorder, sides, names
+        self.found: list[dict[tuple[str, int], Tensor]] = [{} for _ in sides]
+
+    @full_precision
+    def add(self, part: str, index: int, error: Tensor) -> None:
+        """Contract the ("direct" or "causal") error of one use."""
+        for side, found in zip(self._sides, self.found, strict=True):
+            whole = side.of(_owned(self._recorder.linears[index].linear, self._names))
+            found[part, index] = self.contract(index, error, whole, side)
+
+    def contract(
+        self, index: int, error: Tensor, whole: Mapping[str, Tensor], side: Side
+    ) -> Tensor:
+        """The values (b, t) of one use; ``whole`` are its matrices of this side."""
+        use = self._recorder.linears[index]
+        return _contract_use(use.linear, error, use.x, whole, self._names, side.factors)
+
+    def columns(self) -> list[Columns]:
+        """The sums over all uses, for each side."""
+        order = [i for _, uses in uses_by_weight(self._recorder, self._names) for i in uses]
+        sums = []
+        for found in self.found:
+            parts = [_sum([found.get((part, i)) for i in order]) for part in ("direct", "causal")]
+            sums.append(_columns(parts, self._recorder.linears[0].x))
+        return sums
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return reduce(torch.add, present) if present else None
+
+
+@full_precision
+def contract_columns(
+    recorder: Recorder,
+    errors: TokenErrors,
+    sides: Sequence[Side],
+    names: Mapping[str, str],
+    gather: Gather | None = None,
+) -> list[Columns]:
+    """Contract both parts with each side of M, summed over all uses of all scored linears.
+
+    One parameter after the other, so that each matrix is gathered once, and none is whole for
+    longer than it is used. The order is that of the scope, on every process.
+
+    Args:
+        recorder: the recorded forward.
+        errors: direct and causal errors at its linear uses.
+        sides: the directions.
+        names: as in ``ColumnSums``.
+        gather: how a part becomes whole; None where every process has the whole direction.
+
+    Returns:
+        The columns for each side.
+    """
+    parts = {"direct": errors.direct, "causal": errors.causal}
+    sums = ColumnSums(recorder, sides, names)
+    for owned, uses in uses_by_weight(recorder, names):
+        for side, found in zip(sides, sums.found, strict=True):
+            whole = side.of(owned)
+            if gather is not None:
+                whole = {n: gather(n, m) for n, m in whole.items()}
+            for part, index in ((p, i) for i in uses for p in parts):
+                error = parts[part][index]
+                if error is not None:
+                    found[part, index] = sums.contract(index, error, whole, side)
+    return sums.columns()
+
+
+def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
+    """A part that was not computed is zero."""
+    dtype = wide(*(part.dtype for part in parts if part is not None))
+    zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
+    direct, causal = (zero if part is None else part.to(dtype) for part in parts)
+    return Columns(direct, causal)
+
+
+def uses_by_weight(
+    recorder: Recorder, names: Mapping[str, str]
+) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Per weight in scope: its name and those of the biases beside it, and its recorded uses."""
+    owned: dict[str, dict[str, None]] = {}
+    uses: dict[str, list[int]] = {}
+    for linear in recorder.scope.linears:
+        parts = _owned(linear, names)
+        owned.setdefault(parts[0], {}).update(dict.fromkeys(parts))
+    for index, use in enumerate(recorder.linears):
+        uses.setdefault(names[use.linear.weight_name], []).append(index)
+    return [(tuple(parts), uses.get(weight, [])) for weight, parts in owned.items()]
+
+
+def _owned(linear: ScoredLinear, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of a linear's weight, and of its bias where that is in scope."""
+    beside = (names[linear.bias_name],) if linear.bias_name in names else ()
+    return names[linear.weight_name], *beside
+
+
+def _contract_use(
+    linear: ScoredLinear,
+    error: Tensor,
+    x: Tensor,
+    matrices: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None,
+) -> Tensor:
+    weight, bias = names[linear.weight_name], names.get(linear.bias_name)
+    if factors is None:
+        m = matrices[weight]
+        m_bias = None if bias is None else matrices[bias]
+        return contraction.contract(error, x, m.mT if linear.transposed else m, m_bias)
+    total = torch.zeros(error.shape[:2], dtype=torch.float32, device=error.device)
+    for e, v in factors.get(weight, []):
+        total = total + contraction.contract_gram(error, x, e, v)
+    if bias is not None and bias in matrices:
+        m_bias = matrices[bias]
+        total = total + torch.einsum("bto,o->bt", error.to(m_bias.dtype), m_bias)
+    return total

@@ -1,0 +1,200 @@
+"""The estimators on captured errors: which errors are contracted, as direct and as causal part.
+
+Each estimator turns one recorded forward and its token losses into errors at the scored linears,
+split into a *direct* and a *causal* part; the contraction with a direction comes after and is the
+same for all. With Psi[k, t] the influence of the use of weights at position t on the loss at k:
+
+    direct          diagonal                                   exact
+    alphatoken      diagonal + Value-Propagation               the paper; causal part approximate
+    same_layer_hop  diagonal + ordinary attention backward of  approximate; exact (= path) for K = 1
+                    the self-only errors, per layer
+    path            column sums                                exact, all hops
+    paper_literal   column sums + Value-Propagation of the     counts the causal path twice
+                    aggregated errors, head-mean alpha
+    label           row sums (``forward_mode``)                exact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from alphatoken.model.attention import propagate_values
+from alphatoken.model.capture import AttentionUse, Recorder, accumulate_errors, stream_errors
+
+__all__ = [
+    "CAPTURED",
+    "ESTIMATORS",
+    "SELF_ONLY",
+    "SPLIT",
+    "SWITCHED",
+    "TokenErrors",
+    "token_errors",
+]
+
+CAPTURED = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal")
+ESTIMATORS = (*CAPTURED, "label")
+SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+"""Estimators that need the self-only backward."""
+SWITCHED = (*SELF_ONLY, "paper_literal")
+"""Estimators that need the attention calls, recorded through the switchable backward."""
+SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
+"""Estimators with a direct and a causal part; path and label have one undivided value."""
+
+
+Consume = Callable[[str, int, Tensor], None]
+"""Takes ("direct" or "causal", index in ``recorder.linears``, error (b, t, d_out))."""
+
+
+@dataclass(frozen=True)
+class TokenErrors:
+    """Errors (b, t, d_out) at every recorded linear use; None where a part is zero.
+
+    ``direct`` and ``causal`` are lists parallel to ``recorder.linears``; empty where the errors
+    were handed over one by one. ``reached`` is False if the loss reaches nothing that was
+    recorded: it belongs to another graph.
+    """
+
+    direct: list[Tensor | None]
+    causal: list[Tensor | None]
+    reached: bool = True
+
+
+def token_errors(
+    recorder: Recorder,
+    loss: Tensor,
+    estimator: str,
+    *,
+    window: int | None,
+    head_reduction: str,
+    path: str = "both",
+    consume: Consume | None = None,
+) -> TokenErrors:
+    """Errors of the weighted loss sum, split as ``estimator`` defines.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar, sum of (weighted) token losses of that forward.
+        estimator: one of ``CAPTURED``.
+        window: W of Value-Propagation; None for no limit.
+        head_reduction: "per_head" or "mean".
+        path: the parts that are wanted; what is not asked for is neither computed nor returned.
+            "direct" needs no attention errors, "causal" none at the linears.
+        consume: gets each error as soon as it is there, and none is kept: the direct ones inside
+            the backward, the causal ones after it.
+    """
+    if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
+        return _undivided(recorder, loss, "ordinary", consume)
+    if estimator == "direct" or path == "direct":
+        return _undivided(recorder, loss, "self", consume)
+    mode = "ordinary" if estimator == "paper_literal" else "self"
+    scored = scored_attentions(recorder)
+    outputs = [attention.output for attention in scored]
+    if path == "causal":
+        heads = accumulate_errors(recorder, loss, outputs, mode)
+        direct: list[Tensor | None] = [None] * len(recorder.linears)
+        reached = any(error is not None for error in heads)
+    else:
+        direct, heads, reached = _at(recorder, loss, mode, consume, outputs)
+    causal: list[Tensor | None] = [None] * len(recorder.linears)
+    for attention, error in zip(scored, heads, strict=True):
+        if error is None:
+            continue
+        if estimator == "same_layer_hop":
+            part = hop_errors(recorder, attention, error)
+        else:
+            reduction = "mean" if estimator == "paper_literal" else head_reduction
+            part = value_errors(recorder, attention, error, window, reduction)
+        for index, found in part.items():
+            if consume is None:
+                causal[index] = found
+            else:
+                consume("causal", index, found)
+    return TokenErrors([], [], reached) if consume else TokenErrors(direct, causal, reached)
+
+
+def _at(
+    recorder: Recorder,
+    loss: Tensor,
+    mode: str,
+    consume: Consume | None,
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
+    """Errors at the linears (none where they were handed over), those at ``also``, and reached."""
+    if consume is not None:
+        return [], *stream_errors(recorder, loss, mode, partial(consume, "direct"), also)
+    uses = len(recorder.linears)
+    errors = accumulate_errors(recorder, loss, [*recorder.outputs, *also], mode)
+    return errors[:uses], errors[uses:], any(error is not None for error in errors)
+
+
+def _undivided(recorder: Recorder, loss: Tensor, mode: str, consume: Consume | None) -> TokenErrors:
+    errors, _, reached = _at(recorder, loss, mode, consume)
+    return TokenErrors(errors, [None] * len(errors), reached)
+
+
+def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
+    """Errors of each loss at its own position: the diagonal's token side."""
+    return accumulate_errors(recorder, loss, recorder.outputs, "self")
+
+
+def scored_attentions(recorder: Recorder) -> list[AttentionUse]:
+    """Attention calls of block executions that hold at least one scored linear."""
+    executions = {use.execution for use in recorder.linears}
+    return [a for a in recorder.attentions if a.execution in executions]
+
+
+def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Tensor]:
+    return {
+        index: use.s
+        for index, use in enumerate(recorder.linears)
+        if use.execution == attention.execution
+    }
+
+
+def _pull_back(
+    recorder: Recorder,
+    attention: AttentionUse,
+    outputs: Tensor,
+    error: Tensor,
+    targets: dict[int, Tensor],
+) -> dict[int, Tensor]:
+    """Send ``error`` from ``outputs`` back to the linear outputs above it in the same block."""
+    if not targets or not outputs.requires_grad:  # as with adapters on the query projection only
+        return {}
+    with recorder.repeatable(attention.module):
+        found = torch.autograd.grad(
+            outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
+        )
+    return {i: e for i, e in zip(targets, found, strict=True) if e is not None}
+
+
+def value_errors(
+    recorder: Recorder,
+    attention: AttentionUse,
+    error: Tensor,
+    window: int | None,
+    head_reduction: str,
+) -> dict[int, Tensor]:
+    """Value-Propagation of head-output errors, carried back to the value projection's linears.
+
+    The propagated error lives at the value states; from there it runs through whatever the model
+    puts before them (a fused projection's slice, LoRA factors, a value norm).
+    """
+    propagated = propagate_values(
+        attention.statistics, error, window=window, head_reduction=head_reduction
+    )
+    value = attention.value
+    uses = _same_execution(recorder, attention)
+    return _pull_back(recorder, attention, value, propagated.to(value.dtype), uses)
+
+
+def hop_errors(recorder: Recorder, attention: AttentionUse, error: Tensor) -> dict[int, Tensor]:
+    """All same-layer hops of head-output errors, score path included: the cross backward."""
+    with recorder.switch.to("cross"):
+        uses = _same_execution(recorder, attention)
+        return _pull_back(recorder, attention, attention.output, error, uses)

@@ -1,0 +1,148 @@
+"""Label values by forward-mode differentiation: all rows of the influence matrix in one pass.
+
+    label value of token k  =  <grad l_k, M>  =  d/d(eps) l_k(theta + eps M) at eps = 0
+
+is the directional derivative of the vector of token losses along M. One forward on dual tensors
+gives it for every token at once, through every module type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+from alphatoken.model.attention import forward_mode_attention
+from alphatoken.model.batch import LabelledBatch, require_finite, token_losses
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.partial_forward import Start, can_start_at, start_at
+from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.support.precision import wide
+
+__all__ = ["label_values"]
+
+
+def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
+    """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise."""
+    tensors = (call.query, call.key, call.value, call.sinks)
+    if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
+        return native(call.query, call.key, call.value)
+    return forward_mode_attention(call)
+
+
+def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Every place of the model that holds a parameter in ``duals`` (by id), each once."""
+    return {
+        f"{prefix}.{name}" if prefix else name: duals[id(parameter)]
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) in duals
+    }
+
+
+def label_values(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    direction: Mapping[str, Tensor],
+    *,
+    first: int = 0,
+    start: Start | None = None,
+) -> Tensor:
+    """``<grad l_k, M>`` for every response token k: one dual forward, no backward.
+
+    Args:
+        adapter: of the model.
+        batch: the tokens to value; dropout is off.
+        direction: parameter name -> M in the parameter's shape; any parameters of the model,
+            embeddings, norms, experts and tied weights included.
+        first: first layer that the direction reaches; attention below keeps its kernel.
+        start: of an earlier forward on the same tokens. The layers below ``first`` are then not
+            run again, unless the losses come out as others than ``start.losses`` (dropout below,
+            or a model that hands more than hidden states from layer to layer); then all are.
+
+    Returns:
+        (b, t), index i for token i, 0 off the response; float32 or wider.
+
+    Exactness: exact up to rounding in the model's dtype. Source: eq. shapley_closed_form_step.
+    Oracle: ``alphatoken.oracle.gradients.label_values``.
+    """
+    scale = _scale(adapter, direction)
+    if scale == 0.0:
+        return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
+    found = None
+    if start is not None and can_start_at(adapter, first):
+        with start_at(adapter, first, start.hidden):
+            losses, tangent = _dual_losses(adapter, batch, direction, scale, first)
+        start.refused = not start.gives(losses, batch.mask)
+        found = None if start.refused else tangent
+    if found is None:
+        losses, found = _dual_losses(adapter, batch, direction, scale, first)
+        require_finite(losses, batch.mask, "batch")
+    values: Tensor = found.to(wide(found.dtype)) * scale
+    return values.masked_fill(~batch.mask, 0.0)
+
+
+_NEAR_ONE = 2.0**40
+"""A norm within this factor of 1 leaves float32 tangents all the range that they need."""
+
+
+def _scale(adapter: DecoderAdapter, direction: Mapping[str, Tensor]) -> float:
+    """What tangents are divided by; the map is linear, so values are multiplied by it again.
+
+    The norm of the direction where that matters: in narrow dtypes, or far from 1. Else 1, and M is
+    the tangent as it stands, without a copy of every matrix.
+    """
+    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
+    norms = [torch.linalg.vector_norm(m, dtype=wide(m.dtype)).double() for m in direction.values()]
+    norm = float(torch.stack(norms).norm())
+    roomy = all(parameters[name].dtype == m.dtype == wide(m.dtype) for name, m in direction.items())
+    return 1.0 if roomy and 1 / _NEAR_ONE < norm < _NEAR_ONE else norm
+
+
+def _tangent(m: Tensor, scale: float, like: Tensor) -> Tensor:
+    return m.to(like) if scale == 1.0 else (m.to(wide(m.dtype)) / scale).to(like)
+
+
+@torch.no_grad()
+def _dual_losses(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    direction: Mapping[str, Tensor],
+    scale: float,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Token losses (b, t) and their derivatives along ``direction / scale``, by one forward."""
+    parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
+    modules = [
+        module
+        for layer in range(first, len(adapter.layers()))
+        for module in adapter.attention_modules(layer)
+    ]
+    with (
+        evaluation_mode(adapter.model),
+        adapter.override_attention(modules, _attention),
+        forward_ad.dual_level(),
+    ):
+        duals = {
+            id(parameters[name]): forward_ad.make_dual(
+                parameters[name].detach(), _tangent(m, scale, parameters[name])
+            )
+            for name, m in direction.items()
+        }
+        # Places are found here, not by tie_weights: with a block used at two depths torch would
+        # swap the same place twice, and leave the model with the dual tensors.
+        output = functional_call(
+            adapter.model,
+            _places(adapter.model, duals),
+            (),
+            adapter.arguments(batch.inputs),
+            tie_weights=False,
+        )
+        losses, tangent = forward_ad.unpack_dual(
+            token_losses(adapter.logits_of(output), batch.labels)
+        )
+        # No tangent: the direction reaches no loss, as with an unrouted expert.
+        return losses, torch.zeros_like(losses) if tangent is None else tangent

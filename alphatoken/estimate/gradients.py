@@ -1,0 +1,65 @@
+"""Gradients of whole parameters: by autograd, and summed from captured uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from alphatoken.estimate import contraction
+from alphatoken.estimate.columns import uses_by_weight
+from alphatoken.model.capture import LinearUse, Recorder
+from alphatoken.support.precision import full_precision
+
+__all__ = ["captured_gradients", "gradient_of"]
+
+
+def gradient_of(
+    loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool = False
+) -> list[Tensor | None]:
+    """d(loss)/d(parameter), by autograd, touching no .grad; None where there is no path."""
+    return list(
+        torch.autograd.grad(loss, list(parameters), allow_unused=True, retain_graph=retain_graph)
+    )
+
+
+@full_precision
+def captured_gradients(
+    recorder: Recorder,
+    errors: Sequence[Tensor | None],
+    names: Mapping[str, str],
+    consume: Callable[[str, Tensor | None, Tensor | float], None],
+) -> None:
+    """Weight and bias gradients from captured uses, one parameter at a time: sums of delta (x) x.
+
+    Args:
+        recorder: one recorded forward.
+        errors: ordinary errors at its linear uses.
+        names: as in ``columns.ColumnSums``; tied parameters gather in one entry.
+        consume: gets (name, gradient as stored, sum of the norms of its terms) of every scored
+            weight and bias in scope, in one order on every process; None where no use was seen.
+            A bias tied between different weights comes once for each.
+    """
+    for owned, uses in uses_by_weight(recorder, names):
+        found: dict[str, tuple[Tensor, Tensor | float]] = {}
+        for index in uses:
+            error, use = errors[index], recorder.linears[index]
+            if error is not None:
+                for name, part, size in _terms(use, error, names):
+                    before, known = found.get(name, (torch.zeros_like(part), 0.0))
+                    found[name] = (before + part, known + size)
+        for name in owned:
+            consume(name, *found.get(name, (None, 0.0)))
+
+
+def _terms(
+    use: LinearUse, error: Tensor, names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, gradient, sum of its terms' norms) of the weight and the bias of one use."""
+    linear, gradient = use.linear, contraction.outer_sum(error, use.x)
+    sizes = error.to(gradient).norm(dim=-1)
+    size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
+    yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size
+    if linear.bias_name in names:
+        yield names[linear.bias_name], error.flatten(0, -2).to(gradient).sum(0), sizes.sum()

@@ -1,0 +1,396 @@
+"""Proofs that run on the user's own model before any value is returned.
+
+*Coverage*: the captured uses of the scored weights explain autograd's gradient. *Isolation*: the
+self-only backward leaks nothing to other positions. *Documents*: packed neighbours do not see each
+other. Each raises, naming the place and an estimator or input that does work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
+from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import Sharding
+
+__all__ = [
+    "CoverageReport",
+    "Witness",
+    "prove_coverage",
+    "prove_documents",
+    "prove_isolation",
+    "require_covered",
+    "require_self_rule",
+]
+
+
+def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
+    """Raise unless the estimator sees every matrix of the scored layers, or may leave some out.
+
+    Args:
+        scope: what can be captured, and what cannot.
+        estimator: its name; label values need no captured errors and cover everything.
+        uncovered: "error", or "skip" to leave matrices out and say so in the report.
+
+    Raises:
+        CoverageError: naming the first matrix that is not covered, and why.
+    """
+    if estimator not in CAPTURED or not scope.uncovered or uncovered == "skip":
+        return
+    name, reason = next(iter(scope.uncovered.items()))
+    raise CoverageError(
+        f"'{estimator}' cannot cover every matrix of the scored layers",
+        got=f"{name}: {reason} ({len(scope.uncovered)} such)",
+        why="their part of the gradient would be missing from the values",
+        remedy="estimator='label', or uncovered='skip' to leave them out and say so",
+    )
+
+
+def require_self_rule(recorder: Recorder, estimator: str) -> None:
+    """Raise unless every layer from the first scored one on has a self-only backward.
+
+    Raises:
+        UnsupportedError: a mixer without softmax attention, or an attention module whose call was
+            not seen; active attention dropout, which the recomputed weights would not contain.
+    """
+    scope = recorder.scope
+    remedy = "estimator='label' (exact on every layer type) or 'path'"
+    if scope.mixers:
+        name, kind = next(iter(scope.mixers.items()))
+        raise UnsupportedError(
+            f"'{estimator}' is not defined on a layer without softmax attention",
+            got=f"{name} ({kind})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy=remedy,
+        )
+    if not recorder.attention_seen:
+        raise UnsupportedError(
+            f"'{estimator}' saw no attention call in at least one of the scored layers",
+            why="the model's attention does not go through the adapter's dispatch",
+            remedy=remedy + ", or another attention implementation; a function that was put into "
+            "transformers' attention registry meanwhile must call the one that it found there",
+        )
+    dropped = [use for use in recorder.attentions if use.dropout > 0]
+    if dropped:
+        raise UnsupportedError(
+            f"'{estimator}' cannot score a pass with attention dropout",
+            got=f"p={dropped[0].dropout}",
+            why="the kernel's dropout mask is not known to the recomputed attention weights",
+            remedy="set the attention dropout to 0, use scorer.score (dropout off), or 'path'",
+        )
+
+
+def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator: str) -> bool:
+    """Prove that the self-only backward leaks no error to other positions.
+
+    Of each row, the last token's loss is sent back alone; every captured error away from its
+    position must be exactly zero.
+
+    Returns:
+        False if nothing was proved: each of those tokens is predicted from the first position, and
+        there is no other one to leak to.
+
+    Raises:
+        UnsupportedError: a module mixes positions outside the attention that was switched.
+    """
+    rows = mask.any(-1).nonzero().squeeze(-1)
+    last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows]
+    if not bool((last > 1).any()):
+        return False
+    with torch.enable_grad():
+        loss = losses[rows, last].sum()
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "self")
+    for use, error in zip(recorder.linears, errors, strict=True):
+        if error is None:
+            continue
+        elsewhere = error.detach().clone()
+        elsewhere[rows, last - 1] = 0
+        if bool((elsewhere != 0).any()):
+            raise UnsupportedError(
+                f"'{estimator}' is not defined on this model: positions mix outside attention",
+                got=f"the error of one token reaches other positions at {use.linear.name}",
+                why="a direct value would contain part of the causal one, silently",
+                remedy="estimator='label' or 'path', which are exact for every module type",
+            )
+    return True
+
+
+_COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+_COVERAGE_TOLERANCE_HALF = 2e-2
+
+
+def compare_gradients(
+    captured: Mapping[str, tuple[Tensor, float]],
+    expected: Mapping[str, Tensor | None],
+    *,
+    narrow: bool = False,
+    remedy: str = "estimator='label', which follows the weight through every use",
+) -> float:
+    """Compare what the captured uses explain with autograd's gradient of the same loss.
+
+    Args:
+        captured: parameter name -> (sum over captured uses of delta (x) x, as stored; the sum of
+            the norms of its terms). The error is relative to the latter, so that a gradient that
+            cancels is no false alarm.
+        expected: parameter name -> autograd's gradient (None: no path); all parameters in scope.
+        narrow: autograd multiplied in 16 bits whatever the gradient's dtype says (autocast).
+        remedy: what the error tells the user to do.
+
+    Returns:
+        The largest relative error (Frobenius norm).
+
+    Raises:
+        CoverageError: a parameter is used outside the captured modules; the message names it.
+    """
+    worst = 0.0
+    for name, target in expected.items():
+        found, scale = captured.get(name, (None, 0.0))
+        parts = [t.double() for t in (target, found) if t is not None]
+        if not parts:
+            continue
+        difference = parts[0] - parts[1] if len(parts) == 2 else parts[0]
+        scale = max(scale, 0.0 if target is None else float(target.double().norm()))
+        relative = float(difference.norm()) / scale if scale > 0 else float(difference.norm())
+        dtype = torch.bfloat16 if narrow else _dtype(target)
+        if not relative <= _COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF):
+            raise CoverageError(
+                "a weight in scope is used in a way that was not captured",
+                got=f"{name}: captured uses explain its gradient to a relative error of "
+                f"{relative:.1e}",
+                why="the part that passes through the other use would be missing from the values",
+                remedy=remedy,
+            )
+        worst = max(worst, relative)
+    return worst
+
+
+def _dtype(gradient: Tensor | None) -> torch.dtype:
+    return torch.float32 if gradient is None else gradient.dtype
+
+
+def prove_coverage(
+    recorder: Recorder,
+    losses: Tensor,
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, str],
+) -> float:
+    """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
+
+    Args:
+        recorder: one recorded forward.
+        losses: its token losses; the graph stays.
+        parameters: name -> parameter, everything in scope.
+        names: place of a parameter -> its name; see ``columns.ColumnSums``.
+
+    Returns:
+        The largest relative error (Frobenius norm).
+
+    Raises:
+        CoverageError: a parameter is used outside the captured modules; the message names it.
+    """
+    with torch.enable_grad():
+        loss = losses.sum()
+    captured: dict[str, tuple[Tensor, float]] = {}
+
+    def add(name: str, gradient: Tensor | None, size: Tensor | float) -> None:
+        if gradient is not None:
+            before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
+            captured[name] = (before + gradient, known + float(size))
+
+    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
+    captured_gradients(recorder, errors, names, add)
+    found = gradient_of(loss, list(parameters.values()), retain_graph=True)
+    narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
+    return compare_gradients(captured, dict(zip(parameters, found, strict=True)), narrow=narrow)
+
+
+def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
+    """Prove that packed documents do not see each other: change the first ones, watch the last.
+
+    Raises:
+        ModelError: logits of a row's last document depend on the tokens before it.
+    """
+    starts = batch.document_starts
+    assert starts is not None
+    places = torch.arange(starts.shape[1], device=starts.device)
+    last = torch.where(starts, places, 0).amax(-1, keepdim=True)  # where it begins
+    ids = batch.inputs["input_ids"]
+    other = torch.where(places < last, (ids == 0).to(ids), ids)  # each token becomes another one
+    with torch.no_grad(), evaluation_mode(adapter.model):
+        before = adapter.forward(batch.inputs).float()
+        after = adapter.forward({**batch.inputs, "input_ids": other}).float()
+    watched = (places >= last) & (last > 0) & _real(batch)
+    moved = ((before - after).abs().amax(-1) * watched).amax(-1)
+    changed = moved > 1e-4 * float(before[watched].abs().max())
+    if bool(changed.any()):
+        row = int(changed.nonzero()[0])
+        raise ModelError(
+            "this model lets packed documents see each other",
+            got=f"row {row}: logits from token {int(last[row])} on change with the documents "
+            "before it",
+            why="values of one document would depend on its neighbours, silently",
+            remedy="pass packed rows without an attention_mask, one document a row, or the "
+            "boundary arguments (cu_seq_lens) that the model's kernels need",
+        )
+
+
+def _real(batch: LabelledBatch) -> Tensor:
+    """(b, t) True at tokens that are no padding."""
+    attention = batch.inputs.get("attention_mask")
+    if isinstance(attention, Tensor) and attention.dim() == 2:
+        return attention != 0
+    return torch.ones_like(batch.labels, dtype=torch.bool)
+
+
+def boundary_arguments(batch: LabelledBatch) -> frozenset[str] | None:
+    """By which arguments, and how, this packed batch tells its documents apart.
+
+    Two batches with one answer are read alike by the model, so that one proof serves both: names
+    alone are not enough, as a mask may separate the documents of one batch and not those of the
+    next. None if an argument cannot be judged, or separates some documents and others not.
+    """
+    found: set[str] = set()
+    for name, value in batch.inputs.items():
+        judged = _judged(value, batch) if "mask" in name else "given"
+        if judged is None:
+            return None
+        found.add(f"{name}: {judged}")
+    return frozenset(found)
+
+
+def _judged(mask: object, batch: LabelledBatch) -> str | None:
+    """How a mask separates documents: "ones", "numbered", "blocked", or None if not fully."""
+    starts, shape = batch.document_starts, batch.labels.shape
+    assert starts is not None
+    if mask is None:
+        return "none"
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 2:
+        real = _real(batch)
+        if bool((mask[real] == 1).all()):
+            return "ones"
+        told = (mask[:, 1:] != mask[:, :-1]) == starts[:, 1:]
+        return "numbered" if bool((told | ~real[:, 1:]).all()) else None
+    if mask.dim() != 4 or mask.shape[-2:] != (shape[1], shape[1]):
+        return None
+    document = starts.long().cumsum(-1)
+    foreign = (document[:, :, None] != document[:, None, :])[:, None]
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return None if bool((allowed & foreign).any()) else "blocked"
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """What is in scope and how it was proved.
+
+    Attributes:
+        linears: names of the scored linears.
+        parameters: names of all parameters that the values are inner products over.
+        skipped: matrices of the scored layers left out of scope, and why.
+        relative_error: largest relative difference between the gradients that the captured uses
+            explain and autograd's, on the first batch; None for ``label``.
+        isolated: True once the self-only backward was proved to leak nothing to other positions,
+            False while no batch was long enough to show it; None where nothing was tried yet or
+            the estimator does not need it.
+        unproved: proofs that cannot run here, and why.
+    """
+
+    linears: tuple[str, ...]
+    parameters: tuple[str, ...]
+    skipped: dict[str, str]
+    relative_error: float | None = None
+    isolated: bool | None = None
+    unproved: dict[str, str] = field(default_factory=dict)
+
+
+_SHARDED = "no process has whole weights, so autograd's gradient of one cannot be compared"
+_SHARDED_DOCUMENTS = "it needs forwards of its own, which processes with packed rows run alone"
+
+
+class Witness:
+    """Runs each proof once, on the first recorded forward that can show it.
+
+    Args:
+        adapter: of the model.
+        scope: what is captured.
+        parameters: name -> parameter, everything in scope.
+        names: place of a parameter -> its name.
+        estimator: one that works on captured errors, or "label", for which there is only the
+            proof on packed documents.
+        skipped: for the report.
+        sharding: of the weights; where there is one, coverage and documents are not proved.
+
+    Attributes:
+        report: what was proved so far.
+        pending: True until coverage was proved (or ruled out).
+    """
+
+    def __init__(
+        self,
+        adapter: DecoderAdapter,
+        scope: Scope,
+        parameters: Mapping[str, Tensor],
+        names: Mapping[str, str],
+        estimator: str,
+        *,
+        skipped: dict[str, str],
+        sharding: Sharding | None,
+    ) -> None:
+        self._adapter, self._scope, self._estimator = adapter, scope, estimator
+        self._parameters, self._names, self._sharding = parameters, names, sharding
+        self._documents: set[frozenset[str]] = set()
+        self.pending = estimator in CAPTURED
+        self.report = CoverageReport(
+            tuple(linear.name for linear in scope.linears),
+            tuple(parameters),
+            skipped,
+            unproved={}
+            if sharding is None
+            else {"coverage": _SHARDED, "documents": _SHARDED_DOCUMENTS},
+        )
+
+    def recording(self) -> AbstractContextManager[Recorder]:
+        """Record a forward with all that the estimator needs."""
+        switched = self._estimator in SWITCHED
+        return record(self._adapter, self._scope, attention=switched, sharding=self._sharding)
+
+    def require_rule(self, recorder: Recorder) -> None:
+        """Raise unless the recorded forward is one that the estimator is defined on."""
+        recorder.require_graph()
+        if self._estimator in SWITCHED:
+            require_self_rule(recorder, self._estimator)
+
+    def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
+        """Prove what is not proved yet on this forward; its graph stays.
+
+        Raises:
+            ModelError, UnsupportedError, CoverageError: see the proofs.
+        """
+        self.require_rule(recorder)
+        if self._estimator in SELF_ONLY and not self.report.isolated:
+            proved = prove_isolation(recorder, losses, mask, self._estimator)
+            self.report = replace(self.report, isolated=proved)
+        if self.pending and self._sharding is None:
+            error = prove_coverage(recorder, losses, self._parameters, self._names)
+            self.report = replace(self.report, relative_error=error)
+        self.pending = False
+
+    def see_documents(self, batch: LabelledBatch) -> None:
+        """Refuse packed batches on a model that lets one document see another."""
+        if batch.document_starts is None or self._sharding is not None:
+            return
+        arguments = boundary_arguments(batch)
+        if arguments is None or arguments not in self._documents:
+            prove_documents(self._adapter, batch)
+        if arguments is not None:
+            self._documents.add(arguments)

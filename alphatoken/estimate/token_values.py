@@ -1,0 +1,62 @@
+"""From columns by position of use to values by token, and both sides to one value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from alphatoken.estimate.columns import Columns
+from alphatoken.model.batch import to_token_index
+from alphatoken.values import TokenValues
+
+__all__ = ["assign_columns", "combine"]
+
+
+def assign_columns(
+    columns: Columns, mask: Tensor, causal_position: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns by position to values by token: (direct, causal, unassigned).
+
+    The direct column of token i is position i - 1, where it is predicted. The causal one is the
+    same position ("label") or position i, where the token is read ("context"). What belongs to no
+    response token is summed per row into ``unassigned``.
+    """
+    shifted = columns.causal if causal_position == "context" else to_token_index(columns.causal)
+    direct = to_token_index(columns.direct).masked_fill(~mask, 0.0)
+    causal = shifted.masked_fill(~mask, 0.0)
+    everything = columns.direct.sum(-1) + columns.causal.sum(-1)
+    unassigned = everything - direct.sum(-1) - causal.sum(-1)
+    return direct, causal, unassigned
+
+
+def combine(
+    adaptation: tuple[Tensor, Tensor, Tensor] | None,
+    stability: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    mask: Tensor,
+    split: bool,
+    estimator: str,
+    stability_weight: float,
+    balance: dict[str, float],
+) -> TokenValues:
+    """TokenValues from (direct, causal, unassigned) of both sides; a side that is None is zero."""
+    given = adaptation or stability
+    assert given is not None
+    zeros = tuple(torch.zeros_like(part) for part in given)
+    gain_direct, gain_causal, gain_rest = adaptation or zeros
+    keep_direct, keep_causal, keep_rest = stability or zeros
+    gain, keep = gain_direct + gain_causal, keep_direct + keep_causal
+    return TokenValues(
+        total=gain + stability_weight * keep,
+        mask=mask,
+        adaptation=gain,
+        stability=keep,
+        adaptation_direct=gain_direct if split else None,
+        adaptation_causal=gain_causal if split else None,
+        stability_direct=keep_direct if split else None,
+        stability_causal=keep_causal if split else None,
+        unassigned=gain_rest + stability_weight * keep_rest,
+        estimator=estimator,
+        stability_weight=stability_weight,
+        balance=balance,
+    )

@@ -1,0 +1,28 @@
+"""The user's decoder, as the core sees it.
+
+The core talks to a decoder through one protocol, so that it knows no model library. A scoring or
+training step meets these files in this order:
+
+1. :mod:`~alphatoken.model.protocol` finds the adapter of the model: its blocks, its linear maps,
+   how a forward is run. :mod:`~alphatoken.model.transformers` is the adapter for transformers
+   and PEFT, :mod:`~alphatoken.model.dispatch` the one place where transformers' attention is
+   replaced and put back.
+2. :mod:`~alphatoken.model.batch` turns a mapping of tensors into labels by position: shift,
+   padding, packed documents, preference pairs. :mod:`~alphatoken.model.vocabulary` takes the
+   losses of the labels a block of positions at a time.
+3. :mod:`~alphatoken.model.capture` records the input ``x`` of every scored linear map in a
+   forward that the model does not notice, and the errors ``delta = d(loss)/d(output)`` in a
+   backward.
+4. :mod:`~alphatoken.model.attention` is softmax attention whose backward can be cut to the
+   position itself; from its probabilities come Value-Propagation's banded weights.
+5. :mod:`~alphatoken.model.partial_forward` begins a second forward at the first scored layer,
+   whose input the first one has remembered.
+
+:mod:`~alphatoken.model.layer_choice` reads which layers are scored,
+:mod:`~alphatoken.model.sharding` says what the core must know of weights that are spread over
+processes.
+
+**May import** ``support`` and ``errors``. **Mathematics**: docs/notation.md for ``x``, ``delta``
+and the label shift; the attention backward and its self-only form are equations of
+:mod:`~alphatoken.model.attention`'s own docstrings.
+"""

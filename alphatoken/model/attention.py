@@ -1,0 +1,456 @@
+"""Softmax attention with a switchable backward, banded weights, Value-Propagation, forward mode.
+
+Letters: b batch, k query (loss) position, t key (token) position, h query head, g key/value head,
+r query heads per key/value head, d head dim. Query head h reads key/value head ``h // r``.
+
+Per head and query k, with logits ``s_kt = c q_k . k_t`` (soft-capped and masked as the model
+does), weights ``alpha_kt = exp(s_kt - lse_k)`` and output ``o_k = sum_t alpha_kt v_t``, an output
+error ``e_k`` gives
+
+    dv_t += alpha_kt e_k
+    ds_kt = alpha_kt (v_t - o_k) . e_k        dk_t += ds_kt s'_kt c q_k,   dq_k += ds_kt s'_kt c k_t
+
+with ``s' = 1 - (s/cap)^2`` under soft-capping, else 1. The *ordinary* backward sums over all
+pairs; the *self-only* one keeps dq in full and, of dk and dv, only ``k = t``; the *cross* one is
+the difference of the two. Which one runs is read from a ``BackwardSwitch`` at backward time, so a
+single forward serves scoring and training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from alphatoken.errors import ConfigError
+from alphatoken.model.protocol import AttentionCall, NativeAttention
+from alphatoken.support.precision import full_precision, wide
+
+__all__ = [
+    "AttentionStatistics",
+    "BackwardSwitch",
+    "forward_mode_attention",
+    "propagate_values",
+    "self_terms",
+    "switchable_attention",
+]
+
+_CHUNK = 256  # queries per block, at most
+_WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
+
+
+MODES = ("ordinary", "self", "cross")
+"""Gradient to all positions, to the same one only, or to the other ones only."""
+
+
+class BackwardSwitch:
+    """Tells the attention nodes of a graph which backward to run: ordinary, self or cross."""
+
+    def __init__(self) -> None:
+        self.mode = "ordinary"
+
+    @contextmanager
+    def to(self, mode: str) -> Iterator[None]:
+        """Run the backward in ``mode`` inside the context; as before afterwards.
+
+        Raises:
+            ConfigError: there is no such mode; an unknown one would run as the ordinary backward.
+        """
+        if mode not in MODES:
+            raise ConfigError(
+                "no such backward of attention",
+                got=repr(mode),
+                remedy=f"one of {', '.join(MODES)}",
+            )
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+
+def _group(heads: Tensor, groups: int) -> Tensor:
+    """(b, h, ...) -> (b, g, r, ...): query head h belongs to key/value head h // r."""
+    batch, count, *rest = heads.shape
+    return heads.reshape(batch, groups, count // groups, *rest)
+
+
+def _block(tensor: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+    """Rows and columns of a mask that may be broadcast along either axis."""
+    if tensor is None:
+        return None
+    if tensor.shape[-2] != 1:
+        tensor = tensor[..., rows, :]
+    return tensor[..., columns] if tensor.shape[-1] != 1 else tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Logits of one block of queries against one block of keys.
+
+    ``logits`` (b, g, r, k, t) are capped and masked (-inf where not attended); ``slope`` is the
+    derivative of the soft-cap, None without one.
+    """
+
+    logits: Tensor
+    slope: Tensor | None
+    rows: slice
+    columns: slice
+
+
+class AttentionStatistics:
+    """Logits, log-sum-exp and weights of one attention call, recomputed in blocks, never T x T.
+
+    Holds detached queries and keys (storage shared with the graph). Everything is computed
+    without a graph, in float32 or wider.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.groups = call.key.shape[1]
+        self.query = _group(call.query.detach(), self.groups)
+        self.key = call.key.detach()
+        self.scale, self.softcap, self.mask = call.scale, call.softcap, call.mask
+        self.sinks = None if call.sinks is None else call.sinks.detach()
+        self.dtype = wide(self.query.dtype)
+        self.length = self.key.shape[2]
+        self._lse: Tensor | None = None
+
+    @full_precision
+    def block(self, rows: slice, columns: slice) -> _Block:
+        """Capped, masked logits of the queries in ``rows`` against the keys in ``columns``."""
+        q = self.query[..., rows, :].to(self.dtype)
+        k = self.key[..., columns, :].to(self.dtype)
+        logits, slope = _cap(torch.einsum("bgrkd,bgtd->bgrkt", q, k) * self.scale, self.softcap)
+        return _Block(_mask(logits, self.mask, rows, columns), slope, rows, columns)
+
+    def row_blocks(self) -> Iterator[_Block]:
+        """Blocks that cover every query once, with all the keys that it can attend to."""
+        heads = self.query.shape[0] * self.query.shape[1] * self.query.shape[2]
+        size = min(_CHUNK, max(16, _WORKSPACE // max(1, heads * self.length)))
+        for start in range(0, self.length, size):
+            rows = slice(start, min(start + size, self.length))
+            # Without a mask attention is causal, and keys after the last query drop out.
+            yield self.block(rows, slice(0, rows.stop if self.mask is None else self.length))
+
+    @property
+    def lse(self) -> Tensor:
+        """(b, g, r, k) log-sum-exp of each row, sinks included.
+
+        -inf for a row that attends to nothing.
+        """
+        if self._lse is None:
+            with torch.no_grad():
+                rows = [torch.logsumexp(block.logits, -1) for block in self.row_blocks()]
+                lse = torch.cat(rows, -1)
+                if self.sinks is not None:
+                    sinks = self.sinks.to(self.dtype).view(self.groups, -1)
+                    lse = torch.logaddexp(lse, sinks[None, :, :, None])
+                self._lse = lse
+        return self._lse
+
+    def weights(self, block: _Block) -> Tensor:
+        """alpha (b, g, r, k, t) of one block."""
+        lse = self.lse[..., block.rows].unsqueeze(-1)
+        return torch.exp(block.logits - lse.masked_fill(lse == -torch.inf, 0.0))
+
+    def softmax(self, block: _Block) -> tuple[Tensor, Tensor | None]:
+        """alpha (b, g, r, k, t) of a block with all keys of its queries, and the sinks' share.
+
+        The same as ``weights``, without a pass for the log-sum-exp. The share is (b, g, r, k, 1),
+        None without sinks.
+        """
+        logits, share = block.logits, None
+        if self.sinks is None:
+            alpha = torch.softmax(logits, -1)
+        else:
+            sinks = self.sinks.to(self.dtype).view(self.groups, -1)[None, :, :, None, None]
+            column = sinks.expand(*logits.shape[:-1], 1)
+            alpha, share = torch.softmax(torch.cat([logits, column], -1), -1).split(
+                [logits.shape[-1], 1], -1
+            )
+        if self.mask is not None:  # a query that may attend to nothing
+            alpha = alpha.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
+        return alpha, share
+
+    @full_precision
+    def diagonal(self) -> tuple[Tensor, Tensor | None]:
+        """alpha_tt (b, g, r, t), and the soft-cap's slope there (None without one)."""
+        dots = torch.einsum("bgrtd,bgtd->bgrt", self.query.to(self.dtype), self.key.to(self.dtype))
+        logits, slope = _cap(dots * self.scale, self.softcap)
+        if self.mask is not None:
+            every = torch.arange(self.length, device=logits.device)
+            mask = self.mask
+            if mask.shape[-2] == 1 or mask.shape[-1] == 1:
+                mask = mask.expand(*mask.shape[:-2], self.length, self.length)
+            logits = _apply(logits, _grouped_mask(mask[..., every, every], self.groups))
+        lse = self.lse
+        return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)), slope
+
+
+def _cap(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    if softcap is None:
+        return logits, None
+    capped = torch.tanh(logits / softcap)
+    return capped * softcap, 1 - capped.square()
+
+
+def _grouped_mask(mask: Tensor, groups: int) -> Tensor:
+    """(b, 1 or h, ...) -> (b, 1, 1, ...) or (b, g, r, ...)."""
+    return mask.unsqueeze(1) if mask.shape[1] == 1 else _group(mask, groups)
+
+
+def _apply(logits: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, -torch.inf)
+    # Additive masks carry the dtype's most negative number; kept as numbers, as the model does.
+    return logits + mask.to(logits.dtype)
+
+
+def _mask(logits: Tensor, mask: Tensor | None, rows: slice, columns: slice) -> Tensor:
+    part = _block(mask, rows, columns)
+    if part is not None:
+        return _apply(logits, _grouped_mask(part, logits.shape[1]))
+    k = torch.arange(rows.start, rows.stop, device=logits.device)
+    t = torch.arange(columns.start, columns.stop, device=logits.device)
+    return logits.masked_fill(t > k.unsqueeze(-1), -torch.inf)
+
+
+@full_precision
+def self_terms(
+    statistics: AttentionStatistics, output: Tensor, value: Tensor, error: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients that reach a key and a value from the query at the same position.
+
+    ``dv_t = alpha_tt e_t`` and ``dk_t = alpha_tt ((v_t - o_t) . e_t) s'_tt c q_t``, summed over
+    the query heads of each key/value head.
+
+    Args:
+        statistics: of the attention call.
+        output: head outputs (b, h, t, d_v).
+        value: values (b, g, t, d_v).
+        error: errors at the head outputs (b, h, t, d_v).
+
+    Returns:
+        (dk, dv), shaped as key and value. Exact up to rounding.
+    """
+    dtype, groups = statistics.dtype, statistics.groups
+    alpha, slope = statistics.diagonal()
+    o, e = (_group(x.to(dtype), groups) for x in (output, error))
+    dv = torch.einsum("bgrt,bgrtd->bgtd", alpha, e)
+    pull = torch.einsum("bgrtd,bgrtd->bgrt", value.to(dtype).unsqueeze(2) - o, e) * alpha
+    if slope is not None:
+        pull = pull * slope
+    dk = torch.einsum("bgrt,bgrtd->bgtd", pull * statistics.scale, statistics.query.to(dtype))
+    return dk.to(statistics.key.dtype), dv.to(value.dtype)
+
+
+class _Gate(torch.autograd.Function):
+    """Identity on query, key and value; decides which of their gradients the kernel may pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, switch: BackwardSwitch, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.switch = switch
+        return query.view_as(query), key.view_as(key), value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        if ctx.switch.mode == "self":
+            return None, dq, None, None
+        if ctx.switch.mode == "cross":
+            return None, None, dk, dv
+        return None, dq, dk, dv
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on the head outputs; adds (self) or takes away (cross) the k = t terms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        switch: BackwardSwitch,
+        statistics: AttentionStatistics,
+        output: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        ctx.switch, ctx.statistics = switch, statistics
+        ctx.save_for_backward(output, value)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, error: Tensor
+    ) -> tuple[None, None, Tensor, Tensor | None, Tensor | None]:
+        mode = ctx.switch.mode
+        if mode == "ordinary":
+            return None, None, error, None, None
+        output, value = ctx.saved_tensors
+        dk, dv = self_terms(ctx.statistics, output, value, error)
+        if mode == "cross":
+            dk, dv = -dk, -dv
+        return None, None, error, dk, dv
+
+
+def switchable_attention(
+    call: AttentionCall, native: NativeAttention, switch: BackwardSwitch
+) -> tuple[Tensor, AttentionStatistics]:
+    """Run the model's own attention kernel inside a graph whose backward obeys ``switch``.
+
+    The kernel sits between two identity nodes. The gate before it drops or passes what the
+    kernel's backward gives to query, key and value; the tap after it contributes the ``k = t``
+    terms in closed form. Forward values, and gradients in ordinary mode, are the kernel's own.
+
+    Args:
+        call: the attention call; query, key and value belong to the graph.
+        native: the model's kernel.
+        switch: read at backward time.
+
+    Returns:
+        The head outputs (b, h, t, d_v), and the call's statistics.
+
+    Exactness: self mode equals the diagonal of the cross-position Jacobian exactly, cross mode
+    the rest. Oracle: ``alphatoken.oracle.influence`` and ``alphatoken.oracle.jacobian``.
+    """
+    statistics = AttentionStatistics(call)
+    query, key, value = _Gate.apply(switch, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
+    output = native(query, key, value)
+    tapped: Tensor = _Tap.apply(switch, statistics, output, call.key, call.value)  # type: ignore[no-untyped-call]
+    return tapped, statistics
+
+
+def _band(block: _Block, window: int | None) -> Tensor:
+    """(k, t) True where t < k <= t + window."""
+    k = torch.arange(block.rows.start, block.rows.stop, device=block.logits.device).unsqueeze(-1)
+    t = torch.arange(block.columns.start, block.columns.stop, device=block.logits.device)
+    later = t < k
+    return later if window is None else later & (k <= t + window)
+
+
+@full_precision
+def propagate_values(
+    statistics: AttentionStatistics,
+    error: Float[Tensor, "b h t d"],
+    *,
+    window: int | None,
+    head_reduction: str = "per_head",
+) -> Float[Tensor, "b g t d"]:
+    """Value-Propagation: errors that reach the value at t from later queries within a window.
+
+        e~_t^g = sum_{k in (t, t+W]} sum_{h in g} alpha_{k,t}^h e_k^h
+
+    Args:
+        statistics: of the attention call.
+        error: errors e_k^h at the head outputs (self-only ones for the paper's term).
+        window: W; None means no limit. W = 0 gives zero.
+        head_reduction: "per_head"; or "mean", the paper's scalar alpha: averaged over all query
+            heads, errors summed over the query heads of each key/value head.
+
+    Returns:
+        (b, g, t, d_v): the error at the value states, in float32 or wider.
+
+    Exactness: approximates the causal part (column minus diagonal) of the influence matrix;
+    exact for the value projection of the last decoder layer with W = T and per-head weights.
+    Cost: O(T (W + block)) with a window, and all T x T logits once for the log-sum-exp, which the
+    self-only backward of the same call needs too and shares; in blocks, never T x T in memory.
+    Source: eqs. app_causal_rank1, phi_tgt_causal. Oracle: ``alphatoken.oracle.propagation``.
+    """
+    length = statistics.length
+    e = _group(error.to(statistics.dtype), statistics.groups)
+    e_sum = e.sum(2)
+    result = torch.zeros_like(e_sum)
+    if window == 0:
+        return result
+    size = _CHUNK if window is None else max(64, min(window, _CHUNK))
+    for start in range(0, length, size):
+        rows = slice(start, min(start + size, length))
+        first = 0 if window is None else max(0, start - window)
+        block = statistics.block(rows, slice(first, rows.stop))
+        alpha = statistics.weights(block).masked_fill(~_band(block, window), 0.0)
+        if head_reduction == "per_head":
+            part = torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])
+        else:
+            part = torch.einsum("bkt,bgkd->bgtd", alpha.mean((1, 2)), e_sum[..., rows, :])
+        result[..., block.columns, :] += part
+    return result
+
+
+@full_precision
+def forward_mode_attention(call: AttentionCall) -> Tensor:
+    """Attention on dual tensors, in blocks of queries: output and tangent, no T x T matrix.
+
+    PyTorch's fused kernels have no forward-mode rule. With tangents q', k', v':
+
+        s' = c (q'.k + q.k') slope,   o' = sum_t alpha_t (s'_t - sum_u alpha_u s'_u) v_t
+                                           + sum_t alpha_t v'_t
+
+    and a sink only takes probability (its own tangent, when given, enters the mean of s').
+
+    Args:
+        call: the attention call; query, key, value (and sinks) may be dual tensors.
+
+    Returns:
+        (b, h, t, d_v) dual tensor. Exact up to rounding.
+        Oracle: ``alphatoken.oracle.gradients`` (per-token reverse mode).
+    """
+    plain, tangent = {}, {}
+    for name in ("query", "key", "value", "sinks"):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            plain[name], tangent[name] = forward_ad.unpack_dual(tensor)
+        else:
+            plain[name], tangent[name] = None, None
+    groups = plain["key"].shape[1]
+    statistics = AttentionStatistics(
+        AttentionCall(
+            call.module, plain["query"], plain["key"], plain["value"], call.mask, call.scale,
+            call.softcap, plain["sinks"],
+        )
+    )  # fmt: skip
+    dtype = statistics.dtype
+
+    def zero_or(name: str) -> Tensor:
+        found = tangent[name]
+        return torch.zeros_like(plain[name]) if found is None else found
+
+    # s' = c (q'.k + q.k') is one product of twice the width, o and alpha v' are another.
+    queries = torch.cat([_group(zero_or("query"), groups).to(dtype), statistics.query], -1)
+    queries = queries * statistics.scale
+    value = plain["value"].to(dtype)
+    keys = torch.cat([plain["key"].to(dtype), zero_or("key").to(dtype)], -1)
+    values = torch.cat([value, zero_or("value").to(dtype)], -1)
+    outputs, tangents = [], []
+    for block in statistics.row_blocks():
+        columns = block.columns
+        alpha, share = statistics.softmax(block)
+        q, k = queries[..., block.rows, :], keys[..., columns, :]
+        ds = torch.einsum("bgrkd,bgtd->bgrkt", q, k)
+        if block.slope is not None:
+            ds = ds * block.slope
+        weighted = alpha * ds
+        mean = weighted.sum(-1, keepdim=True)
+        if share is not None and tangent["sinks"] is not None:
+            moved = tangent["sinks"].to(dtype).view(groups, -1)[None, :, :, None, None]
+            mean = mean + share * moved
+        weighted = weighted.addcmul_(alpha, mean, value=-1)
+        both = torch.einsum("bgrkt,bgtd->bgrkd", alpha, values[..., columns, :])
+        output, moved_values = both.chunk(2, -1)
+        outputs.append(output)
+        moved_weights = torch.einsum("bgrkt,bgtd->bgrkd", weighted, value[..., columns, :])
+        tangents.append(moved_weights + moved_values)
+    kept = plain["value"].dtype
+    output, output_tangent = (torch.cat(x, -2).flatten(1, 2).to(kept) for x in (outputs, tangents))
+    dual: Tensor = forward_ad.make_dual(output, output_tangent)
+    return dual

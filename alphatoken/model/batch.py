@@ -1,0 +1,317 @@
+"""Batches: labels to label positions, padding, packed documents, preference pairs.
+
+A batch is what transformers uses: ``input_ids``, optionally ``attention_mask``, ``position_ids``
+and the like, and ``labels``, unshifted, -100 where nothing is to be learned. Token ``i`` is
+predicted from position ``p = i - 1`` (its *label position*). A token has a value if it is labelled
+and its label position is real: the first token of a row has none, and one after padding on the
+left would be predicted from the pad token. Everything that the library returns per token sits at
+index ``i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.model.vocabulary import chosen_losses
+from alphatoken.support.precision import wide
+
+__all__ = [
+    "IGNORE",
+    "LabelledBatch",
+    "PreferenceBatch",
+    "label_mask",
+    "predicted_labels",
+    "read_batch",
+    "to_label_position",
+    "to_token_index",
+    "token_losses",
+]
+
+IGNORE = -100
+"""Label of a position that is not learned; transformers' convention."""
+
+
+def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
+    """True at index i where token i is a response token that some position predicts.
+
+    The first token of a row has no position before it, so index 0 is always False.
+    """
+    mask = labels != IGNORE
+    mask[:, :1] = False  # also of a batch without columns
+    return mask
+
+
+def predicted_labels(
+    labels: Int[Tensor, "b t"], attention_mask: Tensor | None
+) -> Int[Tensor, "b t"]:
+    """``labels`` with -100 where the label position is masked: ``attention_mask[:, i - 1] == 0``.
+
+    What the model says there is a function of the pad token, so nothing is to be learned from it
+    and the token has no value. Packed documents are told apart by ``position_ids``, whose
+    first tokens ``read_batch`` does not take as labels at all.
+
+    Args:
+        labels: unshifted.
+        attention_mask: (b, t), 0 at padding; None or of another form (a mask of pairs) hides none.
+    """
+    if attention_mask is None or attention_mask.shape != labels.shape:
+        return labels
+    hidden = F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)
+    return labels.masked_fill(hidden.to(labels.device), IGNORE)
+
+
+def to_token_index(by_position: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """Move values from label positions to token indices: ``out[:, i] = in[:, i - 1]``."""
+    return F.pad(by_position[:, :-1], (1, 0))
+
+
+def to_label_position(by_token: Tensor) -> Tensor:
+    """Inverse shift, from token indices to label positions: ``out[:, p] = in[:, p + 1]``."""
+    return F.pad(by_token[:, 1:], (0, 1))
+
+
+def token_losses(
+    scores: Float[Tensor, "b p vocabulary"] | Float[Tensor, "b s"],
+    labels: Int[Tensor, "b t"],
+    *,
+    attention_mask: Tensor | None = None,
+    role: str = "batch",
+) -> Float[Tensor, "b t"]:
+    """Loss of every response token: index i holds ``-log pi(z_i | z_<i)``, 0 elsewhere.
+
+    Args:
+        scores: logits (b, t, vocabulary), or token log-probabilities: (b, t) with index i for
+            token i, or (b, t - 1) with index i - 1 for token i (TRL's layout).
+        labels: unshifted labels, -100 ignored.
+        attention_mask: (b, t); tokens after padding on the left have no loss. Not needed for the
+            labels of a ``LabelledBatch``.
+        role: how messages call this batch.
+
+    Returns:
+        (b, t) in float32 or wider, differentiable (reverse and forward mode).
+
+    Raises:
+        InputError: a label that is no token of the vocabulary.
+    """
+    labels = predicted_labels(labels, attention_mask)
+    mask = label_mask(labels)
+    if scores.dim() == 3:
+        if scores.shape[:2] != labels.shape:
+            raise InputError(
+                f"logits and labels of the {role} must have one entry a position",
+                got=f"{tuple(scores.shape)} and {tuple(labels.shape)}",
+                remedy="pass all positions' logits (logits_to_keep=0) and unshifted labels",
+            )
+        _require_tokens(labels, mask, scores.shape[-1], role)
+        # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
+        tokens = mask.flatten().nonzero().squeeze(-1)
+        chosen = chosen_losses(scores, tokens - 1, labels.flatten()[tokens])
+        losses = chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
+    elif scores.shape[1] == labels.shape[1] - 1:
+        losses = F.pad(-scores.to(wide(scores.dtype)), (1, 0))
+    else:
+        losses = -scores.to(wide(scores.dtype))
+    return losses.masked_fill(~mask, 0.0)
+
+
+def _require_tokens(labels: Tensor, mask: Tensor, vocabulary: int, role: str) -> None:
+    bad = mask & ((labels < 0) | (labels >= vocabulary))
+    if bool(bad.any()):
+        row, index = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"a label of the {role} is no token of the vocabulary",
+            got=f"{int(labels[row, index])} at row {row}, token {index}; {vocabulary} tokens",
+            why="there is no such prediction to take the loss of",
+            remedy="labels are token ids, and -100 where nothing is learned",
+        )
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """One checked batch: what the model's forward takes, and which tokens are responses.
+
+    Attributes:
+        inputs: keyword arguments of the forward, without labels.
+        labels: (b, t), unshifted; -100 too where the label position is padding.
+        mask: (b, t) boolean, True at response tokens.
+    """
+
+    inputs: dict[str, Any]
+    labels: Tensor
+    mask: Tensor
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of response tokens."""
+        return int(self.mask.sum())
+
+    @property
+    def positions(self) -> int:
+        """Number of positions, padding left out where an attention mask names it."""
+        attention = self.inputs.get("attention_mask")
+        if isinstance(attention, Tensor) and attention.dim() == 2:
+            return int((attention != 0).sum())
+        return self.labels.numel()
+
+    @property
+    def document_starts(self) -> Tensor | None:
+        """(b, t) True at the first token of each packed document; None if nothing is packed.
+
+        A document starts where ``position_ids`` does not continue, between two real tokens.
+        """
+        position_ids = self.inputs.get("position_ids")
+        if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+            return None
+        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        attention = self.inputs.get("attention_mask")
+        if isinstance(attention, Tensor) and attention.dim() == 2:
+            starts = starts & (attention[:, 1:] != 0) & (attention[:, :-1] != 0)
+        if not bool(starts.any()):
+            return None
+        return F.pad(starts, (1, 0), value=True).expand_as(self.labels)
+
+
+def _longest(batch: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence: of a packed row, positions of its longest document."""
+    position_ids, length = batch.get("position_ids"), int(batch["input_ids"].shape[1])
+    if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
+        return int(position_ids.max()) + 1
+    return length
+
+
+def read_batch(
+    batch: Mapping[str, Any], *, max_length: int | None = None, role: str = "batch"
+) -> LabelledBatch:
+    """Check a batch and split labels from inputs; no input is copied or moved.
+
+    Args:
+        batch: mapping with ``input_ids`` and ``labels``, both (b, t).
+        max_length: longest sequence that the model allows.
+        role: how messages call this batch.
+
+    Raises:
+        InputError: missing keys, wrong shapes or dtypes, no response token, a sequence longer
+            than the model allows, labels outside ``input_ids``' meaning, a packed document whose
+            first token is a label (it would be predicted from another document).
+    """
+    for key in ("input_ids", "labels"):
+        if not isinstance(batch.get(key), Tensor):
+            raise InputError(
+                f"the {role} has no tensor '{key}'",
+                got=f"keys {sorted(map(str, batch))}",
+                remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
+                "-100 where nothing is learned",
+            )
+    input_ids, labels = batch["input_ids"], batch["labels"]
+    if input_ids.dim() != 2 or labels.shape != input_ids.shape:
+        raise InputError(
+            f"input_ids and labels of the {role} must have one shape (batch, length)",
+            got=f"{tuple(input_ids.shape)} and {tuple(labels.shape)}",
+            remedy="do not shift or flatten the labels",
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise InputError(
+            f"labels of the {role} must be integers", got=str(labels.dtype), remedy="cast to int64"
+        )
+    if max_length is not None and (length := _longest(batch)) > max_length:
+        raise InputError(
+            f"a sequence of the {role} is longer than the model allows",
+            got=f"{length} tokens, limit {max_length}",
+            why="positions past the limit have no meaning to the model",
+            remedy="truncate, or split the conversation",
+        )
+    labels = predicted_labels(labels, batch.get("attention_mask"))
+    mask = label_mask(labels)
+    if not bool(mask.any()):
+        raise InputError(
+            f"the {role} has no response token",
+            got="labels are -100 everywhere, or only at index 0 and after padding",
+            why="there is nothing to value, and means would divide by zero",
+            remedy="check the prompt/response split and truncation",
+        )
+    result = LabelledBatch({k: v for k, v in batch.items() if k != "labels"}, labels, mask)
+    starts = result.document_starts
+    if starts is not None and bool((starts & mask).any()):
+        row, index = (starts & mask).nonzero()[0].tolist()
+        raise InputError(
+            f"the first token of a packed document in the {role} is a label",
+            got=f"labels[{row}, {index}]",
+            why="it would be predicted from the last token of another document",
+            remedy="set labels to -100 at the first token of each document",
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """Preference pairs with the reference model's sequence log-probabilities.
+
+    Attributes:
+        chosen: batch of the preferred responses; row n pairs with row n of ``rejected``.
+        rejected: batch of the rejected responses.
+        reference_chosen: (b,) log-probability of each chosen response under the reference model.
+        reference_rejected: (b,) the same for the rejected ones.
+        beta: DPO's temperature.
+        normalization: "tokens" divides the summed gradient by the response tokens of both
+            branches (the paper), "pairs" by the number of pairs (DPO's own mean).
+    """
+
+    chosen: Mapping[str, Any]
+    rejected: Mapping[str, Any]
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    beta: float = 0.1
+    normalization: str = field(default="tokens")
+
+    def __post_init__(self) -> None:
+        """Check shapes and options once."""
+        pairs = {
+            int(self.chosen["input_ids"].shape[0]),
+            int(self.rejected["input_ids"].shape[0]),
+            int(self.reference_chosen.numel()),
+            int(self.reference_rejected.numel()),
+        }
+        if len(pairs) != 1:
+            raise InputError(
+                "chosen, rejected and reference log-probabilities must have one row a pair",
+                got=f"row counts {sorted(pairs)}",
+                remedy="row n of each belongs to pair n; drop unpaired rows",
+            )
+        if self.normalization not in ("tokens", "pairs"):
+            raise InputError(
+                "normalization of a preference objective is 'tokens' or 'pairs'",
+                got=repr(self.normalization),
+            )
+
+    def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
+        """Chosen then rejected: (batch, reference log-probabilities, sign)."""
+        yield self.chosen, self.reference_chosen, 1
+        yield self.rejected, self.reference_rejected, -1
+
+
+def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
+    """Raise NumericalError naming the first response token whose loss is NaN or Inf."""
+    bad = ~torch.isfinite(losses.detach()) & mask
+    if bool(bad.any()):
+        row, index = bad.nonzero()[0].tolist()
+        raise NumericalError(
+            f"the loss of a token in the {role} is not finite",
+            got=f"{float(losses.detach()[row, index])} at row {row}, token {index}",
+            why="one NaN spreads to every value through the sums",
+            remedy="check the weights (a diverged run?), the labels' range and the precision",
+        )
+
+
+def as_batches(validation: Any) -> Sequence[Any]:
+    """One batch, preference batch, or several of either, as a sequence."""
+    if isinstance(validation, (Mapping, PreferenceBatch)):
+        return [validation]
+    return validation if isinstance(validation, Sequence) else list(validation)

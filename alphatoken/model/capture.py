@@ -1,0 +1,492 @@
+"""Inputs and errors of scored linears, captured in a forward that the model does not notice.
+
+Scope first (which layers, which linears), then a ``Recorder`` that hooks one forward pass, then
+the errors by ``torch.autograd.grad``, which touches no ``.grad``. Everything that is changed on
+the model (hooks, attention dispatch, modes, checkpointing flags) is put back by context managers,
+also when an exception passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError, ModelError
+from alphatoken.model.attention import AttentionStatistics, BackwardSwitch, switchable_attention
+from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention, ScoredLinear
+from alphatoken.model.sharding import Sharding
+
+__all__ = [
+    "AttentionUse",
+    "LinearUse",
+    "ObservedForward",
+    "Recorder",
+    "Scope",
+    "evaluation_mode",
+    "find_scope",
+    "graph_from_layer",
+    "hidden_of",
+    "record",
+    "resolve_layers",
+    "used_outside",
+]
+
+
+def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Indices of the scored decoder layers, ascending.
+
+    Args:
+        adapter: of the model.
+        layers: K for the last K layers, "all", or indices (negative ones count from the end).
+
+    Raises:
+        ConfigError: K or an index outside the model, an empty choice, another type.
+    """
+    depth = len(adapter.layers())
+    if layers == "all":
+        return tuple(range(depth))
+    if isinstance(layers, bool) or not isinstance(layers, (int, Sequence)) or layers == "":
+        raise ConfigError("layers must be an int K, 'all' or indices", got=repr(layers))
+    if isinstance(layers, str):
+        raise ConfigError(
+            "layers as a string can only be 'all'",
+            got=repr(layers),
+            remedy="pass a number K for the last K layers, 'all', or indices",
+        )
+    if isinstance(layers, int):
+        if not 1 <= layers <= depth:
+            raise ConfigError(
+                "the number of scored layers must lie within the model",
+                got=f"layers={layers}, model depth {depth}",
+                remedy=f"pass 1 to {depth}, or 'all'",
+            )
+        return tuple(range(depth - layers, depth))
+    chosen = sorted({i + depth if i < 0 else i for i in layers})
+    if not chosen or chosen[0] < 0 or chosen[-1] >= depth:
+        raise ConfigError(
+            "scored layer indices must lie within the model",
+            got=f"{list(layers)}, model depth {depth}",
+            remedy=f"pass at least one index from {-depth} to {depth - 1}",
+        )
+    return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is valued: the scored layers and their trainable linears.
+
+    Attributes:
+        layers: indices of the scored layers.
+        linears: scored linears, in forward order, each module once.
+        uncovered: trainable parameters of these layers that no scored linear covers, and why.
+        mixers: modules of the layers from the first one on that mix positions without softmax
+            attention, and their kind.
+        first: the first layer that uses a weight in scope; the graph starts at its input. Lower
+            than the first scored layer where a block or a weight is shared between depths.
+    """
+
+    layers: tuple[int, ...]
+    linears: tuple[ScoredLinear, ...]
+    uncovered: dict[str, str] = field(default_factory=dict)
+    mixers: dict[str, str] = field(default_factory=dict)
+    first: int = 0
+
+
+def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
+    """The scope of ``layers`` in the adapter's model.
+
+    Raises:
+        ConfigError: bad ``layers``, or no trainable linear in them.
+    """
+    chosen = resolve_layers(adapter, layers)
+    linears = tuple(adapter.scored_linears(chosen))
+    uncovered = adapter.uncovered(chosen)
+    if not linears and not uncovered:
+        raise ConfigError(
+            "no trainable linear in the scored layers",
+            got=f"layers {list(chosen)}",
+            why="values are inner products with gradients of trainable weights",
+            remedy="unfreeze them (requires_grad_), attach adapters, or choose other layers",
+        )
+    first = _first_use(adapter, chosen, linears, uncovered)
+    mixers = adapter.other_mixers(range(first, len(adapter.layers())))
+    return Scope(chosen, linears, uncovered, mixers, first)
+
+
+def _first_use(
+    adapter: DecoderAdapter,
+    chosen: tuple[int, ...],
+    linears: Sequence[ScoredLinear],
+    uncovered: Mapping[str, str],
+) -> int:
+    """The lowest layer that holds a parameter in scope, weights shared between layers included."""
+    named = dict(adapter.model.named_parameters(remove_duplicate=False))
+    owned = {id(p) for linear in linears for p in (linear.weight, linear.bias) if p is not None}
+    owned |= {id(named[name]) for name in uncovered}
+    below = (
+        layer
+        for layer, block in enumerate(adapter.layers()[: chosen[0]])
+        if any(id(p) in owned for p in block.parameters())
+    )
+    return next(below, chosen[0])
+
+
+def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tensor]) -> bool:
+    """Whether a parameter also sits in a module outside the blocks from ``first`` on (tied).
+
+    The graph must then start at the embeddings, or that part of its gradient is lost.
+    """
+    inside = {m for block in adapter.layers()[first:] for m in block.modules()}
+    others = (m for m in adapter.model.modules() if m not in inside)
+    elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
+    return any(id(parameter) in elsewhere for parameter in parameters)
+
+
+@dataclass(frozen=True)
+class LinearUse:
+    """One call of a scored linear: input (detached) and output (in the graph).
+
+    ``execution`` numbers the decoder-block call that it happened in, so that a block used at two
+    depths keeps its uses apart.
+    """
+
+    linear: ScoredLinear
+    x: Tensor
+    s: Tensor
+    execution: int
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """One attention call: value states and head outputs (in the graph), and its statistics."""
+
+    module: nn.Module
+    value: Tensor
+    output: Tensor
+    statistics: AttentionStatistics
+    dropout: float
+    execution: int
+
+
+@dataclass
+class ObservedForward:
+    """Arguments of one call of the model, and where its scored part began.
+
+    ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
+    below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
+    ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
+    whose attention came to the recorder.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor | None = None
+    plain: bool = False
+    blocks: int = 0
+    attended: set[int] = field(default_factory=set)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arguments by name; the first one by position is ``input_ids``."""
+        return {**self.kwargs, **({"input_ids": self.args[0]} if self.args else {})}
+
+
+@dataclass
+class Recorder:
+    """What the last forward with a graph left: uses of scored linears, attention calls, in order.
+
+    The hooks of ``record`` call it while the model runs. A user may run the model many times inside
+    the context, with gradients (training) and without (generation, a reference), and only the last
+    pass with a graph is to be valued. When a pass begins, its graph may not have begun: under
+    ``graph_from_layer`` gradients are off until the first scored layer, and the first tensor in a
+    graph appears there. So two passes are told apart, the one that began last and the one that is
+    kept:
+
+    ::
+
+        model is called                     on_forward    begun = this pass
+          with gradients on                 _keep         forward = begun, earlier uses forgotten
+        first scored layer is entered       on_first_block  begun.hidden = its input
+        a decoder block is entered          on_block      begun.blocks counts
+        a scored linear has run             on_linear
+          its output is in a graph          _keep         forward = begun, if it is not yet
+                                                          linears gains this use
+          its output is in none                           nothing is kept
+        attention is called                 on_attention  likewise, into attentions
+        the context ends                    clear         everything is let go
+
+    So ``forward`` is None until a graph is seen, and stays the earlier pass while a later one
+    without a graph runs. Label values need no graph: they read ``begun`` where ``forward`` is None.
+    """
+
+    scope: Scope
+    switch: BackwardSwitch = field(default_factory=BackwardSwitch)
+    linears: list[LinearUse] = field(default_factory=list)
+    attentions: list[AttentionUse] = field(default_factory=list)
+    forward: ObservedForward | None = None  # the pass that is kept
+    begun: ObservedForward | None = None  # the pass that began last, with a graph or without
+    sharding: Sharding | None = None
+
+    def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Enter this around every backward through the recorded forward but the last.
+
+        Sharded weights are freed when a backward leaves their module. Inside this context they are
+        kept count of, so that the next backward finds them again. Without sharding it does nothing.
+
+        Args:
+            within: the module that the backward starts and ends in; None for the whole model.
+        """
+        return nullcontext() if self.sharding is None else self.sharding.repeatable(within)
+
+    def clear(self) -> None:
+        """Forget the last forward (and let go of its graph)."""
+        self.linears.clear()
+        self.attentions.clear()
+        self.forward = self.begun = None
+
+    def _keep(self) -> None:
+        """Make the pass that runs the one that is kept; called when a tensor in a graph is seen."""
+        # The first such tensor of a pass: what was recorded belongs to an earlier pass.
+        if self.begun is not self.forward:
+            self.linears.clear()
+            self.attentions.clear()
+            self.forward = self.begun
+
+    @property
+    def execution(self) -> int:
+        """Number of the decoder block that runs."""
+        return 0 if self.begun is None else self.begun.blocks
+
+    @property
+    def attention_seen(self) -> bool:
+        """Whether every block of the pass, in the graph or not, brought its attention here.
+
+        Not so where a model calls attention by itself, or a registry entry was put in our place.
+        """
+        seen = self.forward or self.begun
+        if seen is None or not seen.blocks:
+            return False
+        return seen.attended.issuperset(range(1, seen.blocks + 1))
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Outputs of all linear uses, the tensors whose errors are asked for."""
+        return [use.s for use in self.linears]
+
+    def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: keep the arguments; forget the pass before if this has a graph."""
+        self.begun = ObservedForward(args, kwargs)
+        if torch.is_grad_enabled():
+            self._keep()
+
+    def on_first_block(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Before the first scored layer runs: keep its input, once a pass."""
+        if self.begun is not None and self.begun.hidden is None:
+            hidden = hidden_of(args, kwargs)
+            self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
+
+    def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After the lowest block ran."""
+        if self.begun is not None:
+            self.begun.plain = isinstance(output, Tensor)
+
+    def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a decoder block runs."""
+        # The user has called a decoder block, not the model: there was no on_forward.
+        if self.begun is None:
+            self.begun = ObservedForward((), {})
+        self.begun.blocks += 1
+
+    def on_call(
+        self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        """After a scored linear ran."""
+        if isinstance(output, Tensor) and args:
+            self.on_linear(linear, args[0], output)
+
+    def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
+        """Keep one use; forwards without a graph (generation, references) leave no trace."""
+        if s.requires_grad:
+            self._keep()
+            self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
+
+    def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
+        """Run one attention call with the switchable backward and keep it."""
+        if self.begun is not None:
+            self.begun.attended.add(self.execution)
+        graph = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (call.query, call.key, call.value)
+        )
+        if not graph or call.query.shape[2] != call.key.shape[2]:
+            return native(call.query, call.key, call.value)
+        self._keep()
+        output, statistics = switchable_attention(call, native, self.switch)
+        self.attentions.append(
+            AttentionUse(call.module, call.value, output, statistics, call.dropout, self.execution)
+        )
+        return output
+
+    def require_graph(self) -> None:
+        """Raise unless a forward with a graph was recorded."""
+        if not self.linears:
+            raise ModelError(
+                "no scored linear was seen in a forward pass with gradients",
+                why="values need the inputs and errors of that pass",
+                remedy="call the model inside the context, with gradients enabled, before values()",
+            )
+
+
+def accumulate_errors(
+    recorder: Recorder, loss: Tensor, targets: Sequence[Tensor], mode: str
+) -> list[Tensor | None]:
+    """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
+    with recorder.switch.to(mode), recorder.repeatable():
+        return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
+
+
+def stream_errors(
+    recorder: Recorder,
+    loss: Tensor,
+    mode: str,
+    consume: Callable[[int, Tensor], None],
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], bool]:
+    """Hand over the error of every linear use inside the backward, and keep none of them.
+
+    The errors are those of ``accumulate_errors``. Autograd is asked only for those of the lowest
+    recorded block; hooks receive the errors of all later uses as the backward passes them. A use
+    whose hook did not fire, since no way to the lowest block leads through it, is differentiated
+    in a second call.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar of that forward; its graph, and every .grad, stay as they are.
+        mode: of the attention backward.
+        consume: gets (index in ``recorder.linears``, error); a use without a path gives nothing.
+        also: tensors whose errors are returned.
+
+    Returns:
+        The errors at ``also``, and whether the loss reached anything that was recorded.
+    """
+    seen: set[int] = set()
+
+    def hand_over(index: int, error: Tensor | None) -> None:
+        if error is not None:  # a node runs with no error where a backward above gave none
+            seen.add(index)
+            consume(index, error)
+
+    uses = recorder.linears
+    lowest = min((use.execution for use in uses), default=0)
+    ends = [use.s for use in uses if use.execution == lowest]
+    hooks = [use.s.register_hook(partial(hand_over, i)) for i, use in enumerate(uses)]
+    try:
+        errors = accumulate_errors(recorder, loss, [*ends, *also], mode)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missed = [i for i in range(len(uses)) if i not in seen]
+    found = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
+    for index, error in zip(missed, found, strict=True):
+        hand_over(index, error)
+    others = errors[len(ends) :]
+    return others, bool(seen) or any(error is not None for error in others)
+
+
+@contextmanager
+def record(
+    adapter: DecoderAdapter,
+    scope: Scope,
+    *,
+    attention: bool = True,
+    sharding: Sharding | None = None,
+) -> Iterator[Recorder]:
+    """Hook the model so that forwards inside the context are recorded; only the last one is kept.
+
+    Args:
+        adapter: of the model.
+        scope: what to capture.
+        attention: route softmax attention of all layers from the first scored one on through the
+            switchable backward (needed for self-only errors).
+        sharding: of the weights.
+    """
+    recorder = Recorder(scope, sharding=sharding)
+    blocks = adapter.layers()
+    with ExitStack() as stack:
+        handle = adapter.model.register_forward_pre_hook(recorder.on_forward, with_kwargs=True)
+        stack.callback(handle.remove)
+        first = blocks[scope.first].register_forward_pre_hook(
+            recorder.on_first_block, with_kwargs=True
+        )
+        stack.callback(first.remove)
+        stack.callback(blocks[0].register_forward_hook(recorder.on_trunk).remove)
+        for block in {id(b): b for b in blocks[scope.first :]}.values():
+            stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
+        for linear in scope.linears:
+            hook = partial(recorder.on_call, linear)
+            stack.callback(linear.module.register_forward_hook(hook).remove)
+        stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
+        if attention:
+            modules = [
+                module
+                for layer in range(scope.first, len(blocks))
+                for module in adapter.attention_modules(layer)
+            ]
+            stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
+        try:
+            yield recorder
+        finally:
+            recorder.clear()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode inside; each one's own flag put back afterwards."""
+    flags = {module: module.training for module in model.modules()}
+    try:
+        for module in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among the arguments of a decoder block."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A block that is used at two depths is entered twice; gradients are on since the first time,
+    # and a second cut would take the graph between the two away.
+    if torch.is_grad_enabled():
+        return None
+    torch.set_grad_enabled(True)
+    hidden = hidden_of(args, kwargs).detach().requires_grad_()
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+@contextmanager
+def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
+    """Build the graph from the input of layer ``first`` on; the trunk below leaves none.
+
+    Inside, gradients are off until that decoder block is entered. Its input is cut off and asked
+    to require gradients, so errors exist even when everything below and around is frozen.
+    """
+    block = adapter.layers()[first]
+    handle = block.register_forward_pre_hook(_cut, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        handle.remove()

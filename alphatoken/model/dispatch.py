@@ -1,0 +1,211 @@
+"""The one place where transformers' attention registry is changed, and put back.
+
+The registry has one function a name for the whole process, while any number of models may be
+observed at a time, in any order and from several threads. So the entry is replaced once, by a
+``_Dispatch`` that knows which modules are overridden and by what; each override adds itself and
+takes only itself away, and the last to leave puts back what was there. An entry that
+somebody else put on top meanwhile is theirs: it stays, and if it still calls ours it is passed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
+
+__all__ = ["dispatched"]
+
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+_MISSING: Any = object()
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class _Entered:
+    """One override that is active, and the thread that entered it."""
+
+    override: AttentionOverride
+    thread: int
+
+
+class _Dispatch:
+    """A registry entry that sends the calls of overridden modules through their overrides."""
+
+    def __init__(self, name: str, before: Any) -> None:
+        self.name, self.before = name, before
+        self.active: dict[nn.Module, tuple[_Entered, ...]] = {}
+
+    def kernel_of(self, module: nn.Module) -> Kernel:
+        """What would run if this entry were not there."""
+        if self.before is not _MISSING:
+            return self.before  # type: ignore[no-any-return]
+        if self.name == "eager":
+            return _eager_function(module)
+        return ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]  # type: ignore[no-any-return]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel, entered = self.kernel_of(module), self.active.get(module, ())
+        if not entered:
+            return kernel(module, query, key, value, *args, **kwargs)
+        call, native, weights = _translated(kernel, module, (query, key, value), args, kwargs)
+        run = native
+        for one in entered:  # the last one entered is outermost, as contexts nest
+            run = _through(one.override, call, run)
+        return run(query, key, value).transpose(1, 2), weights[0]
+
+
+@contextmanager
+def dispatched(
+    name: str, modules: Sequence[nn.Module], override: AttentionOverride
+) -> Iterator[None]:
+    """Reroute the attention calls of ``modules``; contexts may be left in any order.
+
+    Overrides of one module are called one within the other, the last one entered outermost.
+
+    Args:
+        name: the attention implementation of their model.
+        modules: each of them once or more.
+        override: what their calls go through.
+
+    Raises:
+        ModelError: another thread has an override on one of them.
+    """
+    chosen, entered = tuple(dict.fromkeys(modules)), _Entered(override, threading.get_ident())
+    with _LOCK:
+        _require_own_thread(name, chosen)
+        dispatch = _installed(name)
+        for module in chosen:
+            dispatch.active[module] = (*dispatch.active.get(module, ()), entered)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for module in chosen:
+                left = tuple(one for one in dispatch.active[module] if one is not entered)
+                if left:
+                    dispatch.active[module] = left
+                else:
+                    del dispatch.active[module]
+            _remove_idle(name)
+
+
+def _entry(name: str) -> Any:
+    return ALL_ATTENTION_FUNCTIONS._local_mapping.get(name, _MISSING)
+
+
+def _installed(name: str) -> _Dispatch:
+    """The dispatch on top of the registry, put there if somebody else's entry is."""
+    top = _entry(name)
+    if isinstance(top, _Dispatch):
+        return top
+    dispatch = _Dispatch(name, top)
+    ALL_ATTENTION_FUNCTIONS[name] = dispatch
+    return dispatch
+
+
+def _remove_idle(name: str) -> None:
+    """Remove idle dispatches from the top of the registry, down to an entry that others put in."""
+    while isinstance(top := _entry(name), _Dispatch) and not top.active:
+        if top.before is _MISSING:
+            del ALL_ATTENTION_FUNCTIONS[name]
+        else:
+            ALL_ATTENTION_FUNCTIONS[name] = top.before
+
+
+def _require_own_thread(name: str, modules: Sequence[nn.Module]) -> None:
+    top = _entry(name)
+    active = top.active if isinstance(top, _Dispatch) else {}
+    foreign = [
+        module
+        for module in modules
+        if any(one.thread != threading.get_ident() for one in active.get(module, ()))
+    ]
+    if foreign:
+        raise ModelError(
+            "another thread has overridden the attention of this model",
+            got=f"{len(foreign)} of its modules, such as {type(foreign[0]).__qualname__}",
+            why="each would take the other's forward passes for its own",
+            remedy="score from one thread at a time, or give each thread a copy of the model",
+        )
+
+
+def _eager_function(module: nn.Module) -> Kernel:
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+    raise UnsupportedError(
+        "no eager attention function beside this module",
+        got=type(module).__qualname__,
+        remedy="use attn_implementation='sdpa', or estimator='path'",
+    )
+
+
+def _through(
+    override: AttentionOverride, call: AttentionCall, native: NativeAttention
+) -> NativeAttention:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return override(replace(call, query=query, key=key, value=value), native)
+
+    return run
+
+
+def _translated(
+    kernel: Kernel,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[AttentionCall, NativeAttention, list[Tensor | None]]:
+    """One call of the interface in the canonical layout, its kernel, and where weights appear."""
+    bound = inspect.signature(kernel).bind_partial(module, *tensors, *args, **kwargs)
+    named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    if named.get("position_bias") is not None:
+        raise UnsupportedError(
+            "attention with a position bias is not covered",
+            got=type(module).__qualname__,
+            remedy="estimator='path'",
+        )
+    mask = named.get("attention_mask")
+    query = tensors[0]
+    if mask is None and getattr(kernel, "__name__", "") == "eager_attention_forward":
+        mask = torch.ones(
+            1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
+        )
+    scale = named.get("scaling")
+    call = AttentionCall(
+        module,
+        *tensors,
+        mask=mask,
+        scale=float(scale) if scale is not None else query.shape[-1] ** -0.5,
+        softcap=named.get("softcap"),
+        sinks=named.get("s_aux"),
+        dropout=float(named.get("dropout") or 0.0),
+    )
+    weights: list[Tensor | None] = [None]
+
+    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output, weights[0] = kernel(module, q, k, v, *args, **kwargs)
+        transposed: Tensor = output.transpose(1, 2)
+        return transposed
+
+    return call, native, weights

@@ -1,0 +1,134 @@
+"""Forwards that skip the trunk, the layers below the first scored one, whose output is known.
+
+A scoring pass changes nothing below the first scored layer, so where a forward on the same tokens
+has run before, the layers below need not run again. Whether the model allows that is not taken for
+granted: the token losses must come out as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.model.capture import hidden_of
+from alphatoken.model.protocol import DecoderAdapter
+
+__all__ = ["Start", "can_start_at", "losses_from", "remember_start", "start_at"]
+
+
+@dataclass
+class Start:
+    """A forward that has run: the input of the first scored layer, and the losses it led to.
+
+    ``refused`` is set when starting there did not give these losses again.
+    """
+
+    hidden: Tensor
+    losses: Tensor
+    refused: bool = False
+
+    def gives(self, losses: Tensor, mask: Tensor) -> bool:
+        """True if these losses equal the known ones within 5e-2 (16 bits, autocast) or 1e-3.
+
+        They need not be the same bits: a fused head, or autocast, rounds otherwise.
+        """
+        half = self.hidden.dtype in (torch.bfloat16, torch.float16)
+        narrow = half or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        tolerance = 5e-2 if narrow else 1e-3
+        found, known = losses.detach()[mask].double(), self.losses[mask].double()
+        return bool(torch.isclose(found, known, rtol=tolerance, atol=tolerance).all())
+
+
+def can_start_at(adapter: DecoderAdapter, first: int) -> bool:
+    """True if there are blocks below ``first`` and none of them is used again from there on."""
+    blocks = adapter.layers()
+    above = {id(block) for block in blocks[first:]}
+    return first > 0 and all(id(block) not in above for block in blocks[:first])
+
+
+@dataclass
+class Trunk:
+    """What ``remember_start`` saw: hidden states by forward, and whether blocks pass on tensors."""
+
+    hidden: list[Tensor] = field(default_factory=list)
+    plain: bool = True
+
+
+@contextmanager
+def remember_start(adapter: DecoderAdapter, first: int) -> Iterator[Trunk]:
+    """Keep the input of layer ``first`` of every forward inside, in order."""
+    blocks, trunk = adapter.layers(), Trunk()
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trunk.hidden.append(hidden_of(args, kwargs).detach())
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        trunk.plain = trunk.plain and isinstance(output, Tensor)
+
+    handles = [
+        blocks[first].register_forward_pre_hook(enter, with_kwargs=True),
+        blocks[0].register_forward_hook(leave),
+    ]
+    try:
+        yield trunk
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[None]:
+    """Forwards inside begin at the input ``hidden`` of layer ``first``; the trunk is not run.
+
+    Embeddings, masks and position tables are computed as ever. A model that hands more than the
+    hidden states from block to block (shared keys and values, say) will not give the same losses;
+    whoever uses this compares them.
+    """
+    blocks = adapter.layers()
+
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
+        return hidden_of(args, kwargs)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle.remove()  # a block used at two depths: only the first call starts here
+        start = hidden.requires_grad_() if torch.is_grad_enabled() else hidden
+        if args:
+            return (start, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": start}
+
+    hidden = hidden.detach()
+    missing = object()
+    before = {block: block.__dict__.get("forward", missing) for block in blocks[:first]}
+    handle = blocks[first].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        for block in before:
+            block.__dict__["forward"] = pass_on
+        yield
+    finally:
+        handle.remove()
+        for block, own in before.items():
+            if own is missing:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = own
+
+
+def losses_from(
+    adapter: DecoderAdapter,
+    first: int | None,
+    start: Start | None,
+    mask: Tensor,
+    run: Callable[[], Tensor],
+) -> Tensor:
+    """Token losses of ``run()``, without the trunk if that gives those of ``start`` again."""
+    if first is not None and start is not None and can_start_at(adapter, first):
+        with start_at(adapter, first, start.hidden):
+            losses = run()
+        if start.gives(losses, mask):
+            return losses
+    return run()

@@ -1,0 +1,228 @@
+"""What the core needs to know of a model: the ``DecoderAdapter`` protocol and its registry.
+
+The core never imports a model library. It talks to an adapter, which is found by the name of the
+module that defines the model's class and is imported only then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from alphatoken.errors import ModelError
+
+__all__ = [
+    "AttentionCall",
+    "AttentionOverride",
+    "DecoderAdapter",
+    "NativeAttention",
+    "ScoredLinear",
+    "find_adapter",
+    "register_adapter",
+]
+
+
+@dataclass(frozen=True)
+class ScoredLinear:
+    """One linear map in scope: a trainable ``nn.Linear``-like module of a scored decoder layer.
+
+    ``module.weight`` is (d_out, d_in), or (d_in, d_out) when ``transposed`` (GPT-2's Conv1D).
+    Fused projections are one scored linear. ``name`` is its key in ``model.named_modules()``.
+    """
+
+    name: str
+    module: nn.Module
+    layer: int
+    transposed: bool = False
+
+    @property
+    def weight_name(self) -> str:
+        """Key of the weight in ``model.named_parameters(remove_duplicate=False)``."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Key that the bias has there, if the module has one."""
+        return f"{self.name}.bias"
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight parameter as stored."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias parameter, or None."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Everything one softmax-attention call computes with, in one canonical layout.
+
+    Shapes: query (b, h, t, d); key (b, g, t, d); value (b, g, t, dv), query head ``h`` reads
+    key/value head ``h // (H // G)``. The logits are ``scale * q.k``, capped to
+    ``softcap * tanh(logits / softcap)`` if ``softcap`` is set, then masked. ``sinks`` (H,) are
+    extra logits that take probability and give no value.
+
+    ``mask`` is boolean (True: may attend) or additive float, broadcastable to (b, h, t, t);
+    None means plain causal.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+
+NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The model's own kernel: (query, key, value) -> output (b, h, t, dv); all else is bound."""
+
+AttentionOverride = Callable[[AttentionCall, NativeAttention], Tensor]
+"""Replacement for one attention call: returns the output (b, h, t, dv)."""
+
+
+@runtime_checkable
+class DecoderAdapter(Protocol):
+    """How the core sees a decoder-only language model."""
+
+    model: nn.Module
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder blocks, first to last."""
+        ...
+
+    def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
+        """Trainable linears in attention and MLP of these layers, in forward order."""
+        ...
+
+    def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
+        """Trainable matrices of these layers that no scored linear covers: name -> reason.
+
+        3-D expert tensors, routers, the factors of DoRA.
+        """
+        ...
+
+    def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
+        """The modules of this layer that make softmax-attention calls."""
+        ...
+
+    def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
+        """Modules of these layers that mix positions without softmax attention: name -> kind."""
+        ...
+
+    def override_attention(
+        self, modules: Sequence[nn.Module], override: AttentionOverride
+    ) -> AbstractContextManager[None]:
+        """Within the context, every attention call of ``modules`` goes through ``override``."""
+        ...
+
+    def pause_checkpointing(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Within the context, these decoder blocks run without gradient checkpointing."""
+        ...
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits (b, t, vocabulary) of one forward pass without a cache."""
+        ...
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache)."""
+        ...
+
+    def logits_of(self, output: Any) -> Tensor:
+        """The logits in what the model's forward returned."""
+        ...
+
+    def next_token_logits(
+        self, input_ids: Tensor, attention_mask: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Logits (b, vocabulary) after the last column, and a cache to pass with the next column.
+
+        ``state`` is None at first. ``input_ids`` and ``attention_mask`` are always the whole
+        left-padded prefix; an adapter with a cache feeds the new column only.
+        """
+        ...
+
+    def max_positions(self) -> int | None:
+        """The longest sequence the model allows, or None if it has no limit."""
+        ...
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Token ids that end a generated sequence."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """What identifies the architecture: class, depth, widths, vocabulary, as strings."""
+        ...
+
+
+_REGISTRY: dict[str, str] = {
+    "transformers": "alphatoken.model.transformers:TransformersAdapter",
+    "peft": "alphatoken.model.transformers:TransformersAdapter",
+}
+
+
+def register_adapter(package: str, target: str) -> None:
+    """Use ``target`` ("module:Class") for models of ``package`` (class or base class)."""
+    _REGISTRY[package] = target
+
+
+def _packages(model: nn.Module) -> Iterator[str]:
+    for cls in type(model).__mro__:
+        module = cls.__module__
+        yield module
+        while "." in module:
+            module = module.rpartition(".")[0]
+            yield module
+
+
+_WRAPPERS = ("torch.nn.parallel", "deepspeed")
+"""Packages whose modules run another one, their ``module``, and hold no weights of their own."""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or a DeepSpeed engine."""
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module) and any(p in _WRAPPERS for p in _packages(model)):
+        model, inner = inner, getattr(inner, "module", None)
+    return model
+
+
+def find_adapter(model: nn.Module) -> DecoderAdapter:
+    """The adapter for ``model``, imported on first use.
+
+    Sees through DistributedDataParallel and DeepSpeed's engine; PEFT's wrapper is the adapter's
+    matter, and FSDP2 keeps the model's own class among the bases.
+
+    Raises:
+        ModelError: no adapter is registered for any package in the model's class hierarchy.
+    """
+    if isinstance(model, DecoderAdapter):
+        return model
+    model = _unwrapped(model)
+    for package in _packages(model):
+        target = _REGISTRY.get(package)
+        if target is not None:
+            module, _, name = target.partition(":")
+            adapter = getattr(importlib.import_module(module), name)(model)
+            assert isinstance(adapter, DecoderAdapter)
+            return adapter
+    raise ModelError(
+        "no adapter knows this model",
+        got=f"{type(model).__module__}.{type(model).__qualname__}",
+        why="layers, scored linears and attention calls cannot be found by guessing",
+        remedy="pass a transformers decoder, or write a DecoderAdapter and register_adapter(...)",
+    )

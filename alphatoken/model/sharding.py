@@ -1,0 +1,79 @@
+"""What the core needs to know of weights that are spread over processes: ``Sharding``.
+
+Under FSDP2 and ZeRO-3 a process holds a part of each matrix. Then G is built from captured inputs
+and errors, one matrix at a time: each process forms its own sum of outer products, ``reduce`` adds
+them up over the processes and keeps this process's part. V is elementwise on the parts (diagonal
+Fisher) or on one whole matrix at a time. Values contract with one whole M at a time: ``gather``.
+So never more than one matrix is whole.
+Under sharding a ``GradientReducer`` gets parts of sums that have been taken over all processes
+already; only its ``count`` is this process's own.
+
+All methods but ``shape``, ``local``, ``keep`` and ``repeatable`` are collective: every process must
+call them for the same names in the same order, and the same number of times. Where the weights are
+sharded, a forward is collective as well, so every process must run equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Sharding"]
+
+
+@runtime_checkable
+class Sharding(Protocol):
+    """Moves single matrices between a process's part and the whole.
+
+    ``name`` is always the parameter's name in ``model.named_parameters(remove_duplicate=False)``;
+    the identity of a parameter object means nothing, because it is another one inside a forward
+    and outside. A *part* is what this process keeps: its shape is the layout's business, it may be
+    padded with zeros, and parts of one name can be added, scaled and multiplied elementwise.
+    Results are detached, and never the parameter's own memory.
+    """
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of the whole parameter."""
+        ...
+
+    def full(self, name: str, parameter: Tensor) -> Tensor:
+        """The whole parameter at its current values. Collective."""
+        ...
+
+    def local(self, name: str, parameter: Tensor) -> Tensor:
+        """This process's part of the parameter at its current values, without communication."""
+        ...
+
+    def keep(self, name: str, full: Tensor) -> Tensor:
+        """This process's part of a whole tensor that every process has, without communication."""
+        ...
+
+    def reduce(self, name: str, full: Tensor) -> Tensor:
+        """This process's part of the sum of ``full`` over the processes. Collective."""
+        ...
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor from the parts. Collective; ``gather(n, keep(n, x))`` is ``x``."""
+        ...
+
+    def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Enter this around every backward through one forward but the last.
+
+        A layout gathers a module's weights for its forward and again for its backward, and frees
+        them afterwards; some count how many backwards are still to come. This context puts those
+        counts back to where they were when the forward ended, so that the next backward through
+        the same graph finds the weights gathered.
+
+        Args:
+            within: the module that the backward starts and ends in, if it does not start from the
+                model's output. Collective then.
+        """
+        ...
+
+    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        """Euclidean norm of each whole tensor, from the parts. Collective, one call for all."""
+        ...

@@ -1,0 +1,314 @@
+"""Adapter for transformers decoders, plain or wrapped by PEFT.
+
+Attention is reached through transformers' attention registry (see ``dispatch``): the config, the
+mask functions and the implementation's name stay as they are (code inside the library compares
+names), and only the calls of the chosen modules are rerouted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from alphatoken.errors import ModelError
+from alphatoken.model.dispatch import dispatched
+from alphatoken.model.protocol import AttentionOverride, ScoredLinear
+
+__all__ = ["TransformersAdapter"]
+
+_SUPPORTED = ("sdpa", "eager")
+_LOSS_KEYWORDS = frozenset(
+    (
+        "labels", "shift_labels", "num_items_in_batch",  # the loss, which we take ourselves
+        "fused_lm_head",  # TRL: token log-probabilities instead of logits
+        "logits_to_keep", "return_dict",  # logits of all positions, in an object
+    )
+)  # fmt: skip
+"""Keywords of a trainer's call that are not for a scoring pass."""
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass
+class _Paused:
+    """A block's own checkpointing flag (None: it has none), and the contexts that hold it off."""
+
+    flag: bool | None
+    contexts: int = 0
+
+
+_PAUSED: dict[nn.Module, _Paused] = {}
+_PAUSING = threading.Lock()
+
+
+def _resume(module: nn.Module) -> None:
+    """Leave one context; the last one puts the flag back."""
+    paused = _PAUSED[module]
+    paused.contexts -= 1
+    if paused.contexts:
+        return
+    del _PAUSED[module]
+    if paused.flag is None:
+        del module.gradient_checkpointing
+    else:
+        module.gradient_checkpointing = paused.flag  # type: ignore[assignment]
+
+
+class TransformersAdapter:
+    """How the core sees a transformers decoder.
+
+    Args:
+        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        layers: the decoder blocks, if they are not found by themselves.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module] | None = None) -> None:
+        self.model = model
+        unwrap: Any = getattr(model, "get_base_model", None)
+        self.base: Any = unwrap() if unwrap is not None else model
+        if not isinstance(self.base, PreTrainedModel):
+            raise ModelError(
+                "this is not a transformers model",
+                got=type(self.base).__qualname__,
+                remedy="pass the PreTrainedModel (or PeftModel) itself",
+            )
+        self.config = self.base.config.get_text_config(decoder=True)
+        self._layers = list(layers) if layers is not None else self._find_layers()
+        self._names = {module: name for name, module in model.named_modules()}
+
+    def _find_layers(self) -> list[nn.Module]:
+        depth = getattr(self.config, "num_hidden_layers", None)
+        decoder = self.base.get_decoder()
+        found = [
+            list(module)
+            for module in decoder.modules()
+            if isinstance(module, nn.ModuleList)
+            and len(module) == depth
+            and all(isinstance(item, GradientCheckpointingLayer) for item in module)
+        ]
+        if len(found) != 1:
+            raise ModelError(
+                "the decoder layers could not be found",
+                got=f"{len(found)} candidates of length {depth} in {type(decoder).__qualname__}",
+                why="values are defined on the last K decoder layers",
+                remedy="pass them: Scorer(..., adapter=TransformersAdapter(model, layers=[...]))",
+            )
+        return found[0]
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder blocks, first to last."""
+        return self._layers
+
+    def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
+        """Trainable ``nn.Linear`` and ``Conv1D`` modules of these blocks, each once."""
+        loose = self._dora_modules(layers)
+        found: dict[nn.Module, ScoredLinear] = {}
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                weight = getattr(module, "weight", None)
+                if (
+                    isinstance(module, (nn.Linear, Conv1D))
+                    and isinstance(weight, Tensor)
+                    and weight.requires_grad
+                    and module not in loose
+                    and module not in found
+                ):
+                    transposed = isinstance(module, Conv1D)
+                    found[module] = ScoredLinear(self._names[module], module, layer, transposed)
+        return list(found.values())
+
+    def _dora_modules(self, layers: Sequence[int]) -> set[nn.Module]:
+        """Adapter linears whose weights are used outside their own call."""
+        loose: set[nn.Module] = set()
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                dora = getattr(module, "use_dora", None)
+                if isinstance(dora, dict) and any(dora.values()):
+                    for part in ("lora_A", "lora_B"):
+                        loose.update(m for m in getattr(module, part).modules())
+        return loose
+
+    def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
+        """Trainable matrices of these blocks used outside any linear: name -> reason."""
+        scored = {linear.module for linear in self.scored_linears(layers)}
+        dora = self._dora_modules(layers)
+        reasons: dict[str, str] = {}
+        for layer in layers:
+            for module in self._layers[layer].modules():
+                if module in scored or isinstance(module, nn.Embedding):
+                    continue
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad and _dimensions(parameter) >= 2:
+                        full = f"{self._names[module]}.{name}"
+                        reasons[full] = _reason(module, parameter, module in dora)
+        return reasons
+
+    def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
+        """Modules of the block that may call the attention interface (all but leaves)."""
+        return tuple(m for m in self._layers[layer].modules() if any(True for _ in m.children()))
+
+    def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
+        """Blocks with linear attention, state-space or convolution mixers: name -> kind."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        found: dict[str, str] = {}
+        for layer in layers:
+            block = self._layers[layer]
+            kind = kinds[layer] if layer < len(kinds) else "full_attention"
+            convolution = next((m for m in block.modules() if isinstance(m, nn.Conv1d)), None)
+            if kind not in _SOFTMAX_LAYERS:
+                found[self._names[block]] = str(kind)
+            elif convolution is not None:
+                found[self._names[convolution]] = "convolution"
+        return found
+
+    @contextmanager
+    def override_attention(
+        self, modules: Sequence[nn.Module], override: AttentionOverride
+    ) -> Iterator[None]:
+        """Reroute the attention calls of ``modules``; contexts may be left in any order."""
+        if not modules:
+            yield
+            return
+        name = self.config._attn_implementation
+        if name not in _SUPPORTED:
+            raise ModelError(
+                "this attention implementation is not known to the estimators",
+                got=f"attn_implementation={name!r}",
+                why="its mask, and so its weights, cannot be recomputed from the call",
+                remedy="model.set_attn_implementation('sdpa') (or 'eager'), or estimator='path'",
+            )
+        with dispatched(name, modules, override):
+            yield
+
+    @contextmanager
+    def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Turn gradient checkpointing off on these blocks, and back to what it was."""
+        with _PAUSING:
+            for module in modules:
+                paused = _PAUSED.setdefault(
+                    module, _Paused(module.__dict__.get("gradient_checkpointing"))
+                )
+                paused.contexts += 1
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            with _PAUSING:
+                for module in modules:
+                    _resume(module)
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that shape the logits, without a cache; what shapes a loss is dropped."""
+        kept = {k: v for k, v in inputs.items() if k not in _LOSS_KEYWORDS}
+        return {**kept, "use_cache": False}
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits of one forward pass."""
+        return self.logits_of(self.model(**self.arguments(inputs)))
+
+    def logits_of(self, output: Any) -> Tensor:
+        """``output.logits``."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise ModelError(
+                "the model's output has no logits",
+                got=type(output).__qualname__,
+                remedy="pass a causal language model with its head",
+            )
+        return logits
+
+    def next_token_logits(
+        self, input_ids: Tensor, attention_mask: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Logits after the last column; only the new column is fed once a cache exists."""
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        arguments: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
+            arguments["logits_to_keep"] = 1
+        if state is not None:
+            arguments["past_key_values"] = state
+            input_ids, positions = input_ids[:, -1:], positions[:, -1:]
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **arguments
+        )
+        return self.logits_of(output)[:, -1], getattr(output, "past_key_values", None)
+
+    def max_positions(self) -> int | None:
+        """``max_position_embeddings`` of the text config, or what its rotary scaling makes of it.
+
+        Where the scaling names the length that it stretches (YaRN, Llama 3, LongRoPE), the limit is
+        ``factor`` times that, if it is the larger one: such a config may still say the old length.
+        """
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit <= 0:
+            return None
+        scaled = [_stretched(p) for p in _rotary_parameters(self.config)]
+        return max([limit, *scaled])
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, or of the config."""
+        generation = getattr(self.base, "generation_config", None)
+        for source in (generation, self.config):
+            end = getattr(source, "eos_token_id", None)
+            if isinstance(end, int):
+                return (end,)
+            if end:
+                return tuple(int(i) for i in end)
+        return ()
+
+    def identity(self) -> dict[str, str]:
+        """Class, depth, widths and vocabulary of the model."""
+        keys = (
+            "model_type", "num_hidden_layers", "hidden_size", "intermediate_size",
+            "num_attention_heads", "num_key_value_heads", "vocab_size",
+        )  # fmt: skip
+        found = {k: str(getattr(self.config, k, None)) for k in keys}
+        return {"class": _own_class(self.base).__qualname__, **found}
+
+
+def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Of the whole model, or of each kind of layer."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, Mapping):
+        return []
+    nested = [p for p in found.values() if isinstance(p, Mapping)]
+    return nested or [found]
+
+
+def _stretched(parameters: Mapping[str, Any]) -> int:
+    """``factor`` times the length that was stretched; 0 where either is not said."""
+    original = parameters.get("original_max_position_embeddings")
+    factor = parameters.get("factor")
+    return int(original * factor) if original and factor else 0
+
+
+def _own_class(module: nn.Module) -> type:
+    """The module's class before FSDP2 put one of its own on top."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _dimensions(parameter: Tensor) -> int:
+    """Of the whole parameter; under ZeRO-3 what is left of it is flat."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
+    kind = _own_class(module).__qualname__
+    if isinstance(module, nn.Conv1d):
+        return "the taps of a convolution lie on several positions, and no linear covers them"
+    if dora:
+        return "DoRA uses this weight outside its linear's call"
+    if _dimensions(parameter) >= 3:
+        return f"3-D expert tensor of {kind}, used without a linear of its own"
+    if "router" in kind.lower():
+        return f"router weight of {kind}, used without a linear of its own"
+    return f"{kind} uses this matrix outside any linear"

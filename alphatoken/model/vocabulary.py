@@ -1,0 +1,100 @@
+"""Losses of chosen tokens over a large vocabulary, a block of positions at a time.
+
+    l_p = lse_p - z_p[y_p],   lse_p = log sum_v exp z_p[v],   dl_p / dz_p = softmax(z_p) - e_{y_p}
+
+Only positions that predict a response token are looked at, and nothing of the logits' size is kept
+beside the logits: the backward forms ``softmax`` again from ``lse``. Log-softmax over the whole
+tensor would keep its output, and in narrow dtypes a wide copy of the logits as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from alphatoken.support.precision import wide
+
+__all__ = ["chosen_losses"]
+
+_WORKSPACE = 2**22  # numbers of one block, positions times vocabulary
+
+
+def chosen_losses(
+    logits: Float[Tensor, "b t vocabulary"],
+    positions: Int[Tensor, " n"],
+    targets: Int[Tensor, " n"],
+) -> Float[Tensor, " n"]:
+    """``-log softmax(logits)[target]`` at the given positions.
+
+    Args:
+        logits: contiguous or not; rows are counted over the first two axes together.
+        positions: indices of rows.
+        targets: the token predicted at each.
+
+    Returns:
+        (n,) losses in float32 or wider, differentiable in reverse mode (twice as well) and in
+        forward mode. Exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+    """
+    if forward_ad.unpack_dual(logits).tangent is not None:
+        return _in_blocks(logits.flatten(0, 1), positions, targets)
+    found: Tensor = _ChosenLosses.apply(logits, positions, targets)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _blocks(positions: Tensor, vocabulary: int) -> list[slice]:
+    size = max(1, _WORKSPACE // vocabulary)
+    return [slice(i, i + size) for i in range(0, len(positions), size)]
+
+
+def _plain(rows: Tensor, targets: Tensor) -> Tensor:
+    log_probs = F.log_softmax(rows.to(wide(rows.dtype)), -1)
+    return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _in_blocks(rows: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    """By the library's own rules, for whatever kind of differentiation is going on."""
+    found = [_plain(rows[positions[s]], targets[s]) for s in _blocks(positions, rows.shape[-1])]
+    return torch.cat(found) if found else rows.new_zeros(0, dtype=wide(rows.dtype))
+
+
+class _ChosenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+        rows, dtype = logits.flatten(0, 1), wide(logits.dtype)
+        lse = logits.new_empty(len(positions), dtype=dtype)
+        chosen = torch.empty_like(lse)
+        for block in _blocks(positions, logits.shape[-1]):
+            z = rows[positions[block]].to(dtype)
+            lse[block] = torch.logsumexp(z, -1)
+            chosen[block] = z.gather(-1, targets[block].unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(logits, positions, targets, lse)
+        return lse - chosen
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor, None, None]:
+        logits, positions, targets, lse = ctx.saved_tensors
+        dual = any(forward_ad.unpack_dual(x).tangent is not None for x in (logits, error))
+        if torch.is_grad_enabled() or dual:  # differentiated once more: lse must not be a constant
+            return _differentiable(logits, positions, targets, error), None, None
+        found = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        rows, errors = logits.flatten(0, 1), found.flatten(0, 1)
+        for block in _blocks(positions, logits.shape[-1]):
+            at, scale = positions[block], error[block].unsqueeze(-1)
+            p = torch.exp(rows[at].to(lse.dtype).sub_(lse[block].unsqueeze(-1))).mul_(scale)
+            p.scatter_add_(-1, targets[block].unsqueeze(-1), -scale)
+            errors[at] = p.to(found.dtype)
+        return found, None, None
+
+
+def _differentiable(logits: Tensor, positions: Tensor, targets: Tensor, error: Tensor) -> Tensor:
+    rows = logits.flatten(0, 1)
+    dtype = wide(rows.dtype)
+    p = torch.softmax(rows[positions].to(dtype), -1)
+    one_hot = F.one_hot(targets, rows.shape[-1]).to(dtype)
+    found = (error.unsqueeze(-1) * (p - one_hot)).to(rows.dtype)
+    return torch.zeros_like(rows).index_add(0, positions, found).view_as(logits)

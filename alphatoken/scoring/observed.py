@@ -1,0 +1,157 @@
+"""The handle that a training loop has on its own forward: ``Scorer.observe`` yields it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import ConfigError, ModelError
+from alphatoken.estimate.estimators import SELF_ONLY, self_only_errors
+from alphatoken.estimate.proofs import require_self_rule
+from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
+from alphatoken.model.capture import Recorder
+from alphatoken.scoring.passes import Pass, Weights, foreign_scores
+from alphatoken.scoring.valuing import Valuer
+from alphatoken.select.interaction import token_gram
+from alphatoken.values import TokenValues
+
+__all__ = ["Observed"]
+
+
+class Observed:
+    """Handle on the forward seen by ``Scorer.observe``."""
+
+    def __init__(
+        self, valuer: Valuer, recorder: Recorder, *, self_only: bool, keep_errors: bool
+    ) -> None:
+        self._valuer, self._recorder = valuer, recorder
+        self._self_only, self._keep_errors = self_only, keep_errors
+        self._last: tuple[Pass, TokenValues] | None = None
+
+    def values(
+        self,
+        scores: Tensor,
+        labels: Tensor,
+        *,
+        token_weights: Tensor | None = None,
+        step_weights: Tensor | None = None,
+        components: bool = True,
+        keep_errors: bool = False,
+    ) -> TokenValues:
+        """Values of the observed forward; its graph, and every .grad, stay as they are.
+
+        Args:
+            scores: logits (b, t, vocabulary) of that forward, or token log-probabilities (b, t)
+                or (b, t - 1), attached to its graph.
+            labels: unshifted labels, -100 ignored.
+            token_weights: (b, t) factor on each token's loss at index i, taken as constant;
+                ``+omega`` on chosen and ``-omega`` on rejected rows under DPO.
+            step_weights: (b, t) ``dL / dl_i`` of the loss L that the optimizer will see with all
+                tokens kept, taken as constant; for ``preconditioner="full"``, which contains the
+                gradient of L. Default: L is the mean over the response tokens of this batch.
+                With accumulation, scale them so that this batch stands for the whole step; with
+                gradient clipping, also by the factor that the step's gradient is expected to get.
+            components: False gives the total alone, by one contraction (one dual forward under
+                ``label``) with ``P o (G + lambda V)`` instead of one for each side. The same
+                total up to rounding. The warning about one-sided values needs the components.
+            keep_errors: keep the errors of all scored linears, so that ``components`` and
+                ``interaction`` need no backward of their own. Else each is contracted inside the
+                backward and let go: less memory by about the activations of the scored layers.
+
+        Raises:
+            ModelError: no forward with gradients was seen. InputError, NumericalError: as
+                ``Scorer.score``.
+        """
+        valuer, recorder = self._valuer, self._recorder
+        batch = self._batch(labels)
+        valuer.witness.see_documents(batch)
+        weights = Weights.read(batch.mask, token_weights, step_weights)
+        with nullcontext() if self._self_only or valuer.needs_recording else torch.no_grad():
+            losses = token_losses(scores, batch.labels)
+        require_finite(losses, batch.mask, "batch")
+        seen = Pass(batch, weights, losses, recorder)
+        if valuer.target.captured and (keep_errors or self._keep_errors):
+            seen = replace(seen, kept_errors=valuer.kept_errors(seen))
+        values = valuer.values(seen, components=components)
+        self._last = seen, values
+        return values
+
+    def _batch(self, labels: Tensor) -> LabelledBatch:
+        """The observed arguments with these labels, checked."""
+        recorder = self._recorder
+        if recorder.forward is None and self._valuer.target.captured:
+            recorder.require_graph()
+        forward = recorder.forward or recorder.begun
+        inputs = {} if forward is None else forward.inputs
+        batch = read_batch(
+            {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels},
+            max_length=self._valuer.adapter.max_positions(),
+        )
+        if "input_ids" not in inputs:  # a model that was called on embeddings
+            del batch.inputs["input_ids"]
+        return batch
+
+    def components(self) -> TokenValues:
+        """The values of the last ``values`` call with their components.
+
+        ``total`` and ``unassigned`` are the same tensors as there, so that who looks at the
+        components changes nothing; they are the components' sum up to rounding.
+
+        Raises:
+            ModelError: ``values`` was not called.
+        """
+        seen, values = self._last_call("components")
+        if values.adaptation is not None:
+            return values
+        components = self._valuer.values(seen, components=True)
+        return replace(components, total=values.total, unassigned=values.unassigned)
+
+    def interaction(self) -> Tensor:
+        """Gram matrix of the direct token gradients of the last ``values`` call.
+
+        ``G_kl = <g_k, g_l>`` over the scored weights, g_k the part of token k's loss gradient that
+        passes through the position predicting it, ``token_weights`` included.
+
+        Returns:
+            (n, n), the response tokens in (row, position) order; see ``interaction.token_gram``.
+
+        Raises:
+            ConfigError: neither the estimator nor ``observe(interaction=True)`` asked for
+                self-only errors. ModelError: ``values`` was not called.
+            UnsupportedError: the model has layers without a self-only backward.
+        """
+        (seen, _), config = self._last_call("interaction"), self._valuer.config
+        if not self._self_only:
+            raise ConfigError(
+                f"'{config.estimator}' has no self-only errors",
+                why="inner products of token gradients are taken of them",
+                remedy="scorer.observe(interaction=True)",
+            )
+        direct = config.estimator in SELF_ONLY and config.path != "causal"
+        if direct and seen.kept_errors is not None:
+            errors = seen.kept_errors.direct
+        else:
+            errors = self._self_only_errors(seen)
+        return token_gram(
+            self._recorder.linears, errors, seen.batch.mask, score_bias=config.score_bias
+        )
+
+    def _last_call(self, asked: str) -> tuple[Pass, TokenValues]:
+        if self._last is None:
+            raise ModelError(
+                f"{asked}() follows values()",
+                why="it is about the tokens and weights of that call",
+                remedy="call observed.values(...) first",
+            )
+        return self._last
+
+    def _self_only_errors(self, seen: Pass) -> list[Tensor | None]:
+        self._recorder.require_graph()
+        require_self_rule(self._recorder, "interaction")
+        loss = seen.summed_loss()
+        if not loss.requires_grad:
+            raise foreign_scores("a detached tensor")
+        return self_only_errors(self._recorder, loss)

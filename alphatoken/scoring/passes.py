@@ -1,0 +1,99 @@
+"""What one forward leaves behind for valuing its tokens: ``Pass``, and weights on its losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import InputError
+from alphatoken.estimate.estimators import TokenErrors
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.capture import Recorder
+
+__all__ = ["Pass", "Weights", "foreign_scores"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Constant factors (b, t) on token losses: of the values, and of the optimizer's step."""
+
+    token: Tensor | None
+    step: Tensor | None
+
+    @classmethod
+    def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
+        """Detached and checked."""
+        for name, weights in (("token_weights", token), ("step_weights", step)):
+            if weights is not None and weights.shape != mask.shape:
+                raise InputError(
+                    f"{name} must have one entry a token",
+                    got=f"{tuple(weights.shape)} for labels of {tuple(mask.shape)}",
+                    remedy="expand weights of rows, and pad (b, t - 1) at index 0",
+                )
+        return cls(*(None if w is None else w.detach() for w in (token, step)))
+
+    def of_step(self, mask: Tensor) -> Tensor:
+        """d(loss of the step) / d(token loss); the mean over response tokens if not given."""
+        if self.step is not None:
+            return self.step
+        if self.token is not None:
+            raise InputError(
+                "preconditioner='full' needs step_weights where token_weights are given",
+                why="the gradient that the optimizer will see is part of M, and its scale is not "
+                "known from the values' weights",
+                remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
+            )
+        return mask.double() / mask.sum()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward whose response tokens are valued, whoever ran it.
+
+    Attributes:
+        batch: its labels and arguments, checked.
+        weights: on its token losses.
+        losses: its token losses (b, t), attached to its graph where errors are taken of them; None
+            if no forward was needed, since label values along a fixed M run their own.
+        recorder: what the scored linears saw; None if no forward was needed.
+        kept_errors: the errors at all linears, kept so that more can be contracted with them
+            later; None to contract each inside the backward that makes it, and let it go.
+    """
+
+    batch: LabelledBatch
+    weights: Weights
+    losses: Tensor | None = None
+    recorder: Recorder | None = None
+    kept_errors: TokenErrors | None = None
+
+    @property
+    def recorded(self) -> tuple[Recorder, Tensor]:
+        """Recorder and losses, of a pass that has them."""
+        assert self.recorder is not None
+        assert self.losses is not None
+        return self.recorder, self.losses
+
+    def summed_loss(self) -> Tensor:
+        """``sum_i w_i l_i`` with the weights of the values: what errors are taken of."""
+        _, losses = self.recorded
+        weights = self.weights.token
+        with torch.enable_grad():
+            return (losses if weights is None else losses * weights.to(losses)).sum()
+
+    def step_loss(self) -> Tensor:
+        """``sum_i s_i l_i`` with the weights of the step: the loss that the optimizer will see."""
+        _, losses = self.recorded
+        with torch.enable_grad():
+            return (losses * self.weights.of_step(self.batch.mask).to(losses)).sum()
+
+
+def foreign_scores(got: str) -> InputError:
+    """The error for scores that errors cannot be taken of."""
+    return InputError(
+        "the scores do not belong to the observed forward",
+        got=got,
+        why="no error would reach a scored linear, and every value would be zero",
+        remedy="pass the logits that the model returned inside the context, undetached",
+    )

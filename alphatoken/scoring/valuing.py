@@ -1,0 +1,231 @@
+"""From a pass to values: the sides of M, the contraction with each, and their sum.
+
+The order is always the same: ``read`` a batch, ``prepare`` the direction, have a forward run (by
+``forward``, or by the user's training loop), and take ``values`` of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.config import ScorerConfig
+from alphatoken.direction.algebra import Direction
+from alphatoken.direction.current import Target
+from alphatoken.direction.objective import forward_losses, scoring_forward
+from alphatoken.errors import AlphaTokenWarning, warn_caller
+from alphatoken.estimate.columns import ColumnSums, Side, contract_columns, total_side
+from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.proofs import Witness
+from alphatoken.estimate.token_values import assign_columns, combine
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.partial_forward import Start
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.scoring.passes import Pass, Weights, foreign_scores
+from alphatoken.values import TokenValues
+
+__all__ = ["Sides", "Valuer"]
+
+Parts = tuple[Tensor, Tensor, Tensor]
+"""(direct, causal, unassigned) of one side, by token; see ``assign_columns``."""
+
+Sides = tuple[Side | None, Side | None]
+"""Adaptation and stability; a side that is not asked for is None."""
+
+
+class Valuer:
+    """Values passes of one model against one direction.
+
+    Args:
+        adapter: of the model.
+        target: scope, configuration, and M at the current parameters.
+        witness: the proofs that run on the first pass that can show them.
+
+    Attributes:
+        warn: say so once when one side of M decides the ranking alone.
+    """
+
+    def __init__(self, adapter: DecoderAdapter, target: Target, witness: Witness) -> None:
+        self.adapter, self.target, self.witness = adapter, target, witness
+        self.warn = True
+        self._warned = False
+        self._starts = True  # a label pass may start at the observed forward's hidden states
+
+    @property
+    def config(self) -> ScorerConfig:
+        """The options."""
+        return self.target.config
+
+    @property
+    def needs_recording(self) -> bool:
+        """Whether values need a recorded forward: label values along a fixed M do not."""
+        return self.target.captured or self.config.preconditioner == "full"
+
+    # --- before the values -----------------------------------------------------------------------
+
+    def read(
+        self, batch: Mapping[str, Any], token_weights: Tensor | None, step_weights: Tensor | None
+    ) -> tuple[LabelledBatch, Weights]:
+        """The batch and its weights, checked."""
+        checked = read_batch(batch, max_length=self.adapter.max_positions())
+        return checked, Weights.read(checked.mask, token_weights, step_weights)
+
+    def prepare(self, tokens: int | None) -> None:
+        """Build M for the current parameters, where it is not built."""
+        self.target.require_gradients()
+        self.target.prepare(tokens, self.witness if self.witness.pending else None)
+
+    @contextmanager
+    def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
+        """A recorded forward of the scorer's own, in evaluation mode."""
+        with self.witness.recording() as recorder:
+            with scoring_forward(self.adapter, self.target.first):
+                losses = forward_losses(self.adapter, batch, "batch")
+            yield Pass(batch, weights, losses, recorder)
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def values(self, seen: Pass, *, components: bool) -> TokenValues:
+        """Values of a pass; without ``components`` the total alone, by one contraction."""
+        sides, balance = self.sides(seen, components=components)
+        parts = self._contracted(seen, sides) if self.target.captured else self._label(seen, sides)
+        adaptation, stability = parts
+        values = combine(
+            adaptation,
+            stability,
+            mask=seen.batch.mask,
+            split=self.config.estimator in SPLIT,
+            estimator=self.config.estimator,
+            stability_weight=self.config.stability_weight,
+            balance=balance,
+        )
+        if not components:
+            return values.total_alone()
+        if self.warn and adaptation is not None and stability is not None and not self._warned:
+            self._warn_if_one_sided(values)
+        return values
+
+    def sides(self, seen: Pass, *, components: bool) -> tuple[Sides, dict[str, float]]:
+        """What is contracted for this pass: G and V, and their balance; or M alone."""
+        target = self.target
+        if self.config.preconditioner == "full":
+            direction = self.at_step(seen)
+            gain = Side(direction.adaptation) if target.adapts else None
+            keep = None if direction.stability is None else Side(direction.stability)
+            sides = gain, keep
+        else:
+            direction, sides = None, target.sides
+        if not components:
+            whole = total_side(*sides, self.config.stability_weight)
+            return sides if whole is None else (whole, None), {}
+        return sides, target.balance if direction is None else target.balance_of(direction)
+
+    def at_step(self, seen: Pass) -> Direction:
+        """M for the step that the losses of this pass make; for ``preconditioner="full"``."""
+        recorder, _ = seen.recorded
+        loss = seen.step_loss()
+        if not loss.requires_grad:
+            raise foreign_scores("a detached tensor")
+        return self.target.at_step(self.target.step_gradient(loss, recorder))
+
+    def errors(self, seen: Pass, consume: Consume | None = None) -> TokenErrors:
+        """Errors at the scored linears of the weighted losses, as the estimator defines them.
+
+        Args:
+            seen: a recorded pass.
+            consume: gets each error inside the backward that makes it; none is kept then.
+        """
+        recorder, _ = seen.recorded
+        self.witness.require_rule(recorder)
+        loss = seen.summed_loss()
+        if not loss.requires_grad:
+            raise foreign_scores("a detached tensor")
+        errors = token_errors(
+            recorder,
+            loss,
+            self.config.estimator,
+            window=self.config.window,
+            head_reduction=self.config.head_reduction,
+            path=self.config.path,
+            consume=consume,
+        )
+        if not errors.reached:
+            raise foreign_scores("the graph of another forward")
+        return errors
+
+    def kept_errors(self, seen: Pass) -> TokenErrors:
+        """Errors at all scored linears, once the coverage proof has seen the pass."""
+        errors = self.errors(seen)
+        self.witness.see(*seen.recorded, seen.batch.mask)
+        return errors
+
+    def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
+        """Values by errors at linears, contracted with each side."""
+        target, (recorder, losses) = self.target, seen.recorded
+        present = [side for side in sides if side is not None]
+        if seen.kept_errors is None:
+            sums = ColumnSums(recorder, present, target.names)
+            self.errors(seen, sums.add)
+            self.witness.see(recorder, losses, seen.batch.mask)
+            columns = iter(sums.columns())
+        else:
+            gather = None if target.sharding is None else target.sharding.gather
+            columns = iter(
+                contract_columns(recorder, seen.kept_errors, present, target.names, gather)
+            )
+        mask, position = seen.batch.mask, self.config.causal_position
+        gain, keep = (
+            None if side is None else assign_columns(next(columns), mask, position)
+            for side in sides
+        )
+        return gain, keep
+
+    def _label(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
+        """Label values along each side, by dual forwards."""
+        start = self._start(seen)
+
+        def along(side: Side) -> Parts:
+            nonlocal start
+            values = label_values(
+                self.adapter,
+                seen.batch,
+                side.of(side.matrices),
+                first=self.target.first or 0,
+                start=start,
+            )
+            if start is not None and start.refused:
+                self._starts, start = False, None
+            if seen.weights.token is not None:
+                values = values * seen.weights.token.to(values)
+            return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
+
+        gain, keep = (None if side is None else along(side) for side in sides)
+        return gain, keep
+
+    def _start(self, seen: Pass) -> Start | None:
+        """Where a dual forward may start: the recorded input of the first scored layer."""
+        if seen.losses is None or seen.recorder is None:
+            return None
+        forward = seen.recorder.forward or seen.recorder.begun
+        if forward is None or forward.hidden is None or not forward.plain:
+            return None
+        usable = self._starts and self.target.first is not None
+        return Start(forward.hidden, seen.losses.detach()) if usable else None
+
+    def _warn_if_one_sided(self, values: TokenValues) -> None:
+        shares = values.shares()
+        stability = sum(v for k, v in shares.items() if k.startswith("stability"))
+        if 0 < stability < 0.001 or stability > 0.999:
+            side = "stability" if stability > 0.5 else "adaptation"
+            self._warned = True
+            warn_caller(
+                f"The {side} side alone decides the ranking (share of stability "
+                f"{stability:.2e}): lambda has no natural unit. Look at values.balance and set "
+                "stability_weight accordingly.",
+                AlphaTokenWarning,
+            )

@@ -1,0 +1,16 @@
+"""What is done with values: masks, weights, losses.
+
+* :mod:`~alphatoken.select.masks`: exactly ``ceil(ratio n)`` tokens, ties by row and position;
+* :mod:`~alphatoken.select.weights`: a mask, weights in proportion to the value, or unbiased
+  draws;
+* :mod:`~alphatoken.select.interaction`: kept tokens that repeat each other count less, by inner
+  products of token gradients;
+* :mod:`~alphatoken.select.losses`: the SFT and DPO losses of what was kept, and their
+  normalisations;
+* :mod:`~alphatoken.select.schedule`: a ratio or a lambda that moves during a run.
+
+All but ``interaction`` are functions of plain tensors and numbers.
+
+**May import** ``model``, ``values``, ``support`` and ``errors``. **Mathematics**:
+docs/selection-and-losses.md.
+"""

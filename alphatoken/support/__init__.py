@@ -1,0 +1,10 @@
+"""What any room may use and no formula depends on.
+
+* :mod:`~alphatoken.support.precision`: the one rule on arithmetic, float32 at least in every
+  sum;
+* :mod:`~alphatoken.support.progress`: done, rate and time left of a long computation;
+* :mod:`~alphatoken.support.storage`: files written whole or not at all, tensors checked when
+  read.
+
+This room imports ``errors`` and nothing else of the package.
+"""

@@ -1,0 +1,278 @@
+"""Files that are written whole or not at all, and tensors whose files are checked when read.
+
+A crash, a full disk or an interrupt while writing leaves the old file as it was. Tensor files are
+plain safetensors files with one addition: their metadata holds the SHA-256 of the file itself
+(taken with the digest's own 64 characters as zeros), so that a truncated or altered file is
+refused instead of read as numbers. A :class:`TensorFile` is checked once and then read one tensor
+at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from alphatoken.errors import AlphaTokenError, DataError
+
+__all__ = [
+    "TensorFile",
+    "read_tensors",
+    "replacing",
+    "weights_digest",
+    "write_json",
+    "write_tensors",
+]
+
+_BLOCK = 1 << 20
+_HEADER_LIMIT = 100_000_000  # safetensors' own limit on its header, in bytes
+_NO_DIGEST = "0" * 64
+_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+
+@contextmanager
+def replacing(
+    path: str | os.PathLike[str], *, error: type[AlphaTokenError] = DataError
+) -> Iterator[Path]:
+    """Give a temporary path in the same folder; on leaving, it becomes ``path`` in one step.
+
+    The content is on disk (fsync) before the name changes. On any exception, an interrupt
+    included, the temporary file is removed and what was at ``path`` stays untouched. (A process
+    that is killed outright cannot clean up: it may leave ``.<name>.<random>.tmp`` behind.)
+
+    Raises:
+        error: the operating system or safetensors could not write; the cause is chained.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, target)
+        _flush(target.parent)
+    except (OSError, SafetensorError) as problem:
+        raise error(
+            f"the file '{target}' could not be written",
+            got=str(problem),
+            why="a half-written file would be mistaken for a whole one; the old one, if any, is "
+            "still in place and the partial one was removed",
+            remedy="free some space or give another folder",
+        ) from problem
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(
+    path: str | os.PathLike[str],
+    content: object,
+    *,
+    error: type[AlphaTokenError] = DataError,
+    default: Callable[[Any], object] | None = None,
+) -> None:
+    """Write ``content`` as indented JSON, whole or not at all.
+
+    Args:
+        path: the file.
+        content: what JSON can say; TypeError otherwise, and nothing is written.
+        error: as in ``replacing``.
+        default: makes something sayable of what JSON does not know, such as ``str``.
+    """
+    with replacing(path, error=error) as temporary:
+        text = json.dumps(content, indent=2, default=default)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    error: type[AlphaTokenError] = DataError,
+) -> None:
+    """Write ``tensors`` and ``metadata`` to one safetensors file, whole or not at all.
+
+    Exact: values, dtypes and shapes come back bit for bit from :func:`read_tensors`. Tensors may
+    share memory, live on any device and have any strides.
+
+    Raises:
+        error: the file could not be written (disk full, no permission, no such folder).
+    """
+    owned = _separate(tensors)
+    with replacing(path, error=error) as temporary:
+        temporary.touch()  # takes the permissions that a new file gets here; save_file's are 0600
+        mode = temporary.stat().st_mode
+        save_file(owned, str(temporary), metadata={**metadata, "sha256": _NO_DIGEST})
+        _seal(temporary)
+        temporary.chmod(mode)
+
+
+def read_tensors(
+    path: str | os.PathLike[str], *, error: type[AlphaTokenError] = DataError
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what :func:`write_tensors` wrote, as CPU tensors, after checking the file's digest.
+
+    Raises:
+        error: no such file, truncated, altered, or not written by :func:`write_tensors`; the
+            message names the file.
+    """
+    with _reading(path, error):
+        _check_seal(Path(path))
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata.pop("sha256", None)
+    return tensors, metadata
+
+
+class TensorFile:
+    """The tensors of a file that :func:`write_tensors` wrote, read one at a time.
+
+    Opening streams through the whole file once, for its digest, and keeps nothing of it. Each read
+    maps the file, copies one tensor and lets go of it: what is read is the caller's alone, and what
+    is not needed is nowhere in memory. A file that was replaced, cut or written to since it was
+    opened is refused (device, inode, size and times of change are compared, which costs nothing;
+    who sets back a file's clock is not found out).
+
+    Args:
+        path: of the file; must stay there.
+        error: class of what is raised.
+
+    Attributes:
+        metadata: as :func:`read_tensors` returns it.
+
+    Raises:
+        error: as :func:`read_tensors`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, error: type[AlphaTokenError] = DataError
+    ) -> None:
+        self._path, self._error = os.path.realpath(path), error
+        with _reading(path, error):
+            self._stamp = _file_stamp(self._path)
+            _check_seal(Path(self._path))
+            with safe_open(self._path, framework="pt", device="cpu") as file:
+                self.metadata: dict[str, str] = dict(file.metadata() or {})
+            self._require_unchanged()
+        self.metadata.pop("sha256", None)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in memory of its own.
+
+        Raises:
+            error: no such tensor, or the file is not what it was when it was opened.
+        """
+        with _reading(self._path, self._error):
+            self._require_unchanged()
+            with safe_open(self._path, framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name).clone()  # the mapping ends with the file
+            self._require_unchanged()  # nor while it was read
+        return tensor
+
+    def _require_unchanged(self) -> None:
+        if _file_stamp(self._path) != self._stamp:
+            raise ValueError("it was changed or replaced after it was opened")
+
+
+def _file_stamp(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str], error: type[AlphaTokenError]) -> Iterator[None]:
+    """What goes wrong with a file, as ``error`` with its name."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as problem:
+        raise error(
+            f"the file '{os.fspath(path)}' cannot be read",
+            got=str(problem),
+            why="it is missing, truncated or altered, or was not written by this library",
+            remedy="give the right path, or write the file again",
+        ) from problem
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers.
+
+    The same on any device and any number of threads.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, no two of which share memory (safetensors refuses sharing)."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().to("cpu").contiguous()
+        if own.numel() and own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        separate[name] = own
+    return separate
+
+
+def _digest_place(path: Path) -> tuple[int, str]:
+    """Where the 64 digest characters stand in the file, and what they are."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ValueError(f"its {size} bytes end before its header does")
+        found = _DIGEST.search(file.read(length))
+    if found is None:
+        raise ValueError("it holds no sha256 of itself")
+    return 8 + found.start(1), found.group(1).decode()
+
+
+def _digest(path: Path, place: int) -> str:
+    """SHA-256 of the file with the digest's own characters read as zeros."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(place))
+        digest.update(_NO_DIGEST.encode())
+        file.seek(len(_NO_DIGEST), os.SEEK_CUR)
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _seal(path: Path) -> None:
+    place, _ = _digest_place(path)
+    digest = _digest(path, place)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(digest.encode())
+
+
+def _check_seal(path: Path) -> None:
+    place, stored = _digest_place(path)
+    if _digest(path, place) != stored:
+        raise ValueError("its content does not match the sha256 it holds of itself")

@@ -1,0 +1,46 @@
+"""Former places of modules still lead to them, and say so."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from alphatoken.moved import FORMER
+
+OPTIONAL = ("adapters.dispatch", "adapters.transformers")
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_former_name_warns_and_gives_the_module(
+    former: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if former in OPTIONAL:
+        pytest.importorskip("transformers")
+    monkeypatch.delitem(sys.modules, f"alphatoken.{former}", raising=False)
+    now = importlib.import_module(f"alphatoken.{FORMER[former]}")
+    spec = now.__spec__
+    with pytest.warns(DeprecationWarning, match=f"alphatoken.{FORMER[former]} now"):
+        found = importlib.import_module(f"alphatoken.{former}")
+    assert found is now
+    assert now.__spec__ is spec
+    assert now.__name__ == f"alphatoken.{FORMER[former]}"
+
+
+def test_the_warning_points_at_the_import_and_comes_once() -> None:
+    code = (
+        "import warnings; warnings.simplefilter('always')\n"
+        "from alphatoken.selection import select_top\n"
+        "import alphatoken.selection, alphatoken\n"
+        "assert select_top is alphatoken.select_top\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr.count("DeprecationWarning") == 1
+    assert "<string>:2:" in run.stderr
+
+
+def test_what_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="alphatoken.no_such"):
+        importlib.import_module("alphatoken.no_such")
