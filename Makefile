@@ -131,7 +131,7 @@ nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"
 	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/property --timeout 0 \
 		--hypothesis-seed=$(SEED)
-	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/integration/test_checkpoint.py
+	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) -m slow tests/integration
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage* \

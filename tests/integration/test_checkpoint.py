@@ -27,8 +27,8 @@ from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from tests.integration import tiny_training as tiny
 from tests.integration.distributed.launch import launch
 from tests.integration.killed_run import PATIENCE, Moment, Run, fails, finish, kill
+from tests.places import NIGHTLY
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 WRITES = 153  # file operations of a run's three saves
 CLOCK = ("runtime", "per_second", "seconds", "scoring", "direction")
 

@@ -41,6 +41,7 @@ from alphatoken.train.datasets import (
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+from tests.places import nightly
 
 WORDS = {"sft": "response", "dpo": "chosen"}
 
@@ -802,7 +803,9 @@ def tiny(family: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=nightly if i else ()) for i, name in enumerate(FAMILIES)]
+)
 def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
     """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""
     said = [(e.prompt, " ".join(e.response)) for e in draw_exchanges(40, random.Random(0))]

@@ -43,6 +43,7 @@ from tests.integration.tiny_training import (
     tokenizer,
     weights,
 )
+from tests.places import nightly
 
 EVERY_SFT = ("random", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow", "talr")
 EVERY_PREFERENCE = ("random", "confpo", "sepo", "ti-dpo")
@@ -510,7 +511,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp", pytest.param("fsdp2", marks=nightly), pytest.param("zero2", marks=nightly), "zero3"],
+)
 def test_two_processes_are_one(tmp_path: Path, one: Any, layout: str) -> None:
     """Half the accumulation each: the same parameters, also divided by the step's kept tokens."""
     two = launch(layout, tmp_path / layout, *JOBS)

@@ -80,6 +80,7 @@ def test_the_papers_settings_are_all_there() -> None:
     assert all(recipe.about and "\n" not in recipe.about for recipe in RECIPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_what_the_paper_says(task: str, model: str) -> None:

@@ -20,6 +20,7 @@ from tests.property import mutants_adapters, mutants_proofs
 from tests.property import properties_options as options
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
+from tests.property.profiles import budget
 from tests.property.properties import Setup, make_scorer, quiet, setups
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
@@ -503,6 +504,7 @@ def test_token_weights_are_certified_and_their_absence_is_noticed() -> None:
     estimator="direct", window=None, position="label", reduction="per_head", objective="both",
     path="both",
 )  # fmt: skip
+@budget(0.5, least=25)
 def test_right_code_agrees(
     setup: Setup, estimator: str, window: int | None, position: str, reduction: str,
     objective: str, path: str,

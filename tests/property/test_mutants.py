@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alphatoken import oracle
 from alphatoken.select import masks as selection
+from tests.places import nightly
 from tests.property import generate_docs, properties_mutants
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS
 from tests.property.claims import EQUATIONS, KINDS, ROWS
@@ -67,6 +68,7 @@ def killers(mutant: Mutant) -> list[str]:
 
 # Slow: a hunt shows by itself that its killing example passes on the library as it is.
 @pytest.mark.slow
+@nightly
 @pytest.mark.parametrize("one", CLAIMS, ids=[one.name for one in CLAIMS])
 def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
     """What kills a mutant is no property that always fails."""

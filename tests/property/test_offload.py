@@ -171,6 +171,7 @@ def test_an_opened_fisher_is_the_loaded_one(
         opened.forming({**parameters, "other.weight": torch.zeros(1)})
 
 
+@pytest.mark.slow
 @given(setup=setups(), structure=st.sampled_from(["diagonal", "kronecker"]))
 @budget(0.3)
 def test_sharded_parts_are_cut_from_the_file(
