@@ -32,7 +32,7 @@ help:
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
 	@echo "make random       property tests on 10 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
-	@echo "make nightly      property tests with 5,000 examples each, and hundreds of killed runs"
+	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove .venv, caches and built documentation"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
