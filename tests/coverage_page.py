@@ -17,7 +17,32 @@ from typing import Any
 PROMISED = 95.0
 _CORE = ("model", "estimate", "direction", "scoring", "select", "support", "oracle")
 
-REASONS: dict[str, str] = {}
+_REFUSALS = "refusals of options and files that only slow tests give"
+_PROCESSES = "several processes, which only slow tests start"
+REASONS: dict[str, str] = {
+    "alphatoken/direction/optimizers.py": f"sharded state: {_PROCESSES}",
+    "alphatoken/direction/updates.py": (
+        f"state in 8 and 4 bits of packages that are not installed; sharded state: {_PROCESSES}"
+    ),
+    "alphatoken/model/dispatch.py": "masks that a kernel makes by itself, and two refusals",
+    "alphatoken/model/partial_forward.py": "blocks that get their input by keyword or are patched",
+    "alphatoken/model/transformers.py": "convolutions in a block, and refusals of other models",
+    "alphatoken/oracle/scope.py": f"wrappers of distributed training: {_PROCESSES}",
+    "alphatoken/oracle/transfer.py": "three refusals",
+    "alphatoken/scorer.py": "validation given as an iterator; columns for the long diagnostics",
+    "alphatoken/train/__init__.py": "an environment without TRL: another process without it",
+    "alphatoken/train/checkpoint.py": f"failed and interrupted saves, and {_PROCESSES}",
+    "alphatoken/train/checks.py": _REFUSALS,
+    "alphatoken/train/distributed.py": _PROCESSES,
+    "alphatoken/train/fisher_cache.py": f"waiting for another process's fit: {_PROCESSES}",
+    "alphatoken/train/manifest.py": "damaged files of a checkpoint: slow tests",
+    "alphatoken/train/mixin.py": f"resumed runs with a running mean, and {_PROCESSES}",
+    "alphatoken/train/options.py": _REFUSALS,
+    "alphatoken/train/policy_mixin.py": f"{_REFUSALS}, and {_PROCESSES}",
+    "alphatoken/train/policy_stage.py": f"policies in a run: slow tests; {_REFUSALS}",
+    "alphatoken/train/shards.py": f"FSDP2 and ZeRO-3: {_PROCESSES}",
+    "alphatoken/train/token_table.py": "files of another version or damaged ones",
+}
 """Why a module of the core or of ``train`` has less, by its path."""
 
 

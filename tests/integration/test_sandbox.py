@@ -242,7 +242,9 @@ def test_nothing_of_the_machine_can_be_read(tmp_path: Path) -> None:
     assert descriptors == []
     assert set(variables) <= {"PATH", "HOME", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH"}
     assert arguments == ["/tmp/program.py"]
-    assert not set(root) & {"etc", "proc", "run", "var", "root", "home", "sys", "mnt", "boot"}
+    ways = {way.split("/")[1] for way in own}
+    known = {"etc", "proc", "run", "var", "root", "home", "sys", "mnt", "boot"}
+    assert not set(root) & known - ways
 
 
 def test_python_and_its_library_are_whole() -> None:
