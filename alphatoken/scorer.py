@@ -247,10 +247,7 @@ class Scorer:
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
-            if self.target.captured and self.target.sharding is not None:
-                # Matrices are gathered in one order by all processes: after the backward.
-                seen = replace(seen, kept_errors=valuer.kept_errors(seen))
-            return valuer.values(seen, components=components)
+            return valuer.values(valuer.keeping(seen), components=components)
 
     @contextmanager
     def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
@@ -270,9 +267,7 @@ class Scorer:
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.target.sharding
         with record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder:
-            # Processes gather sharded matrices in one order, which a backward does not promise.
-            keep_errors = interaction or sharding is not None
-            yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=keep_errors)
+            yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
 
     def direction_for(
         self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None

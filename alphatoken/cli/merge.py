@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -178,6 +177,7 @@ def _measure(options: argparse.Namespace, folders: dict[float, Path], path: Path
     from alphatoken.cli.loading import no_progress_bar
     from alphatoken.compare.evaluate import mean_response_loss, read_examples
     from alphatoken.compare.loading import load_causal_model
+    from alphatoken.support.storage import write_json
 
     found = []
     for alpha, folder in folders.items():
@@ -189,4 +189,4 @@ def _measure(options: argparse.Namespace, folders: dict[float, Path], path: Path
         }
         found.append({"alpha": alpha, **losses})
         print(f"alpha {alpha:g}: " + ", ".join(f"{n} {loss:.4f}" for n, loss in losses.items()))
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(path, found)

@@ -259,6 +259,11 @@ class Recorder:
             self.forward = self.begun
 
     @property
+    def latest(self) -> ObservedForward | None:
+        """The pass that is kept; where none is, the one that began last."""
+        return self.forward or self.begun
+
+    @property
     def execution(self) -> int:
         """Number of the decoder block that runs."""
         return 0 if self.begun is None else self.begun.blocks
@@ -269,7 +274,7 @@ class Recorder:
 
         Not so where a model calls attention by itself, or a registry entry was put in our place.
         """
-        seen = self.forward or self.begun
+        seen = self.latest
         if seen is None or not seen.blocks:
             return False
         return seen.attended.issuperset(range(1, seen.blocks + 1))

@@ -13,7 +13,7 @@ from alphatoken.estimate.estimators import SELF_ONLY, self_only_errors
 from alphatoken.estimate.proofs import require_self_rule
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
-from alphatoken.scoring.passes import Pass, Weights, foreign_scores
+from alphatoken.scoring.passes import Pass, Weights
 from alphatoken.scoring.valuing import Valuer
 from alphatoken.select.interaction import token_gram
 from alphatoken.values import TokenValues
@@ -73,8 +73,7 @@ class Observed:
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
         seen = Pass(batch, weights, losses, recorder)
-        if valuer.target.captured and (keep_errors or self._keep_errors):
-            seen = replace(seen, kept_errors=valuer.kept_errors(seen))
+        seen = valuer.keeping(seen, asked=keep_errors or self._keep_errors)
         values = valuer.values(seen, components=components)
         self._last = seen, values
         return values
@@ -84,7 +83,7 @@ class Observed:
         recorder = self._recorder
         if recorder.forward is None and self._valuer.target.captured:
             recorder.require_graph()
-        forward = recorder.forward or recorder.begun
+        forward = recorder.latest
         inputs = {} if forward is None else forward.inputs
         batch = read_batch(
             {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels},
@@ -151,7 +150,4 @@ class Observed:
     def _self_only_errors(self, seen: Pass) -> list[Tensor | None]:
         self._recorder.require_graph()
         require_self_rule(self._recorder, "interaction")
-        loss = seen.summed_loss()
-        if not loss.requires_grad:
-            raise foreign_scores("a detached tensor")
-        return self_only_errors(self._recorder, loss)
+        return self_only_errors(self._recorder, seen.summed_loss())

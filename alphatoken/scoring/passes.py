@@ -76,17 +76,34 @@ class Pass:
         return self.recorder, self.losses
 
     def summed_loss(self) -> Tensor:
-        """``sum_i w_i l_i`` with the weights of the values: what errors are taken of."""
+        """``sum_i w_i l_i`` with the weights of the values: what errors are taken of.
+
+        Raises:
+            InputError: no graph leads from it to a scored linear.
+        """
         _, losses = self.recorded
         weights = self.weights.token
         with torch.enable_grad():
-            return (losses if weights is None else losses * weights.to(losses)).sum()
+            loss = (losses if weights is None else losses * weights.to(losses)).sum()
+        return _attached(loss)
 
     def step_loss(self) -> Tensor:
-        """``sum_i s_i l_i`` with the weights of the step: the loss that the optimizer will see."""
+        """``sum_i s_i l_i`` with the weights of the step: the loss that the optimizer will see.
+
+        Raises:
+            InputError: as ``summed_loss``.
+        """
         _, losses = self.recorded
         with torch.enable_grad():
-            return (losses * self.weights.of_step(self.batch.mask).to(losses)).sum()
+            loss = (losses * self.weights.of_step(self.batch.mask).to(losses)).sum()
+        return _attached(loss)
+
+
+def _attached(loss: Tensor) -> Tensor:
+    """The loss, if it has a graph."""
+    if not loss.requires_grad:
+        raise foreign_scores("a detached tensor")
+    return loss
 
 
 def foreign_scores(got: str) -> InputError:

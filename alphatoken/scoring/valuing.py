@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,10 +129,7 @@ class Valuer:
     def at_step(self, seen: Pass) -> Direction:
         """M for the step that the losses of this pass make; for ``preconditioner="full"``."""
         recorder, _ = seen.recorded
-        loss = seen.step_loss()
-        if not loss.requires_grad:
-            raise foreign_scores("a detached tensor")
-        return self.target.at_step(self.target.step_gradient(loss, recorder))
+        return self.target.at_step(self.target.step_gradient(seen.step_loss(), recorder))
 
     def errors(self, seen: Pass, consume: Consume | None = None) -> TokenErrors:
         """Errors at the scored linears of the weighted losses, as the estimator defines them.
@@ -142,12 +140,9 @@ class Valuer:
         """
         recorder, _ = seen.recorded
         self.witness.require_rule(recorder)
-        loss = seen.summed_loss()
-        if not loss.requires_grad:
-            raise foreign_scores("a detached tensor")
         errors = token_errors(
             recorder,
-            loss,
+            seen.summed_loss(),
             self.config.estimator,
             window=self.config.window,
             head_reduction=self.config.head_reduction,
@@ -158,11 +153,17 @@ class Valuer:
             raise foreign_scores("the graph of another forward")
         return errors
 
-    def kept_errors(self, seen: Pass) -> TokenErrors:
-        """Errors at all scored linears, once the coverage proof has seen the pass."""
+    def keeping(self, seen: Pass, *, asked: bool = False) -> Pass:
+        """The pass with the errors at all scored linears, where they are kept.
+
+        That is if somebody asked, and always under sharded weights: processes gather M's matrices
+        in one order, which a backward does not promise. Label values are made without errors.
+        """
+        if not self.target.captured or not (asked or self.target.sharding is not None):
+            return seen
         errors = self.errors(seen)
         self.witness.see(*seen.recorded, seen.batch.mask)
-        return errors
+        return replace(seen, kept_errors=errors)
 
     def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
         """Values by errors at linears, contracted with each side."""
@@ -211,7 +212,7 @@ class Valuer:
         """Where a dual forward may start: the recorded input of the first scored layer."""
         if seen.losses is None or seen.recorder is None:
             return None
-        forward = seen.recorder.forward or seen.recorder.begun
+        forward = seen.recorder.latest
         if forward is None or forward.hidden is None or not forward.plain:
             return None
         usable = self._starts and self.target.first is not None

@@ -10,6 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "importlinter"
+]["contracts"]
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
 ROOMS = (
     "model", "estimate", "direction", "scoring", "select", "support", "train", "policies", "compare"
@@ -32,17 +35,13 @@ def test_every_file_of_a_room_is_drawn(room: str) -> None:
 
 
 def test_the_arrows_are_those_of_the_contract() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    layers = [layer.strip("()") for layer in contracts[0]["layers"]]
+    layers = [layer.strip("()") for layer in CONTRACTS[0]["layers"]]
     assert [*layers] in [block.splitlines() for block in BLOCKS]
-    assert not any(":" in layer for contract in contracts for layer in contract.get("layers", ()))
+    assert not any(":" in layer for contract in CONTRACTS for layer in contract.get("layers", ()))
 
 
 def test_every_room_with_files_has_an_order_of_its_own() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    ordered = {c.get("containers", [""])[0] for c in contracts if c.get("exhaustive")}
+    ordered = {c.get("containers", [""])[0] for c in CONTRACTS if c.get("exhaustive")}
     for folder in (ROOT / "alphatoken").iterdir():
         files = [f for f in folder.glob("*.py") if f.stem != "__init__"]
         if len(files) > 1 and folder.name != "support":  # whose three files know nothing of another
