@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.model.capture import find_scope
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
+from alphatoken.report.page import missing_libraries
 from alphatoken.scorer import Observed
 from alphatoken.select.interaction import select_diverse
 from alphatoken.select.masks import keep_count, response_values
@@ -202,7 +202,7 @@ class AlphaTrainerMixin(PolicyMixin, CheckpointMixin, _Base):
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             place = folder / RESULTS / "values"
             whole.export(place, rows, tokenizer=tokenizer, **self.export_arguments())
-        if find_spec("jinja2") is not None:
+        if not missing_libraries():
             write_run_report(folder, history=self.state.log_history)
 
     def export_arguments(self) -> dict[str, Any]:

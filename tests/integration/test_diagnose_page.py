@@ -20,9 +20,9 @@ import pytest
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
 from alphatoken.fidelity.drawing import canvas, finish
-from alphatoken.fidelity.inline import inlined
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import MOST_ROWS, Section, render_page, write_page
+from alphatoken.report.inline import inlined
 from tests.integration.browser import Browser
 
 pytestmark = pytest.mark.slow
@@ -221,7 +221,7 @@ def test_an_estimate_is_one_cell_with_its_interval() -> None:
 
 def test_counts_that_differ_have_a_column() -> None:
     rows = shown([{"x": Estimate(12.0, 7.0, 19.5, 40)}, {"x": Estimate(3e-9, 1e-9, 5e-9, 1234)}])
-    assert rows == [["x", "n"], ["12 [7, 20]", "40"], ["3e-09 [1e-09, 5e-09]", "1,234"]]
+    assert rows == [["x", "n"], ["12 [7, 20]", "40"], ["3.00e-09 [1.00e-09, 5.00e-09]", "1,234"]]
     one, two = Estimate(0.5, 0.4, 0.6, 9), Estimate(0.5, 0.4, 0.6, 10)
     three = Estimate(0.5, 0.4, 0.6, 11)
     assert shown([{"x": one, "y": one, "z": one}, {"x": two, "y": two, "z": one}])[0] == [
@@ -239,9 +239,9 @@ def test_cells_are_short_and_say_what_is_missing() -> None:
             {"a": False, "b": -3, "c": 0.123456, "d": 123456.7, "e": -math.inf, "f": "</td>"},
         ]
     )
-    assert rows[1] == ["yes", "1,234,567", "0.00012", "−1.5e-07", "∞", "2"]
+    assert rows[1] == ["yes", "1,234,567", "1.23e-04", "−1.50e-07", "∞", "2"]
     assert shown([{"token": " "}, {"token": ""}, {"token": " a"}])[1:] == [["␣"], [""], [" a"]]
-    assert rows[2] == ["no", "−3", "0.123", "1.2e+05", "−∞", "</td>"]
+    assert rows[2] == ["no", "−3", "0.123", "123,457", "−∞", "</td>"]
 
 
 def test_a_long_table_is_cut_on_the_page_and_whole_in_its_file() -> None:
