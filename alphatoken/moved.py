@@ -30,7 +30,6 @@ FORMER = {
     "drift": "direction.drift",
     "drift_parts": "direction.drift_parts",
     "estimators": "estimate.estimators",
-    "fidelity.inline": "report.inline",
     "fisher": "direction.fisher",
     "forward_mode": "estimate.forward_mode",
     "interaction": "select.interaction",

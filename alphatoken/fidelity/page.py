@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from alphatoken.errors import ConfigError
@@ -44,13 +43,6 @@ class Section:
     def of(cls, diagnosis: Diagnosis) -> Section:
         """A finished one."""
         return cls(diagnosis.name, diagnosis.question, diagnosis)
-
-    @property
-    def first(self) -> str:
-        """One sentence for the contents."""
-        if self.diagnosis is None:
-            return f"Could not run: {self.failure}" if self.failure else "Not run yet."
-        return self.diagnosis.answer[0] if self.diagnosis.answer else ""
 
 
 def write_page(
@@ -109,14 +101,17 @@ def render_page(
 def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
     """As the page shows it; settings that all share are left to the end of the page."""
     anchor, found = page.anchor_of(section.name), section.diagnosis
-    made = partial(page.Section, anchor, section.question, name=section.name, summary=section.first)
     if found is None:
-        return made(failure=section.first)
+        failure = f"Could not run: {section.failure}" if section.failure else "Not run yet."
+        return page.Section(anchor, section.question, section.name, failure)
     text = (
         '<h3>On the text</h3><div class="extra" tabindex="0" role="group" '
         f'aria-label="On the text">{found.html}</div>'
     )
-    return made(
+    return page.Section(
+        anchor,
+        section.question,
+        section.name,
         answers=found.answer,
         pictures=[_picture(section.name, figure) for figure in found.figures],
         html=text if found.html else "",
@@ -127,11 +122,11 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
 
 
 def _picture(name: str, figure: Figure) -> page.Picture:
-    return page.Picture.of(
-        figure.svg,
+    return page.Picture(
         page.anchor_of(f"{name}-{figure.key}"),
         figure.title,
         figure.caption,
+        figure.svg,
         alt=figure.alt,
         csv=figure.data.csv(),
     )

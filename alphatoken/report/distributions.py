@@ -87,12 +87,12 @@ def _distribution(component: Component, found: Histogram, said: ComponentSummary
         svg = svg_text(figure)
     beyond = f"; {number(found.beyond)} values lie beyond the axis" if found.beyond else ""
     positive = f"{100 * said.positive:.0f} % positive; median {number(said.median, signed=True)}"
-    return Picture.of(
-        svg,
+    return Picture(
         anchor_of(f"distribution-{component.key}"),
         component.name,
         f"{positive}; from {number(said.minimum, signed=True)} to "
         f"{number(said.maximum, signed=True)}{beyond}.",
+        svg,
         alt=f"Histogram of {component.name}: {positive}",
         csv=found.csv,
     )

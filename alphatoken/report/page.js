@@ -166,25 +166,22 @@
   // --- curves: the numbers of one step ---------------------------------------------------------
 
   function readable(figure) {
-    const svg = figure.querySelector("svg"), out = figure.querySelector(".reading");
-    const frame = figure.querySelector(".picture"), view = svg.viewBox.baseVal;
+    const drawing = figure.querySelector(".drawing"), out = figure.querySelector(".reading");
+    const frame = figure.querySelector(".picture"), cursor = element("div", { class: "cursor" });
     const keys = figure.dataset.keys.split("|"), names = figure.dataset.names.split("|");
     const [first, last] = figure.dataset.steps.split(" ").map(Number);
     const [left, right, top, bottom] = figure.dataset.box.split(" ").map(Number);
     const entries = data.history.filter((entry) => keys.some((key) => key in entry));
-    const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
-    cursor.setAttribute("class", "cursor");
-    cursor.setAttribute("y1", top * view.height);
-    cursor.setAttribute("y2", bottom * view.height);
+    cursor.style.top = 100 * top + "%";
+    cursor.style.height = 100 * (bottom - top) + "%";
     let at = entries.length - 1;
 
     function show(index) {
       at = index;
       const entry = entries[at];
-      const x = (left + (entry.step - first) / (last - first) * (right - left)) * view.width;
-      cursor.setAttribute("x1", x);
-      cursor.setAttribute("x2", x);
-      svg.append(cursor);
+      const share = (entry.step - first) / (last - first);
+      cursor.style.left = 100 * (left + share * (right - left)) + "%";
+      drawing.append(cursor);
       out.textContent = "step " + entry.step + ": " + keys
         .map((key, i) => key in entry ? names[i] + " " + number(entry[key], 4) : "")
         .filter(Boolean).join(", ");
@@ -195,8 +192,8 @@
       out.textContent = "";
     }
 
-    svg.addEventListener("pointermove", function (event) {
-      const box = svg.getBoundingClientRect();
+    drawing.addEventListener("pointermove", function (event) {
+      const box = drawing.getBoundingClientRect();
       const share = ((event.clientX - box.left) / box.width - left) / (right - left);
       const step = first + share * (last - first);
       let best = 0;
@@ -205,7 +202,7 @@
       });
       show(best);
     });
-    svg.addEventListener("pointerleave", hide);
+    drawing.addEventListener("pointerleave", hide);
     frame.addEventListener("focus", () => show(at));
     frame.addEventListener("blur", hide);
     frame.addEventListener("keydown", function (event) {

@@ -18,10 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.drawing import MINUS, PLUS
 from alphatoken.report.examples import visible
-from alphatoken.report.inline import inlined
 from alphatoken.report.numbers import number
 from alphatoken.support.storage import replacing
 
@@ -41,61 +40,41 @@ __all__ = [
     "write_page",
 ]
 
-_HALF = 660
-"""Pixels: a wider picture has the page to itself, others share its width."""
+_SIZE = re.compile(r'<svg\b[^>]*?\swidth="([0-9.]+)(pt)?"')
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its heading.
+    """An SVG document, with its heading, what to look for, and what it shows in words.
 
-    Attributes:
-        anchor: its name on the page.
-        title: heading.
-        caption: what to look for.
-        html: the SVG element, safe as it is.
-        width: its natural width in CSS pixels.
-        csv: what was drawn, to be downloaded, or "".
-        data: what the page's script reads of it, as ``data-`` attributes.
+    The page shows it as an image: nothing in it runs, or refers to a place outside itself.
+    ``csv`` holds what was drawn, to be downloaded; ``data`` is what the page's script reads of it.
     """
 
     anchor: str
     title: str
     caption: str
-    html: str
-    width: int
+    svg: str
+    alt: str
     csv: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        svg: str,
-        anchor: str,
-        title: str,
-        caption: str,
-        *,
-        alt: str,
-        csv: str = "",
-        data: Mapping[str, str] | None = None,
-    ) -> Picture:
-        """From an SVG document; ``alt`` says what it shows to those who do not see it.
+    @property
+    def width(self) -> int:
+        """Its natural width in CSS pixels.
 
         Raises:
             DataError: it is no SVG.
         """
-        drawn = inlined(svg, anchor, alt)
-        return cls(anchor, title, caption, drawn.html, drawn.width, csv, data or {})
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has the width of the page to itself."""
-        return self.width > _HALF
+        found = _SIZE.search(self.svg)
+        if found is None:
+            raise DataError("a figure is no SVG with a width", got=self.anchor)
+        return round(float(found[1]) * (4 / 3 if found[2] else 1))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, its cells as shown, and what they are.
+    """A column of a table: heading, cells as shown, and what they are.
 
     Cells of kind "html" must be safe as they are; all others are escaped.
     """
@@ -107,16 +86,10 @@ class Column:
 
 @dataclass(frozen=True)
 class ShownTable:
-    """A table as the page shows it.
+    """Equally long columns under a heading, or under the section's where ``title`` is "".
 
-    Attributes:
-        anchor: its name on the page.
-        title: heading, or "" where the section's is enough.
-        columns: equally long.
-        note: what a reader must know of it.
-        csv: the whole table, to be downloaded, or "".
-        left_out: rows that are in ``csv`` alone.
-        folded: whether it is hidden until asked for.
+    ``csv`` holds the whole table, to be downloaded, with the rows that are ``left_out`` here.
+    A ``folded`` table is hidden until asked for.
     """
 
     anchor: str
@@ -135,18 +108,17 @@ class ShownTable:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a page; what is empty is not shown.
 
     Attributes:
         anchor: its name on the page.
         title: heading.
-        name: short name over the heading, or "".
-        summary: its sentence in the page's contents.
-        failure: why there is nothing in it, or "".
+        name: short name over the heading.
+        failure: why there is nothing in it.
         answers: findings, the first one the main one.
         remarks: how to read what follows.
-        html: anything else, safe as it is.
         pictures: side by side where they fit.
+        html: anything else, safe as it is.
         tables: below each other.
         notes: warnings.
         settings: what this section depends on and others do not.
@@ -155,20 +127,14 @@ class Section:
     anchor: str
     title: str
     name: str = ""
-    summary: str = ""
     failure: str = ""
     answers: Sequence[str] = ()
     remarks: Sequence[str] = ()
-    html: str = ""
     pictures: Sequence[Picture] = ()
+    html: str = ""
     tables: Sequence[ShownTable] = ()
     notes: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def narrowest(self) -> int:
-        """Pixels to which a picture may shrink before fewer stand side by side."""
-        return min((3 * p.width // 4 for p in self.pictures if not p.whole), default=0)
 
 
 def render_page(
@@ -200,6 +166,7 @@ def render_page(
 
     Raises:
         ConfigError: jinja2 is not installed.
+        DataError: a picture is no SVG.
     """
     script = "" if data is None else _script()
     return (
@@ -259,7 +226,7 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"visible": visible, "number": number, "download": _csv_address}
+    made.filters |= {"visible": visible, "number": number, "address": _address}
     return made
 
 
@@ -285,9 +252,9 @@ def _script() -> str:
     return files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
 
 
-def _csv_address(text: str) -> str:
-    """A whole table as the address of a download, without any script."""
-    return f"data:text/csv;charset=utf-8;base64,{_base64(text.encode())}"
+def _address(text: str, kind: str) -> str:
+    """A file of that kind as its own address: an image, or a download without any script."""
+    return f"data:{kind};base64,{_base64(text.encode())}"
 
 
 def _base64(content: bytes) -> str:

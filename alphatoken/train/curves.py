@@ -161,11 +161,11 @@ def _chart(spec: ChartSpec, history: Sequence[Mapping[str, Any]]) -> Picture | N
         figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
         svg = svg_text(figure)
         box = axes.get_position()
-    return Picture.of(
-        svg,
+    return Picture(
         anchor_of(spec.title),
         spec.title,
         spec.meaning,
+        svg,
         alt=f"{spec.title} from step {first:.0f} to {last:.0f}; last: {', '.join(names.values())}",
         data={
             "keys": "|".join(lines),
