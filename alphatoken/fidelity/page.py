@@ -163,7 +163,7 @@ def _columns(table: Table) -> Iterator[page.Column]:
         if name in inside:
             continue
         if name not in estimates:
-            numeric = all(_is_number(cell) or cell is None for cell in cells[name])
+            numeric = not any(isinstance(cell, (str, bool)) for cell in cells[name])
             yield page.Column(
                 _heading(name),
                 [cell_text(cell) for cell in cells[name]],
@@ -191,10 +191,6 @@ def _parts(name: str) -> list[str]:
 
 def _several(counts: Sequence[Cell]) -> bool:
     return len({count for count in counts if count is not None}) > 1
-
-
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
 def _heading(name: str) -> str:

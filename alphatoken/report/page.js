@@ -44,18 +44,10 @@
     const state = { component: data.components.length ? data.components[0].key : "", scale: "row" };
     const views = [];
 
-    function largest(values) {
-      let most = 0;
-      for (const value of values) most = Math.max(most, Math.abs(value));
-      return most;
-    }
-
-    function pageScale(key) {
-      const sizes = [];
-      for (const example of data.examples)
-        for (const value of example.values[key] || []) sizes.push(Math.abs(value));
-      sizes.sort((a, b) => a - b);
-      return sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 0;
+    // The absolute value below which so large a share of the values lies.
+    function quantile(values, share) {
+      const sizes = values.map(Math.abs).sort((a, b) => a - b);
+      return sizes.length ? sizes[Math.floor(share * (sizes.length - 1))] : 0;
     }
 
     function colour(value, scale) {
@@ -97,10 +89,11 @@
 
     function paint() {
       const key = state.component;
-      const page = state.scale === "page" ? pageScale(key) : 0;
+      const page = state.scale === "page"
+        ? quantile(data.examples.flatMap((example) => example.values[key] || []), 0.99) : 0;
       for (const view of views) {
         const values = view.example.values[key] || [];
-        const scale = page || largest(values);
+        const scale = page || quantile(values, 1);
         view.spans.forEach(function (span, index) {
           span.style.backgroundColor = colour(values[index], scale);
           span.setAttribute("aria-label", span.textContent + ": " + signed(values[index] || 0)

@@ -30,7 +30,7 @@ class ChartSpec:
     title: str
     meaning: str
     keys: Mapping[str, str]
-    zero: bool = False
+    zero: bool = True
 
 
 _KEPT, _WEIGHT = "alpha/kept_share", "alpha/weight_share"
@@ -48,74 +48,66 @@ CHARTS: tuple[ChartSpec, ...] = (
         "Loss",
         "The trainer's own loss over all response tokens, kept or not.",
         {"loss": "training", "eval_loss": "evaluation"},
+        zero=False,
     ),
     ChartSpec(
         "Validation objective",
         "On the validation rows that were drawn, and on those that are only watched.",
         {"alpha/validation_pool": "drawn rows", "alpha/validation_held_out": "held out"},
+        zero=False,
     ),
     ChartSpec(
         "Validation gap",
         "Held-out minus drawn: where it grows, the run fits the validation rows themselves.",
         {"alpha/validation_gap": "gap"},
-        zero=True,
     ),
     ChartSpec(
         "Share kept",
         "Response tokens with a positive weight, and the mean weight of a response token.",
         {_KEPT: "kept", _WEIGHT: "mean weight"},
-        zero=True,
     ),
     ChartSpec(
         "Value of a token",
         "Median and central 90 % of the totals since the log before.",
         {"alpha/total_median": "median", "alpha/total_q05": "5 %", "alpha/total_q95": "95 %"},
-        zero=True,
     ),
     ChartSpec(
         "What the value is made of",
         "Each component's share of the summed magnitudes, stability with its weight.",
         {f"alpha/{key}_share": name for key, name in _PARTS.items()},
-        zero=True,
     ),
     ChartSpec(
         "Balance",
         "‖λV‖ / ‖G‖, median over the scored matrices: far from 1, one side decides alone.",
         {"alpha/balance": "balance"},
-        zero=True,
     ),
     ChartSpec(
         "Drift",
         "Distance of the scored weights from the reference, relative to its norm.",
         {"alpha/relative_drift": "relative drift"},
-        zero=True,
     ),
     ChartSpec(
         "Preference margin",
         "TRL's reward margin of the pairs trained on.",
         {"rewards/margins": "margin"},
-        zero=True,
     ),
     ChartSpec(
         "Pairs ranked right",
         "Share of pairs whose chosen side has the higher reward.",
         {"rewards/accuracies": "accuracy"},
-        zero=True,
     ),
-    ChartSpec("Gradient norm", "Before clipping.", {"grad_norm": "norm"}, zero=True),
-    ChartSpec("Learning rate", "As scheduled.", {"learning_rate": "rate"}, zero=True),
+    ChartSpec("Gradient norm", "Before clipping.", {"grad_norm": "norm"}),
+    ChartSpec("Learning rate", "As scheduled.", {"learning_rate": "rate"}),
     ChartSpec(
         "Speed",
         "Tokens a second, over all processes.",
         {"alpha/tokens_per_second": "tokens/s"},
-        zero=True,
     ),
     ChartSpec(
         "Scoring",
         "Seconds since the log before: of scoring (reused values cost none), and of the validation "
         "and retention gradients that values are taken against.",
         {"alpha/scoring_seconds": "scoring", "alpha/direction_seconds": "gradients"},
-        zero=True,
     ),
 )
 

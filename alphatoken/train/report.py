@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
 from alphatoken.report.build import value_sections
+from alphatoken.report.files import stretches
 from alphatoken.report.numbers import number
 from alphatoken.report.page import Column, Section, ShownTable, render_page, write_page
 from alphatoken.train.curves import charts
@@ -210,7 +211,7 @@ def _tiles(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> list[tuple[s
     shown = [(f"{run.step:,} of {run.steps:,}", "optimizer steps")]
     for name, meaning in _TILES.items():
         if name in last:
-            shown.append((number(last[name], 4), meaning))
+            shown.append((number(last[name], 4, signed=name.endswith("_gap")), meaning))
     if "alpha/kept_share" in last:
         shown.append((f"{last['alpha/kept_share']:.1%}", "of the response tokens kept"))
     return shown
@@ -264,7 +265,8 @@ def token_values(path: str | Path, *, most: int = MOST_TOKENS) -> Iterator[Score
     path = Path(path)
     try:
         every = max(1, -(-count_tokens(path) // most))
-        for index, records in enumerate(_documents(_stretches(path, every), cut=every > 1)):
+        documents = _documents(stretches(path, _STRETCH, every), cut=every > 1)
+        for index, records in enumerate(documents):
             yield _example(index, records)
     except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
         raise DataError(
@@ -285,7 +287,7 @@ def count_tokens(path: Path) -> int:
 
 
 def _documents(
-    stretches: Iterator[list[dict[str, Any]]], *, cut: bool
+    parts: Iterator[list[dict[str, Any]]], *, cut: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """The records of one document after the other; with ``cut``, of the whole ones in a stretch."""
 
@@ -293,29 +295,10 @@ def _documents(
         return record["document"]
 
     if not cut:
-        yield from (list(group) for _, group in groupby(chain.from_iterable(stretches), key))
+        yield from (list(group) for _, group in groupby(chain.from_iterable(parts), key))
         return
-    for stretch in stretches:
-        yield from [list(group) for _, group in groupby(stretch, key)][1:-1]
-
-
-def _stretches(path: Path, every: int) -> Iterator[list[dict[str, Any]]]:
-    """Every n-th stretch of records."""
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
-            for number in count():
-                lines = list(islice(file, _STRETCH))
-                if not lines:
-                    return
-                if number % every == 0:
-                    yield [json.loads(line) for line in lines]
-    else:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(path) as file:
-            for number, batch in enumerate(file.iter_batches(batch_size=_STRETCH)):
-                if number % every == 0:
-                    yield batch.to_pylist()
+    for part in parts:
+        yield from [list(group) for _, group in groupby(part, key)][1:-1]
 
 
 def _example(index: int, records: list[dict[str, Any]]) -> ScoredExample:
