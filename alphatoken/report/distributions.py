@@ -62,6 +62,8 @@ def distributions(summary: ValueSummary, present: Sequence[Component]) -> Sectio
         for component in present
         if (found := histogram(summary.columns[component.key])) is not None
     ]
+    flat = [one.name for one in present if not summary.columns[one.key].any()]
+    zero = [f"Zero for every token: {'; '.join(flat)}."] if flat else []
     remark = (
         f"All {number(summary.response_tokens)} response tokens. Bars span the central 98 % of the "
         "values; zero is the dashed line."
@@ -69,7 +71,7 @@ def distributions(summary: ValueSummary, present: Sequence[Component]) -> Sectio
     return Section(
         "distributions",
         "Distributions",
-        remarks=[remark] if pictures else ["All values are zero."],
+        remarks=[remark, *zero],
         pictures=pictures,
     )
 
