@@ -243,7 +243,7 @@ class Scorer:
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
-        valuer.prepare(checked.labels.numel())
+        valuer.prepare()
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
@@ -263,7 +263,7 @@ class Scorer:
             interaction: keep what ``Observed.interaction`` needs; of no consequence for
                 estimators with self-only errors, which have it anyway.
         """
-        self.valuer.prepare(tokens=None)
+        self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.target.sharding
         with record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder:
@@ -280,7 +280,7 @@ class Scorer:
             return self.direction
         valuer = self.valuer
         checked, weights = valuer.read(batch, None, step_weights)
-        valuer.prepare(tokens=None)
+        valuer.prepare()
         with valuer.forward(checked, weights) as seen:
             return valuer.at_step(seen)
 

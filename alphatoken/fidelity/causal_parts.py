@@ -149,7 +149,6 @@ def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
         path="both",
         parameters="linears",
         preconditioner=None,
-        contraction="projected",
         uncovered="skip",
     )
     return Scorer(subject.model, subject.batches(subject.validation), None, config)

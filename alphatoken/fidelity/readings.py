@@ -91,7 +91,6 @@ class Setting:
             objective="adaptation",
             path="both",
             preconditioner=None,
-            contraction="projected",
         )
 
 

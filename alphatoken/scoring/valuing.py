@@ -76,10 +76,10 @@ class Valuer:
         checked = read_batch(batch, max_length=self.adapter.max_positions())
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
-    def prepare(self, tokens: int | None) -> None:
+    def prepare(self) -> None:
         """Build M for the current parameters, where it is not built."""
         self.target.require_gradients()
-        self.target.prepare(tokens, self.witness if self.witness.pending else None)
+        self.target.prepare(self.witness if self.witness.pending else None)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:

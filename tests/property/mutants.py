@@ -83,7 +83,6 @@ SHARDED_OF_SEVERAL = claim(
     sharding.check_sharded_values_equal_whole_ones,
     small(validations=SEVERAL), "path", "diagonal", examples=6,
 )  # fmt: skip
-ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
 BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
 SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
 # One hop is counted per block object, so a block at two depths is no case of it.
@@ -205,18 +204,6 @@ LISTED = (
         (SHARDED_OF_SEVERAL,),
     ),
     Mutant(
-        "sum-then-outer-in-the-gram-factors",
-        "sum-then-outer over validation examples",
-        (
-            Edit(
-                "direction.current.Target._add_factors",
-                "(error[live], use.x[live])",
-                "(error.sum(0), use.x.sum(0))",
-            ),
-        ),
-        (ROUTES_OF_SEVERAL,),
-    ),
-    Mutant(
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
         (
@@ -259,19 +246,6 @@ LISTED = (
             ),
         ),
         (SHARDED_OF_SEVERAL,),
-    ),
-    Mutant(
-        "validation-prompt-dropped-from-the-gram-factors",
-        "prompt positions of the validation sequences dropped",
-        (
-            Edit(
-                "direction.current.Target._build_factors",
-                "self._add_factors(use, error,",
-                "live = self.validation[0]['labels'].roll(-1, 1) != -100; "
-                "self._add_factors(use, error * live.unsqueeze(-1),",
-            ),
-        ),
-        (ROUTES_OF_SEVERAL,),
     ),
     Mutant(
         "padding-leaks-into-the-attention-weights",
@@ -353,24 +327,12 @@ LISTED = (
         "bias forgotten (with score_bias)",
         (
             Edit(
-                "estimate.columns._contract_use",
+                "estimate.columns.ColumnSums.contract",
                 "names.get(linear.bias_name)",
                 "None",
             ),
         ),
         (SCORED_BIAS,),
-    ),
-    Mutant(
-        "bias-forgotten-in-the-gram-route",
-        "bias forgotten (with score_bias)",
-        (
-            Edit(
-                "estimate.columns._contract_use",
-                "if bias is not None and bias in matrices:",
-                "if False:",
-            ),
-        ),
-        (claim(scoring.check_every_route_gives_one_value, BIASED),),
     ),
     Mutant(
         "head-mean-for-per-head",
@@ -927,12 +889,6 @@ OWN = (
         (GRADIENT_OF_BATCHES,),
     ),
     _own(
-        "gram-factors-not-divided",
-        "the gram route forgets the objective's normaliser",
-        (Edit("direction.current.Target._build_factors", "(e / count, x)", "(e, x)"),),
-        (ROUTES_OF_SEVERAL,),
-    ),
-    _own(
         "token-weights-ignored",
         "observed values of unweighted losses",
         (
@@ -955,7 +911,12 @@ OWN = (
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
         (
             Edit(
-                "direction.preconditioner._inverse",
+                "direction.preconditioner.frozen_preconditioner",
+                "** 0.5 + update.eps",
+                "+ update.eps).sqrt(",
+            ),
+            Edit(
+                "direction.preconditioner.full_preconditioner",
                 "1 / (root + update.eps)",
                 "1 / (root.square() + update.eps).sqrt()",
             ),
@@ -982,8 +943,8 @@ OWN = (
         (
             Edit(
                 "direction.preconditioner.full_preconditioner",
-                "slope * scale + n * scale_slope",
-                "slope * scale",
+                "update.slope * scale + n * scale_slope",
+                "update.slope * scale",
             ),
         ),
         (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
@@ -993,7 +954,7 @@ OWN = (
         "the second term's sign",
         (
             Edit(
-                "direction.preconditioner._inverse",
+                "direction.preconditioner.full_preconditioner",
                 "-root_slope * scale.square()",
                 "root_slope * scale.square()",
             ),
@@ -1017,7 +978,7 @@ OWN = (
         "m^ of the state before the step in the full form",
         (
             Edit(
-                "direction.preconditioner._numerator",
+                "direction.preconditioner.full_preconditioner",
                 "n = update.offset + update.slope * g",
                 "n = update.offset + 0.0 * g",
             ),

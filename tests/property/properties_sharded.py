@@ -119,7 +119,6 @@ def check_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retentio
         stability_weight=LAMBDA,
         window=None,
         max_relative_drift=None,
-        contraction="projected",
     )
     whole = Scorer(model, setup.case.validation, data, config)  # type: ignore[arg-type]
     expected = quiet_score(whole, setup.case.batch)

@@ -60,9 +60,6 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
     "projected": (
         contraction, "contract", lambda: algebra.check_projected_is_the_loop(NUMBERS, True)
     ),
-    "gram": (
-        contraction, "contract_gram", lambda: algebra.check_gram_is_the_loop(NUMBERS, 4)
-    ),
     "outer sum": (
         contraction, "outer_sum", lambda: algebra.check_outer_sum_is_the_weight_gradient(NUMBERS)
     ),
@@ -133,9 +130,6 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
     ),
     "validation gradient": (
         target, "objective_sums", lambda: whole.check_validation_gradient(SETUP)
-    ),
-    "routes": (
-        contraction, "contract_gram", lambda: whole.check_every_route_gives_one_value(SETUP)
     ),
     "retention by data": (
         target, "objective_sums", lambda: whole.check_retention_by_data(SETUP)
