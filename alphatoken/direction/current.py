@@ -1,6 +1,6 @@
 """What all values of a scorer share: the parameters in scope, and M at the current weights.
 
-A ``Target`` chooses the parameters, builds G and V, and knows when they are stale.
+A ``DirectionBuilder`` chooses the parameters, builds G and V, and knows when they are stale.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import wide
 
-__all__ = ["Target"]
+__all__ = ["DirectionBuilder"]
 
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
 
 
-class Target:
+class DirectionBuilder:
     """Scope, parameters and direction of a scorer.
 
     Under sharded weights every matrix below is this process's part of it.
@@ -167,11 +167,7 @@ class Target:
         if self.config.parameters == "all":
             chosen = {n: p for n, p in named.items() if p.requires_grad}
         else:
-            chosen = {linear.weight_name: linear.weight for linear in self.scope.linears}
-            if self.config.score_bias:
-                for linear in self.scope.linears:
-                    if linear.bias is not None and linear.bias.requires_grad:
-                        chosen[linear.bias_name] = linear.bias
+            chosen = self.scope.parameters(biases=self.config.score_bias)
             if self.config.uncovered == "error":
                 chosen |= {name: named[name] for name in self.scope.uncovered}
         once: dict[int, str] = {}
@@ -275,8 +271,8 @@ class Target:
     @property
     def sides(self) -> tuple[Side | None, Side | None]:
         """Adaptation and stability as they are contracted; current after ``prepare``."""
-        gain = Side(self.adaptation) if self.adapts else None
-        return gain, None if self.stability is None else Side(self.stability)
+        adaptation = Side(self.adaptation) if self.adapts else None
+        return adaptation, None if self.stability is None else Side(self.stability)
 
     @property
     def balance(self) -> dict[str, float]:
@@ -313,10 +309,10 @@ class Target:
         )
         if p is None:
             return direction
-        keep = direction.stability
+        stability = direction.stability
         return Direction(
             dict(precondition(direction.adaptation, p)),
-            None if keep is None else precondition(keep, p),
+            None if stability is None else precondition(stability, p),
             self.config.stability_weight,
         )
 
@@ -345,11 +341,12 @@ class Target:
     # --- building it -----------------------------------------------------------------------------
 
     def _norms(
-        self, gain: Matrices, keep: Matrices | None
+        self, adaptation: Matrices, stability: Matrices | None
     ) -> tuple[dict[str, float], dict[str, float]]:
         if self.sharding is None:
-            return norms(gain), norms(keep or {})
-        return self.sharding.norms(dict(gain)), self.sharding.norms(dict(keep or {}))
+            return norms(adaptation), norms(stability or {})
+        both = dict(adaptation), dict(stability or {})
+        return self.sharding.norms(both[0]), self.sharding.norms(both[1])
 
     def _build_direction(self, watcher: Watcher | None) -> Direction:
         gradient: dict[str, Tensor] = {}
@@ -412,7 +409,7 @@ class Target:
         if isinstance(kind, Mapping):
             if self.sharding is None:
                 return kind
-            return {name: self.sharding.keep(name, p) for name, p in kind.items()}
+            return {name: self.sharding.part_of(name, p) for name, p in kind.items()}
         if kind is None:
             return None
         return self._local(

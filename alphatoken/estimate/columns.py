@@ -66,14 +66,16 @@ class Side:
         return found
 
 
-def total_side(gain: Side | None, keep: Side | None, stability_weight: float) -> Side | None:
+def total_side(
+    adaptation: Side | None, stability: Side | None, stability_weight: float
+) -> Side | None:
     """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
 
     None where it saves nothing: there is one side only.
     """
-    if gain is None or keep is None:
+    if adaptation is None or stability is None:
         return None
-    return Side(gain.matrices, keep.matrices, stability_weight)
+    return Side(adaptation.matrices, stability.matrices, stability_weight)
 
 
 Gather = Callable[[str, Tensor], Tensor]

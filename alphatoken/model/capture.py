@@ -97,6 +97,14 @@ class Scope:
     mixers: dict[str, str] = field(default_factory=dict)
     first: int = 0
 
+    def parameters(self, *, biases: bool) -> dict[str, Tensor]:
+        """The weights of the linears by name; with ``biases`` their trained biases after them."""
+        chosen = {linear.weight_name: linear.weight for linear in self.linears}
+        for linear in self.linears if biases else ():
+            if linear.trained_bias is not None:
+                chosen[linear.bias_name] = linear.trained_bias
+        return chosen
+
 
 def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
     """The scope of ``layers`` in the adapter's model.

@@ -81,7 +81,7 @@ class Observed:
     def _batch(self, labels: Tensor) -> LabelledBatch:
         """The observed arguments with these labels, checked."""
         recorder = self._recorder
-        if recorder.forward is None and self._valuer.target.captured:
+        if recorder.forward is None and self._valuer.builder.captured:
             recorder.require_graph()
         forward = recorder.latest
         inputs = {} if forward is None else forward.inputs

@@ -543,7 +543,7 @@ LISTED = (
         "stale direction",
         (
             Edit(
-                "direction.current.Target._current_stamp",
+                "direction.current.DirectionBuilder._current_stamp",
                 "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
                 "return 'always the same'",
             ),
@@ -827,8 +827,8 @@ OWN = (
         (
             Edit(
                 "estimate.token_values.combine",
-                "gain + stability_weight * keep",
-                "stability_weight * gain + keep",
+                "g + stability_weight * v",
+                "stability_weight * g + v",
             ),
         ),
         (PATH, claim(scoring.check_lambda, small(), 0.5)),
@@ -1027,8 +1027,8 @@ OWN = (
         (
             Edit(
                 "estimate.token_values.combine",
-                "gain + stability_weight * keep",
-                "gain + 2 * stability_weight * keep",
+                "g + stability_weight * v",
+                "g + 2 * stability_weight * v",
             ),
         ),
         (SPLIT_IN_PARTS["both", "both"], PATH),
@@ -1050,7 +1050,9 @@ OWN = (
         'objective="adaptation" builds and sums the retention term as well',
         (
             Edit(
-                "direction.current.Target.retains", 'self.config.objective != "adaptation" and', ""
+                "direction.current.DirectionBuilder.retains",
+                'self.config.objective != "adaptation" and',
+                "",
             ),
         ),
         (SPLIT_IN_PARTS["adaptation", "both"],),
@@ -1096,7 +1098,7 @@ OWN = (
         "the step is taken to see no gradient",
         (
             Edit(
-                "direction.current.Target.at_step",
+                "direction.current.DirectionBuilder.at_step",
                 "self.optimizer, self.parameters, gradient,",
                 "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
             ),
@@ -1108,9 +1110,9 @@ OWN = (
         "P scales G but not V",
         (
             Edit(
-                "direction.current.Target.at_step",
-                "None if keep is None else precondition(keep, p)",
-                "keep",
+                "direction.current.DirectionBuilder.at_step",
+                "None if stability is None else precondition(stability, p)",
+                "stability",
             ),
         ),
         (FULL, FULL_STEP),
@@ -1119,8 +1121,8 @@ OWN = (
         "old-validation-set",
         "set_validation leaves G as it was",
         (
-            Edit("direction.current.Target.set_validation", "self.invalidate()", "pass"),
-            Edit("direction.current.Target.set_retention", "self.invalidate()", "pass"),
+            Edit("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
+            Edit("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
         ),
         (REPLACED,),
     ),
@@ -1129,7 +1131,7 @@ OWN = (
         "a pinned direction follows the weights",
         (
             Edit(
-                "direction.current.Target._current_stamp",
+                "direction.current.DirectionBuilder._current_stamp",
                 "if self._pinned is not None:",
                 "if False:",
             ),

@@ -611,6 +611,6 @@ def check_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
         values = observed.values(logits, batch["labels"])
     handle.remove()
     assert torch.equal(values.total, expected.total)
-    first, layers = scorer.target.first, list(model.layers)
+    first, layers = scorer.builder.first, list(model.layers)
     skipped = first and not any(block in layers[first:] for block in layers[:first])
     assert (len(calls) == trunk) == bool(skipped)

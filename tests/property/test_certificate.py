@@ -359,7 +359,11 @@ PLANTED = {
         trial("scope", "path", scored=2),
     ),
     "a validation batch fewer": (
-        edit("direction.current.Target.set_validation", "= validation", "= validation[:-1]"),
+        edit(
+            "direction.current.DirectionBuilder.set_validation",
+            "= validation",
+            "= validation[:-1]",
+        ),
         G,
     ),
     "the validation gradient in bfloat16": (
@@ -443,7 +447,7 @@ def test_stale_directions_do_not_agree() -> None:
         doubled = {n: 2 * f for n, f in drift.fisher.items()}
         scorer.set_retention(FisherDrift(doubled, drift.reference, exact_names=True))
         assert scorer.verify(case.batch).passed
-        scorer.target.retention = drift  # the Fisher before
+        scorer.builder.retention = drift  # the Fisher before
         scorer.refresh()
         off = scorer.verify(case.batch)
     assert {"direction (stability)", "stability", "total"} <= {c.component for c in off.failures}
