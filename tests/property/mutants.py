@@ -1142,9 +1142,7 @@ OWN = (
         "wrong-start-believed",
         "a dual forward starts at hidden states that lead to other losses",
         (
-            Edit(
-                "model.partial_forward.start_at", "(start, *args[1:])", "(1.5 * start, *args[1:])"
-            ),
+            Edit("model.partial_forward.start_at", "kwargs, start)", "kwargs, 1.5 * start)"),
             Edit("model.partial_forward.Start.gives", "return bool(", "return True or bool("),
         ),
         (STARTED,),
