@@ -253,7 +253,7 @@ class Scorer:
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
-            return valuer.values(valuer.keeping(seen), components=components)
+            return valuer.values(valuer.with_kept_errors(seen), components=components)
 
     @contextmanager
     def observe(self, *, interaction: bool = False) -> Iterator[Observed]:

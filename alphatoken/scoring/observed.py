@@ -73,7 +73,7 @@ class Observed:
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
         seen = Pass(batch, weights, losses, recorder)
-        seen = valuer.keeping(seen, asked=keep_errors or self._keep_errors)
+        seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
         values = valuer.values(seen, components=components)
         self._last = seen, values
         return values

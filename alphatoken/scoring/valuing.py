@@ -155,7 +155,7 @@ class Valuer:
             raise foreign_scores("the graph of another forward")
         return errors
 
-    def keeping(self, seen: Pass, *, asked: bool = False) -> Pass:
+    def with_kept_errors(self, seen: Pass, *, asked: bool = False) -> Pass:
         """The pass with the errors at all scored linears, where they are kept.
 
         That is if somebody asked, and always under sharded weights: processes gather M's matrices
