@@ -134,7 +134,7 @@ def test_values_are_the_same_to_the_bit(
         for other in others:
             same_bits(other.score(batch), expected)
             same_bits(observed_values(other, model, batch), alone)
-    streams = isinstance(others[-1].target.stability, Formed)
+    streams = isinstance(others[-1].builder.stability, Formed)
     assert streams == (estimator != "label")  # forward mode moves all weights: V is built whole
     assert not isinstance(plain.target.stability, Formed)
 
