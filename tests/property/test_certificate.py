@@ -347,7 +347,7 @@ PLANTED = {
     "another lambda": (
         edit(
             "estimate.token_values.combine",
-            "gain + stability_weight *", "gain + 0.9 * stability_weight *",
+            "g + stability_weight *", "g + 0.9 * stability_weight *",
         ),
         TOTAL,
     ),
