@@ -153,7 +153,6 @@ def _config(options: argparse.Namespace) -> ScorerConfig:
         head_reduction=options.head_reduction,
         causal_position=options.causal_position,
         parameters=options.parameters,
-        contraction="projected",  # one direction serves the whole file
         offload="stream" if options.offload else "none",
     )
 

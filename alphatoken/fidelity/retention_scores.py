@@ -104,9 +104,7 @@ class TunedModel:
 
     def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
         self.subject = subject
-        self.config = replace(
-            subject.config, objective="stability", preconditioner=None, contraction="projected"
-        )
+        self.config = replace(subject.config, objective="stability", preconditioner=None)
         self.scorer = Scorer(model, None, list(batches), self.config)
         self.scorer.warn = False
 
@@ -150,7 +148,7 @@ def scores_along(
 
 
 def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]) -> list[Tensor]:
-    config, adapter, first = scorer.config, scorer.adapter, scorer.target.first
+    config, adapter, first = scorer.config, scorer.adapter, scorer.builder.first
     if config.estimator not in CAPTURED:
         return [label_values(adapter, batch, m, first=first or 0) for m in directions]
     with record(adapter, scorer.scope) as recorder:
@@ -164,7 +162,7 @@ def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]
         )  # fmt: skip
         sides = [Side(direction) for direction in directions]
         values = []
-        for columns in contract_columns(recorder, errors, sides, scorer.target.names):
+        for columns in contract_columns(recorder, errors, sides, scorer.builder.names):
             direct, causal, _ = assign_columns(columns, batch.mask, config.causal_position)
             values.append(direct + causal)
     return values

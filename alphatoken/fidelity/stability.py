@@ -276,7 +276,7 @@ def _precisions(base: _Base, options: Options) -> list[Rearranged]:
             f"(copied_parameters={options.copied_parameters:,})."
         )
         return []
-    retention = base.scorer.target.retention
+    retention = base.scorer.builder.retention
     return precisions(
         subject,
         subject.model,

@@ -128,7 +128,7 @@ def test_files_hold_what_the_scorer_says(
         model,
         validation=list(batches(held, 4)),
         retention=FisherDrift.load(fisher_file),
-        config=ScorerConfig(estimator=estimator, contraction="projected"),
+        config=ScorerConfig(estimator=estimator),
     )
     scored = load(tmp_path)
     assert [e.row for e in scored] == [e.row.index for e in train]
