@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from alphatoken.fidelity.coverage_statistics import (
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.states import TokenStates, token_states
@@ -47,46 +48,29 @@ POLICIES = ("random", "low-perplexity", "high-perplexity")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``coverage`` can be told."""
 
-    policies: tuple[str, ...] = field(
-        default=("random", "low-perplexity", "direct", "alphatoken", "label"),
-        metadata={
-            "help": "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
-            "or an estimator"
-        },
+    policies: tuple[str, ...] = option(
+        ("random", "low-perplexity", "direct", "alphatoken", "label"),
+        "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
+        "or an estimator",
+        choices=(*POLICIES, *ESTIMATORS),
     )
-    clusters: int = field(
-        default=12, metadata={"help": "k-means clusters of all candidates' embeddings"}
+    clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
+    perplexity: float = option(
+        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-    perplexity: float = field(
-        default=30.0, metadata={"help": "of t-SNE; at most a third of the points"}
-    )
-    points: int = field(
-        default=1500, metadata={"help": "most tokens drawn in the picture; numbers use all"}
-    )
-    draws: int = field(
-        default=200, metadata={"help": "random selections that say what chance gives"}
-    )
+    points: int = option(1500, "most tokens drawn in the picture; numbers use all", least=16)
+    draws: int = option(200, "random selections that say what chance gives", least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""
-        known = (*POLICIES, *ESTIMATORS)
-        unknown = [name for name in self.policies if name not in known]
-        if unknown or not self.policies:
-            raise ConfigError(
-                "unknown policy" if unknown else "there is no policy to show",
-                got=", ".join(map(repr, unknown)) or "none",
-                remedy=f"any of {', '.join(known)}",
-            )
+        super().__post_init__()
+        if not self.policies:
+            raise ConfigError("there is no policy to show", got="none")
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError("a policy is named twice", got=", ".join(self.policies))
-        for name, least in (("clusters", 2), ("points", 16), ("draws", 20)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}", got=str(getattr(self, name)))
-        if not 1 <= self.perplexity < math.inf:
-            raise ConfigError("perplexity must be at least 1", got=str(self.perplexity))
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

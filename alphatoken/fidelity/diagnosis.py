@@ -61,6 +61,15 @@ class Table:
         writer.writerows([_plain(cell) for cell in row] for row in self.rows)
         return text.getvalue()
 
+    def estimate(self, row: int, name: str) -> Estimate:
+        """What stands in ``NAME`` and the three columns that belong to it."""
+        record: dict[str, Any] = self.records()[row]
+        value, low, high = (
+            math.nan if cell is None else float(cell)
+            for cell in (record[name], record[f"{name}_low"], record[f"{name}_high"])
+        )
+        return Estimate(value, low, high, int(record[f"{name}_n"]))
+
     def records(self) -> list[dict[str, Cell]]:
         """One mapping a row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
 from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.drift_figures import layers_figure, map_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.similarity import (
@@ -42,28 +43,16 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``drift`` can be told."""
 
-    probes: int = field(default=64, metadata={"help": "retention rows of each set"})
-    pool: str = field(
-        default="all",
-        metadata={"help": "tokens of a probe that are averaged: all, prompt or response"},
+    probes: int = option(64, "retention rows of each set", least=1)
+    pool: str = option(
+        "all", "tokens of a probe that are averaged: all, prompt or response", choices=POOLS
     )
-    perplexity: float = field(
-        default=30.0, metadata={"help": "of t-SNE; at most a third of the points"}
+    perplexity: float = option(
+        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        if self.pool not in POOLS:
-            raise ConfigError(
-                "unknown pool", got=repr(self.pool), remedy=f"one of {', '.join(POOLS)}"
-            )
-        if self.probes < 1:
-            raise ConfigError("probes must be at least 1", got=str(self.probes))
-        if not 1 <= self.perplexity < math.inf:
-            raise ConfigError("perplexity must be at least 1", got=str(self.perplexity))
 
 
 @dataclass(frozen=True)
@@ -194,7 +183,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         tables=(_sets_table(numbers), _losses_table(losses), _layers_table(layers)),
         figures=(
             map_figure(_places_by_set(pairs, places), numbers),
-            layers_figure(layers, list(pairs), next(iter(pairs.values())).before.places),
+            layers_figure(layers, next(iter(pairs.values())).before.places),
         ),
         notes=_notes(subject, pairs, options, origin),
         settings={

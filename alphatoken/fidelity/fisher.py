@@ -12,7 +12,7 @@ all that the proxy models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from alphatoken.fidelity.fisher_figures import (
 )
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.retention_scores import (
     TunedModel,
@@ -67,45 +68,30 @@ START = "oracle at the reference"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What is fitted and compared; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = field(default=8, metadata={"help": "held-out rows of each retention set"})
-    sizes: tuple[int, ...] = field(
-        default=(8, 24, 72), metadata={"help": "numbers of samples whose Fishers are compared"}
+    rows: int = option(8, "held-out rows of each retention set", least=1)
+    sizes: tuple[int, ...] = option(
+        (8, 24, 72), "numbers of samples whose Fishers are compared", least=1
     )
-    sequence: bool = field(
-        default=True, metadata={"help": "also fit on freely sampled responses, as the paper does"}
+    sequence: bool = option(True, "also fit on freely sampled responses, as the paper does")
+    max_new_tokens: int = option(48, "longest sampled response of those fits", least=1)
+    bound_tokens: int = option(
+        300, "response tokens of retention rows that the bound is on", least=1
     )
-    max_new_tokens: int = field(
-        default=48, metadata={"help": "longest sampled response of those fits"}
+    bound_parameters: int = option(
+        20_000_000, "most moving parameters for which Hessian-vector products are taken", least=0
     )
-    bound_tokens: int = field(
-        default=300, metadata={"help": "response tokens of retention rows that the bound is on"}
-    )
-    bound_parameters: int = field(
-        default=20_000_000,
-        metadata={"help": "most moving parameters for which Hessian-vector products are taken"},
-    )
-    steps: int = field(default=8, metadata={"help": "Lanczos steps of each operator norm"})
-    block: int = field(
-        default=16, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
-    )
-    points: int = field(
-        default=2, metadata={"help": "points between both models for the third derivative"}
-    )
-    draws: int = field(default=60, metadata={"help": "bootstrap samples of each interval"})
+    steps: int = option(8, "Lanczos steps of each operator norm", least=1)
+    block: int = option(16, "Hessian columns formed for the bound's diagonal terms", least=1)
+    points: int = option(2, "points between both models for the third derivative", least=2)
+    draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:
-        """Check sizes."""
-        least = {"rows": 1, "max_new_tokens": 1, "bound_tokens": 1, "bound_parameters": 0,
-                 "steps": 1, "block": 1, "points": 2, "draws": 10}  # fmt: skip
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ConfigError(
-                    f"{name} must be at least {lowest}", got=repr(getattr(self, name))
-                )
-        if any(size < 1 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
+        """Check every option."""
+        super().__post_init__()
+        if list(self.sizes) != sorted(set(self.sizes)):
             raise ConfigError("sizes must be growing numbers of samples", got=repr(self.sizes))
 
 

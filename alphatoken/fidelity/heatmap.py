@@ -8,7 +8,7 @@ tokens are kept, which component decides, and whether another estimator would sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.metrics import sign_agreement, spearman
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
@@ -43,42 +44,23 @@ _NAMES = {component.key: component.name for component in COMPONENTS}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``heatmap`` can be told."""
 
-    rows: tuple[int, ...] = field(
-        default=(), metadata={"help": "training rows to show, from 0; default: the first sampled"}
+    rows: tuple[int, ...] = option((), "training rows to show, from 0; default: the first sampled")
+    examples: int = option(3, "how many rows, where none are named", least=1)
+    against: str = option(
+        "label",
+        "what the total is shown beside: another estimator, 'before' (the same "
+        "estimator before fine-tuning) or 'none'",
+        choices=(*ESTIMATORS, "before", "none"),
     )
-    examples: int = field(default=3, metadata={"help": "how many rows, where none are named"})
-    against: str = field(
-        default="label",
-        metadata={
-            "help": "what the total is shown beside: another estimator, 'before' (the same "
-            "estimator before fine-tuning) or 'none'"
-        },
+    tuned: bool = option(
+        False,
+        "value at a fine-tuned copy of the model, so that the stability component is not zero",
     )
-    tuned: bool = field(
-        default=False,
-        metadata={
-            "help": "value at a fine-tuned copy of the model, so that the stability component is "
-            "not zero"
-        },
-    )
-    lines: int = field(default=16, metadata={"help": "most lines of text a panel of the figures"})
-    page_tokens: int = field(
-        default=400, metadata={"help": "most response tokens of a row on the page"}
-    )
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        known = (*ESTIMATORS, "before", "none")
-        if self.against not in known:
-            raise ConfigError(
-                "unknown comparison", got=repr(self.against), remedy=f"one of {', '.join(known)}"
-            )
-        for name in ("examples", "lines", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", got=str(getattr(self, name)))
+    lines: int = option(16, "most lines of text a panel of the figures", least=1)
+    page_tokens: int = option(400, "most response tokens of a row on the page", least=1)
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,18 @@ class Estimate:
         >>> str(Estimate.undefined(3, "3 tokens, 8 needed"))
         'not defined (3 tokens, 8 needed)'
         """
+        return format(self, ".2f")
+
+    def __format__(self, spec: str) -> str:
+        """Number and interval, each as ``spec`` says; "" is ".2f".
+
+        >>> f"{Estimate(0.51, -0.402, 0.61, 90):+.1f}"
+        '+0.5 [-0.4, +0.6]'
+        """
         if not self.defined:
             return f"not defined ({self.reason})"
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        value, low, high = (format(x, spec or ".2f") for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
 
 
 def few_rows(rows: int) -> list[str]:

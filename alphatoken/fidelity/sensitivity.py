@@ -7,8 +7,9 @@ side is counted in FLOPs beside a training step on the same batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from alphatoken.fidelity import sensitivity_figures as figures
 from alphatoken.fidelity.decisions import agreement, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.per_row import row_columns, values_along
 from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.resampling import FEWEST_ROWS
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.scoring_cost import (
     ScoringCost,
@@ -65,58 +68,35 @@ _SOME_LAYERS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
-    estimators: tuple[str, ...] = field(
-        default=ESTIMATORS, metadata={"help": "estimators that are compared"}
+    estimators: tuple[str, ...] = option(
+        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS
     )
-    layers: tuple[int, ...] = field(
-        default=(), metadata={"help": "numbers of last layers K; by default 1, 2, ... to the depth"}
+    layers: tuple[int, ...] = option(
+        (), "numbers of last layers K; by default 1, 2, ... to the depth", least=1
     )
-    windows: tuple[int, ...] = field(
-        default=(0, 1, 2, 4, 8, 16, 32, 64, 128), metadata={"help": "windows W, in positions"}
+    windows: tuple[int, ...] = option(
+        (0, 1, 2, 4, 8, 16, 32, 64, 128), "windows W, in positions", least=0
     )
-    weights: tuple[float, ...] = field(
-        default=(0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
-        metadata={"help": "stability weights lambda"},
+    weights: tuple[float, ...] = option(
+        (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
+        "stability weights lambda",
+        above=-math.inf,
+        below=math.inf,
     )
-    ratios: tuple[float, ...] = field(
-        default=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        metadata={"help": "shares of tokens to keep"},
+    ratios: tuple[float, ...] = option(
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "shares of tokens to keep", above=0, most=1
     )
-    validation_rows: int = field(
-        default=64, metadata={"help": "most validation rows; of more, so many are drawn"}
+    validation_rows: int = option(
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
     )
-    draws: int = field(
-        default=20, metadata={"help": "subsets of validation rows drawn for each size"}
+    draws: int = option(20, "subsets of validation rows drawn for each size", least=FEWEST)
+    changed: float = option(
+        0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
     )
-    changed: float = field(
-        default=0.1,
-        metadata={"help": "share of decisions whose change by lambda is looked for"},
-    )
-    repeats: int = field(default=3, metadata={"help": "timings, of which the median is taken"})
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        least = {"validation_rows": 4, "draws": FEWEST, "repeats": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
-        for name, low in {"layers": 1, "windows": 0}.items():
-            if any(value < low for value in getattr(self, name)):
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
-        unknown = [name for name in self.estimators if name not in ESTIMATORS]
-        if unknown:
-            raise ConfigError(
-                "unknown estimator", got=unknown[0], remedy=f"one of {', '.join(ESTIMATORS)}"
-            )
-        if not all(0 < ratio <= 1 for ratio in self.ratios):
-            raise ConfigError("ratios must lie in (0, 1]", got=repr(self.ratios))
-        if not all(abs(weight) < float("inf") for weight in self.weights):
-            raise ConfigError("weights must be finite", got=repr(self.weights))
-        if not 0 < self.changed < 1:
-            raise ConfigError("changed must lie between 0 and 1", got=repr(self.changed))
+    repeats: int = option(3, "timings, of which the median is taken", least=1)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

@@ -9,7 +9,7 @@ more, that is a fault of the model's code or of its attention mask, and it is sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from alphatoken.fidelity.arrangement import (
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.resampling import (
@@ -59,64 +60,45 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What is changed, and how often."""
 
-    resamples: int = field(
-        default=500, metadata={"help": "bootstrap resamples of validation rows and of the Fisher"}
+    resamples: int = option(
+        500, "bootstrap resamples of validation rows and of the Fisher", least=50
     )
-    validation_rows: int = field(
-        default=64, metadata={"help": "most validation rows; of more, so many are drawn"}
+    validation_rows: int = option(
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
     )
-    uncertain: float = field(
-        default=0.05,
-        metadata={"help": "a decision is noise if more than this share of resamples reverses it"},
+    uncertain: float = option(
+        0.05,
+        "a decision is noise if more than this share of resamples reverses it",
+        above=0,
+        below=0.5,
     )
-    fisher_parts: int = field(
-        default=20,
-        metadata={"help": "parts into which the Fisher's samples are split; 0 leaves it out"},
+    fisher_parts: int = option(
+        20, "parts into which the Fisher's samples are split; 0 leaves it out"
     )
-    precisions: tuple[str, ...] = field(
-        default=("float64", "float32", "bfloat16"),
-        metadata={"help": "dtypes that are compared; the first is the reference"},
+    precisions: tuple[str, ...] = option(
+        ("float64", "float32", "bfloat16"),
+        "dtypes that are compared; the first is the reference",
+        choices=DTYPES,
     )
-    copied_parameters: int = field(
-        default=500_000_000,
-        metadata={"help": "a model with more parameters is not copied to other precisions"},
+    copied_parameters: int = option(
+        500_000_000, "a model with more parameters is not copied to other precisions", least=0
     )
-    shuffles: int = field(
-        default=20, metadata={"help": "pairs of row orders whose batch thresholds are compared"}
+    shuffles: int = option(
+        20, "pairs of row orders whose batch thresholds are compared", least=FEWEST
     )
-    padding: int = field(default=16, metadata={"help": "padding positions added on a side"})
+    padding: int = option(16, "padding positions added on a side", least=1)
 
     def __post_init__(self) -> None:
         """Check every option."""
-        least = {
-            "resamples": 50,
-            "validation_rows": FEWEST_ROWS,
-            "copied_parameters": 0,
-            "shuffles": FEWEST,
-            "padding": 1,
-        }
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
+        super().__post_init__()
         if self.fisher_parts != 0 and self.fisher_parts < FEWEST:
             raise ConfigError(
                 f"fisher_parts must be 0 or at least {FEWEST}",
                 got=repr(self.fisher_parts),
                 why="parts are drawn again from themselves; fewer say nothing of each other",
-            )
-        if not 0 < self.uncertain < 0.5:
-            raise ConfigError(
-                "uncertain must lie between 0 and 0.5",
-                got=repr(self.uncertain),
-                why="it is the share of resamples that may reverse a sure decision",
-            )
-        unknown = [name for name in self.precisions if name not in DTYPES]
-        if unknown:
-            raise ConfigError(
-                "unknown precision", got=repr(unknown[0]), remedy=f"one of {', '.join(DTYPES)}"
             )
 
 

@@ -273,7 +273,7 @@ def test_padding_and_batches_change_no_state():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"policies": ("best",)}, "unknown policy"),
+        ({"policies": ("best",)}, "policies must be one of"),
         ({"policies": ()}, "no policy"),
         ({"policies": ("random", "random")}, "named twice"),
         ({"clusters": 1}, "clusters"),
