@@ -30,7 +30,7 @@ from alphatoken.fidelity.estimators_figures import (
     pareto_figure,
     window_figure,
 )
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import Estimate, bootstrap, few_rows
 from alphatoken.fidelity.noise import Planted, calibration, plant
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
@@ -175,16 +175,7 @@ def agreement(
 
 
 def _named(setting: Setting) -> dict[str, Any]:
-    window: int | str | None = None
-    if setting.estimator in WINDOWED:
-        window = "T" if setting.window is None else setting.window
-    scope = "all parameters" if setting.everything else "linears"
-    return {
-        "estimator": setting.estimator,
-        "K": len(setting.layers),
-        "W": window,
-        "weights": scope,
-    }
+    return setting.columns | {"weights": "all parameters" if setting.everything else "linears"}
 
 
 def _agreements(
@@ -628,21 +619,15 @@ def _notes(
     refused: Mapping[str, str],
     plan: _Plan,
 ) -> tuple[str, ...]:
-    count = sum(row.response_tokens for row in subject.train)
     checked = min(subject.oracle_tokens, len(readings.row))
     depths = sorted({len(s.layers) for s in plan.by_depth})
     notes = [
-        f"{len(readings.row)} of {count} response tokens in {len(rows)} of {len(subject.train)} "
-        f"rows were valued, {checked} of them by the per-token oracle; K = "
+        f"{subject.counted(rows)} were valued, {checked} of them by the per-token oracle; K = "
         f"{', '.join(map(str, depths))} of {len(subject.adapter.layers())} layers.",
         "Values are of the validation side alone (no retention term) with P = 1, in "
         f"{subject.settings()['dtype']}.",
     ]
-    if len(np.unique(readings.row)) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows were valued, so intervals are over single tokens and too "
-            "narrow: tokens of one row are not independent. A larger --tokens draws more rows."
-        )
+    notes += few_rows(len(rows))
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]

@@ -42,15 +42,7 @@ def _series(ranked: Ranked, place: Callable[[Setting], float], **style: Any) -> 
 
 
 def _records(ranked: Ranked) -> list[dict[str, Any]]:
-    return [
-        {
-            "estimator": s.estimator,
-            "K": len(s.layers),
-            "W": None if _plain(s) else ("T" if s.window is None else s.window),
-            "spearman": estimate,
-        }
-        for s, estimate in ranked.items()
-    ]
+    return [setting.columns | {"spearman": estimate} for setting, estimate in ranked.items()]
 
 
 def depth_figure(ranked: Ranked, own: Setting) -> Figure:
@@ -73,7 +65,7 @@ def depth_figure(ranked: Ranked, own: Setting) -> Figure:
         Table.of("depth", title, _records(ranked)),
         Panel(
             _series(ranked, lambda setting: len(setting.layers), capsize=2),
-            [Guide(0, across=True, dashes="-")],
+            [Guide(0.0, across=True, dashes="-")],
             xlabel="K, the last K layers are scored",
             ylabel=_RANKED,
             xticks=depths,
@@ -107,7 +99,7 @@ def window_figure(ranked: Ranked, own: Setting) -> Figure | None:
         Table.of("window", title, _records({**windows, **direct})),
         Panel(
             [*_series(windows, place, capsize=2), *level],
-            [Guide(0, across=True, dashes="-")],
+            [Guide(0.0, across=True, dashes="-")],
             columns=["T" if width == math.inf else f"{width:g}" for width in widths],
             xlabel="window W in positions (T: no limit)",
             ylabel=_RANKED,

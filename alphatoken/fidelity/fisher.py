@@ -33,7 +33,7 @@ from alphatoken.fidelity.fisher_figures import (
     overlap_figure,
     scatter_figure,
 )
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
@@ -501,12 +501,11 @@ def _notes(
     bound_tokens: int,
     scored: Sequence[str],
 ) -> list[str]:
-    tokens = sum(row.response_tokens for row in rows)
     sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
     notes = [
         said,
-        f"{tokens} response tokens in {len(rows)} of {len(subject.train)} training rows are "
-        f"scored, by '{subject.config.estimator}' on {len(scored)} weights.",
+        f"{subject.counted(rows)} are scored, by '{subject.config.estimator}' on {len(scored)} "
+        "weights.",
         f"Held-out retention rows: {sets}.",
         f"The bound is on {bound_rows} of them, the shortest of each set, with {bound_tokens} "
         "response tokens; F_dagger is fitted on them with labels drawn on the given text.",
@@ -515,18 +514,8 @@ def _notes(
     if subject.fisher is not None:
         fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
         notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")
-    if len(rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows: intervals take tokens of one row for independent, and are "
-            "too narrow."
-        )
-    return notes
-
-
-def main() -> int:
-    """Run from the command line; the exit status."""
-    return run_as_module(NAME)
+    return notes + few_rows(len(rows))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_module(NAME))

@@ -94,7 +94,7 @@ def agreement_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
         Table.of("agreement_drawn", "Rank correlations", records),
         Panel(
             grouped(records, "proxy", "spearman", "retention", joined=False),
-            [Guide(0, dashes="-")],
+            [Guide(0.0, dashes="-")],
             rows=targets,
             apart=0.16,
             xlabel="Spearman with the oracle",

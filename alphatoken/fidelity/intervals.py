@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,12 +74,15 @@ def few_rows(rows: int) -> list[str]:
     """What is to be said of intervals over tokens of so few rows; nothing where rows are drawn."""
     if rows >= FEWEST:
         return []
-    return [f"Only {rows} rows: intervals draw single tokens, and are a lower limit of the truth."]
+    return [
+        f"Fewer than {FEWEST} rows ({rows}): intervals draw single tokens, and are too narrow, "
+        "because tokens of one row are not independent. A larger --tokens draws more rows."
+    ]
 
 
 def bootstrap(
     statistic: Callable[..., float],
-    *columns: Sequence[float] | Numbers,
+    *columns: Sequence[float] | NDArray[Any],
     groups: Sequence[int] | NDArray[np.int64] | None = None,
     draws: int = 200,
     seed: int = 0,

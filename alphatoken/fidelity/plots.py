@@ -91,7 +91,7 @@ def grouped(
     return found
 
 
-def pairwise(first: Iterable[float], second: Iterable[float]) -> list[float]:
+def pairwise(first: Iterable[Any], second: Iterable[Any]) -> list[float]:
     """One axis of a joined series that links each first number to its second one only."""
     ends = zip(first, second, strict=True)
     return [number for pair in ends for number in (*pair, math.nan)]  # a NaN ends a line

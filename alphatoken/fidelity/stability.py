@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
 from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
     DTYPES,
@@ -31,20 +31,15 @@ from alphatoken.fidelity.arrangement import (
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.resampling import (
-    FEWEST_ROWS,
-    Resampled,
-    noise_by_size,
-    noise_share,
-    resample,
-)
+from alphatoken.fidelity.resampling import Resampled, noise_by_size, noise_share, resample
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import retention_term, scorer_for
+from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.scorer import Scorer
 
 __all__ = [
@@ -52,8 +47,6 @@ __all__ = [
     "diagnose",
     "fisher_columns",
     "fisher_parts",
-    "sample_notes",
-    "validation_sample",
 ]
 
 Numbers = NDArray[np.float64]
@@ -110,7 +103,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    base = _Base.of(subject, options)
+    base = OwnValues.of(subject, options.validation_rows)
     columns = row_columns(subject, base.scorer, base.rows, base.validation)
     resampled = resample(columns, base.rest, subject.ratio, options.resamples, seed=subject.seed)
     state = resampled.state(options.uncertain)
@@ -148,106 +141,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return found.diagnosis()
 
 
-# --- before anything is changed ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The values as the user's run makes them, at the model as given."""
-
-    subject: Subject
-    scorer: Scorer
-    rows: list[Example]
-    validation: list[Example]
-    values: dict[str, NDArray[Any]]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, subject: Subject, options: Options) -> _Base:
-        if subject.config.objective == "stability":
-            raise ConfigError(
-                "decisions can only depend on validation rows through a validation side",
-                got="objective='stability'",
-                remedy="objective='both' or 'adaptation'",
-            )
-        rows = subject.sample()
-        subject.require_tokens(rows, 2 * FEWEST, "shares of decisions are estimated")
-        validation, notes = validation_sample(subject, options.validation_rows)
-        retention = retention_term(subject)
-        scorer = scorer_for(subject, retention=retention, rows=validation)
-        values = subject.score(scorer, rows, "Values")
-        notes = [
-            *sample_notes(
-                subject,
-                rows,
-                len(values["total"]),
-                ". All were ranked in one pool, unless it says otherwise.",
-            ),
-            *notes,
-        ]
-        if retention is None and subject.config.objective == "both":
-            notes.append(
-                "The model as given is its own reference, so its retention term is zero: these "
-                "are adaptation values."
-            )
-        return cls(subject, scorer, rows, validation, values, notes)
-
-    @property
-    def total(self) -> Numbers:
-        return self.values["total"]
-
-    @property
-    def groups(self) -> NDArray[Any]:
-        return self.values["row"]
-
-    @property
-    def rest(self) -> Numbers:
-        """What no validation row changes: lambda times the stability value."""
-        stability = self.values.get("stability", np.zeros_like(self.total))
-        return stability * self.subject.config.stability_weight
-
-
-def sample_notes(subject: Subject, rows: Sequence[Example], valued: int, ending: str) -> list[str]:
-    """Which tokens were valued, and what so few rows mean for the intervals."""
-    every = sum(row.response_tokens for row in subject.train)
-    return [
-        f"{valued} of {every} response tokens were valued, in {len(rows)} of "
-        f"{len(subject.train)} rows{ending}",
-        *few_rows(len(rows)),
-    ]
-
-
-def validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
-    """Validation rows that are used, at most ``most``, and what is to be said of them.
-
-    Raises:
-        DataError: fewer than ``FEWEST_ROWS`` with a response.
-    """
-    usable = [row for row in subject.validation if row.response_tokens]
-    if len(usable) < FEWEST_ROWS:
-        raise DataError(
-            f"at least {FEWEST_ROWS} validation rows are needed",
-            got=f"{len(usable)} with a response",
-            why="rows are drawn again from themselves; fewer say nothing of each other",
-            remedy="give more validation rows",
-        )
-    if len(usable) > most:
-        chosen = sorted(np.random.default_rng(subject.seed).permutation(len(usable))[:most])
-        said = (
-            f"{most} of {len(usable)} validation rows were drawn, and stand for a run with {most}."
-        )
-        return [usable[place] for place in chosen], [said]
-    if len(usable) < 16:
-        return usable, [
-            f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."
-        ]
-    return usable, []
-
-
 # --- sources that need models of their own -----------------------------------------------------
 
 
-def _precisions(base: _Base, options: Options) -> list[Rearranged]:
+def _precisions(base: OwnValues, options: Options) -> list[Rearranged]:
     subject = base.subject
     size = sum(p.numel() for p in subject.model.parameters())
     if len(options.precisions) < 2:
@@ -258,18 +155,12 @@ def _precisions(base: _Base, options: Options) -> list[Rearranged]:
             f"(copied_parameters={options.copied_parameters:,})."
         )
         return []
-    retention = base.scorer.target.retention
     return precisions(
-        subject,
-        subject.model,
-        retention if isinstance(retention, FisherDrift) else None,
-        base.rows,
-        base.validation,
-        options.precisions,
+        subject, subject.model, base.retention, base.rows, base.validation, options.precisions
     )
 
 
-def _fisher(base: _Base, options: Options) -> Resampled | None:
+def _fisher(base: OwnValues, options: Options) -> Resampled | None:
     """Bootstrap of the Fisher's samples, at the model after fine-tuning."""
     subject = base.subject
     if subject.config.objective == "adaptation" or not options.fisher_parts:
@@ -352,7 +243,7 @@ def fisher_columns(
 class _Findings:
     """Everything that was measured, and its presentation."""
 
-    base: _Base
+    base: OwnValues
     options: Options
     resampled: Resampled
     sizes: list[dict[str, Any]]

@@ -254,6 +254,13 @@ class Subject:
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
 
+    def counted(self, rows: Sequence[Example]) -> str:
+        """How many response tokens are in these training rows, and of how many, in words."""
+        tokens, every = (sum(row.response_tokens for row in x) for x in (rows, self.train))
+        return (
+            f"{tokens} of {every} response tokens in {len(rows)} of {len(self.train)} training rows"
+        )
+
     def require_tokens(self, rows: Sequence[Example], fewest: int, why: str) -> None:
         """Refuse rows with too few response tokens for a statistic.
 

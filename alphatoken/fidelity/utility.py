@@ -29,7 +29,7 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.prediction import (
     Prediction,
@@ -658,11 +658,7 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
             f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
             "so it belongs to the model's present weights."
         )
-    if len(bench.rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows are in the batch, so intervals of single tokens are over "
-            "tokens and too narrow: tokens of one row are not independent."
-        )
+    notes += few_rows(len(bench.rows))
     if options.max_grad_norm:
         notes.append(
             f"Clipping multiplies the whole gradient by {bench.factor:.3g}; that leaving a token "

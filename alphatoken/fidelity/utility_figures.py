@@ -135,7 +135,7 @@ def selection_figure(selection: Table, best: Prediction) -> Figure:
         Table.of("selection-effect", title, records),
         Panel(
             series,
-            [Guide(0)],
+            [Guide(0.0)],
             rows=[str(record["left_out"]) for record in records],
             xlabel="change of the validation loss (right: worse without them)",
         ),

@@ -27,7 +27,7 @@ from alphatoken.fidelity.causal_parts import (
     share_records,
 )
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.pairs import PairValues, choose_positions, measure_pairs, see_calls
 from alphatoken.fidelity.registry import find
@@ -379,20 +379,14 @@ def _notes(
     others: Mapping[str, str],
     below: set[int],
 ) -> list[str]:
-    tokens = sum(row.response_tokens for row in rows)
     notes = [
-        f"Shares are of {tokens} response tokens in {len(rows)} of {len(subject.train)} training "
-        "rows, along the validation gradient (adaptation).",
+        f"Shares are of {subject.counted(rows)}, along the validation gradient (adaptation).",
         f"Pairs: {sum(one.alpha.size for one in pairs)}, both positions predicting a response "
         f"token, from {looked_at:.0%} of the token positions that have one, in layers "
         f"{', '.join(str(one.layer) for one in pairs)}.",
         f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
-    if len(rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows: intervals take tokens of one row for independent, and are "
-            "too narrow."
-        )
+    notes += few_rows(len(rows))
     if others:
         named = "; ".join(f"{name} ({kind})" for name, kind in others.items())
         notes.append(f"Left out, not softmax attention alone: {named}.")
@@ -413,10 +407,5 @@ def _notes(
     return notes
 
 
-def main() -> int:
-    """Run from the command line; the exit status."""
-    return run_as_module(NAME)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_module(NAME))

@@ -183,7 +183,7 @@ def shares_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
 
     def panel(measure: str, title: str, *levels: Guide, **axes: Any) -> Panel:
         series = grouped(records, "part", "layer", measure, joined=False)
-        guides = [Guide(0, across=True, dashes="-"), *levels]
+        guides = [Guide(0.0, across=True, dashes="-"), *levels]
         return Panel(series, guides, columns=layers, apart=0.2, ylabel=title, **axes)
 
     return picture(
@@ -194,7 +194,7 @@ def shares_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
         "Value-Propagation computes; a large 'longer hops' or 'score path' is what it "
         "cannot see. Whiskers: 95 % intervals.",
         Table.of("shares_drawn", "Shares of the exact causal value", records),
-        panel("signed", "signed share", Guide(1, across=True, dashes=":")),
+        panel("signed", "signed share", Guide(1.0, across=True, dashes=":")),
         panel("norm", "size / exact", xlabel="scored layer"),
         size=(6.4, 5.0),
         across=1,

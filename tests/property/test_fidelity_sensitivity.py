@@ -18,7 +18,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import measure
-from alphatoken.fidelity.decisions import kept
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.sensitivity import Options, layer_choices
