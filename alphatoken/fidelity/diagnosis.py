@@ -19,6 +19,7 @@ __all__ = ["Cell", "Diagnosis", "Figure", "Table"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
+_TEXTS = ("key", "title", "caption", "alt")  # of a figure
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,8 @@ class Diagnosis:
             "answer": self.answer,
             "tables": [_table_record(table) for table in self.tables],
             "figures": [
-                {
-                    "key": figure.key,
-                    "title": figure.title,
-                    "caption": figure.caption,
-                    "alt": figure.alt,
-                    "data": _table_record(figure.data),
-                }
+                {name: getattr(figure, name) for name in _TEXTS}
+                | {"data": _table_record(figure.data)}
                 for figure in self.figures
             ],
             "notes": self.notes,
@@ -203,7 +199,7 @@ class Diagnosis:
             record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             figures = tuple(
                 Figure(
-                    **{name: entry[name] for name in ("key", "title", "caption", "alt")},
+                    **{name: entry[name] for name in _TEXTS},
                     data=_read_table(entry["data"]),
                     svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
                     png=(folder / f"{entry['key']}.png").read_bytes(),

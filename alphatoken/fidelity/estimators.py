@@ -22,7 +22,7 @@ from torch import Tensor
 from alphatoken.data import Example
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
-from alphatoken.fidelity.cost import Cost, measure
+from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
 from alphatoken.fidelity.estimators_figures import (
     depth_figure,
@@ -45,7 +45,6 @@ from alphatoken.fidelity.readings import (
 )
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
-from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
 from alphatoken.fidelity.valuing import scorer_for
@@ -627,7 +626,7 @@ def _notes(
         "Values are of the validation side alone (no retention term) with P = 1, in "
         f"{subject.settings()['dtype']}.",
     ]
-    notes += few_rows(len(rows))
+    notes += [f"{note} A larger --tokens draws more rows." for note in few_rows(len(rows))]
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]

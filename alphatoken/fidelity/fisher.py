@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -206,17 +205,8 @@ def _bound(
         options.points,
         options.bound_parameters,
     )
-    (whole,) = subject.batches(rows, len(rows))
-    dagger = fit_fisher(
-        before,
-        whole,
-        samples=len(rows) * -(-subject.fisher_samples // (2 * len(rows))),  # each row equally often
-        layers=subject.config.layers,
-        labels="token",
-        seed=subject.seed + 2_000_003,
-        progress=subject.progress,
-        score_bias=subject.config.score_bias,
-    )
+    each = -(-subject.fisher_samples // (2 * len(rows)))
+    dagger = subject.fit_fisher(rows, samples=each * len(rows), seed=subject.seed + 2_000_003)
     terms = bound_terms(curved, fishers, dagger.fisher)
     return terms, len(rows), sum(row.response_tokens for row in rows)
 

@@ -76,7 +76,7 @@ def few_rows(rows: int) -> list[str]:
         return []
     return [
         f"Fewer than {FEWEST} rows ({rows}): intervals draw single tokens, and are too narrow, "
-        "because tokens of one row are not independent. A larger --tokens draws more rows."
+        "because tokens of one row are not independent."
     ]
 
 

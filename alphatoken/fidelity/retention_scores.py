@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import CoverageError
 from alphatoken.fidelity.per_row import values_along
 from alphatoken.fidelity.subject import Subject
@@ -41,26 +40,14 @@ def growing_fishers(
     F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
     are independent of those of ``subject.fitted_fisher``.
     """
-    reference = subject.reference if subject.reference is not None else subject.model
     usable = [row for row in subject.train if row.response_tokens]
     sums: dict[str, Tensor] = {}
     found: dict[int, FisherDrift] = {}
     done = 0
     for size in sizes:
         rows = [usable[i % len(usable)] for i in range(done, size)]
-        (batch,) = subject.batches(rows, len(rows))
-        piece = fit_fisher(
-            reference,
-            batch,
-            samples=len(rows),
-            layers=subject.config.layers,
-            labels=labels,
-            seed=subject.seed + 1_000_003 + done,
-            batch_size=subject.batch_size,
-            progress=subject.progress,
-            score_bias=subject.config.score_bias,
-            **options,
-        )
+        seed = subject.seed + 1_000_003 + done
+        piece = subject.fit_fisher(rows, labels=labels, seed=seed, **options)
         for name, part in piece.fisher.items():
             add = part.double() * len(rows)
             sums[name] = sums[name] + add if name in sums else add

@@ -22,6 +22,12 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity_figures as figures
+from alphatoken.fidelity.cost import (
+    ScoringCost,
+    direction_cost,
+    step_cost,
+    values_cost,
+)
 from alphatoken.fidelity.decisions import Agreement, agreement, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
@@ -31,12 +37,6 @@ from alphatoken.fidelity.per_row import row_columns, values_along
 from alphatoken.fidelity.readings import WINDOWED
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
-from alphatoken.fidelity.scoring_cost import (
-    ScoringCost,
-    direction_cost,
-    step_cost,
-    values_cost,
-)
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
     captured,

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
@@ -191,26 +190,18 @@ def fisher_parts(subject: Subject, parts: int) -> list[FisherDrift]:
     Rows are drawn without replacement as long as they last, labels anew for each sample. The mean
     of the parts is a Fisher with all samples.
     """
-    reference = subject.model if subject.reference is None else subject.reference
     given = [row for row in subject.train if row.response_tokens]
     order = np.random.default_rng((subject.seed, 3)).permutation(len(given))
     size = -(-subject.fisher_samples // parts)
     tracker = subject.tracker("Fishers", parts)
     found = []
     for part in range(parts):
-        places = [order[(part * size + i) % len(order)] for i in range(size)]
-        (batch,) = subject.batches([given[place] for place in places], size)
+        rows = [given[order[(part * size + i) % len(order)]] for i in range(size)]
         found.append(
-            fit_fisher(
-                reference,
-                batch,
-                samples=size,
-                layers=subject.config.layers,
-                labels="token",
+            subject.fit_fisher(
+                rows,
                 parameters=subject.config.parameters,
                 seed=subject.seed + 1 + part,
-                batch_size=subject.batch_size,
-                score_bias=subject.config.score_bias,
                 progress=False,
             )
         )
