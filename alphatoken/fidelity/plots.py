@@ -94,7 +94,7 @@ def grouped(
 def pairwise(first: Iterable[Any], second: Iterable[Any]) -> list[float]:
     """One axis of a joined series that links each first number to its second one only."""
     ends = zip(first, second, strict=True)
-    return [number for pair in ends for number in (*pair, math.nan)]  # a NaN ends a line
+    return [float(number) for pair in ends for number in (*pair, math.nan)]  # a NaN ends a line
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,11 @@ def _places(values: Sequence[Any], names: Sequence[str]) -> tuple[Numbers, Numbe
         place = names.index(value) if isinstance(value, str) else value
         return math.nan if place is None else float(place), math.nan, math.nan
 
-    places, *bars = np.array([ends(value) for value in values]).reshape(-1, 3).T
-    several = any(isinstance(value, Estimate) for value in values)
-    return places, np.abs(np.array(bars) - places) if several else None
+    places, low, high = np.array([ends(value) for value in values]).reshape(-1, 3).T
+    if not any(isinstance(value, Estimate) for value in values):
+        return places, None
+    # A mean over draws may lie beyond their quantiles; the bar then ends at it.
+    return places, np.maximum([places - low, high - places], 0.0)
 
 
 def _name_columns(names: Sequence[str], axes: Axes) -> None:
