@@ -24,7 +24,8 @@ from torch import Tensor
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.fidelity.expected import SIDES, Entry, Expected, Oracle, evaluating
+from alphatoken.fidelity.entries import Entry
+from alphatoken.fidelity.expected import SIDES, Expected, Oracle, evaluating
 from alphatoken.fidelity.localise import values_by_parameter
 from alphatoken.fidelity.metrics import sign_agreement, spearman, top_overlap
 from alphatoken.model.batch import LabelledBatch, read_batch

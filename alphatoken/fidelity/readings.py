@@ -80,6 +80,13 @@ class Setting:
             return whole
         return f"{whole}, W={'T' if self.window is None else self.window}"
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As cells of a table."""
+        windowed = self.estimator in WINDOWED
+        window = ("T" if self.window is None else self.window) if windowed else None
+        return {"estimator": self.estimator, "K": len(self.layers), "W": window}
+
     def config(self, base: ScorerConfig) -> ScorerConfig:
         """Options of a scorer that computes it: the validation side alone, P = 1."""
         return replace(

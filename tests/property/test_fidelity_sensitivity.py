@@ -17,10 +17,9 @@ from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
-from alphatoken.fidelity.cost import measure
-from alphatoken.fidelity.decisions import kept
+from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.sensitivity import Options, layer_choices
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
