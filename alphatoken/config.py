@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
 
 __all__ = ["ScorerConfig"]
@@ -91,10 +91,7 @@ class ScorerConfig:
     def __post_init__(self) -> None:
         """Check every option."""
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
+            require_choice(name, getattr(self, name), allowed)
         if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
             raise ConfigError("window must be None or at least 0", got=repr(self.window))
         if not abs(self.stability_weight) < float("inf"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 
 __all__ = [
     "AlphaTokenError",
@@ -22,6 +23,7 @@ __all__ = [
     "ModelError",
     "NumericalError",
     "UnsupportedError",
+    "require_choice",
     "warn_caller",
 ]
 
@@ -105,3 +107,22 @@ class ModelError(AlphaTokenError):
 
 class DataError(AlphaTokenError, ValueError):
     """A data file cannot be read; the message names file and line."""
+
+
+def require_choice(
+    name: str,
+    given: object,
+    allowed: Iterable[object],
+    error: type[AlphaTokenError] = ConfigError,
+) -> None:
+    """Refuse an option whose value is none of its choices, in the same words everywhere.
+
+    Args:
+        name: of the option.
+        given: its value.
+        allowed: the choices.
+        error: what is raised.
+    """
+    choices = list(allowed)
+    if given not in choices:
+        raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(given))

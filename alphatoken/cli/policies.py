@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from alphatoken.cli.options import CommandParser
 from alphatoken.policies import POLICIES, find_policy
 from alphatoken.train.policy import Needs, TokenPolicy
 
@@ -21,20 +22,32 @@ _NEEDS = {
 }
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the list, or one policy.
+def run(words: Sequence[str]) -> int:
+    """Print the list, or one policy; the exit status.
 
     Raises:
         ConfigError: no such policy.
     """
+    about = "List the methods that --policy takes, or describe one of them."
+    parser = CommandParser("policies", description=about)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
+    for flag, text in (("--json", "print JSON"), ("--traceback", "of an error")):
+        parser.add_argument(flag, action="store_true", help=text)
+    options = parser.parse_args(list(words))
     if options.name is not None:
-        found = description(options.name)
-        print(json.dumps(found, indent=1) if options.json else _whole(found))
-        return
-    every = [description(name) for name in POLICIES]
+        found: Any = description(options.name)
+    else:
+        found = [description(name) for name in POLICIES]
     if options.json:
-        print(json.dumps(every, indent=1))
-        return
+        print(json.dumps(found, indent=1))
+    elif options.name is not None:
+        print(_whole(found))
+    else:
+        _list(found)
+    return 0
+
+
+def _list(every: Sequence[dict[str, Any]]) -> None:
     heads = ("name", "trainer", "loss", "needs", "what it does")
     rows = [
         (d["name"], d["family"], d["published_loss"], ", ".join(d["needs"]) or "-", d["about"])

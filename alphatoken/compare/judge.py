@@ -150,9 +150,9 @@ class LikelihoodJudge:
     @classmethod
     def load(cls, model: str, *, chat: bool = True) -> LikelihoodJudge:
         """From a folder or hub name."""
-        from alphatoken.compare.loading import load_causal_model
+        from alphatoken.train.loading import load_with_tokenizer
 
-        return cls(*load_causal_model(model), chat=chat)
+        return cls(*load_with_tokenizer(model), chat=chat)
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
         """As in ``Judge``."""

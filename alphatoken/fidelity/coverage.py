@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.clouds import entropy, picture_of
 from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
@@ -72,14 +72,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        known = (*POLICIES, *ESTIMATORS)
-        unknown = [name for name in self.policies if name not in known]
-        if unknown or not self.policies:
-            raise ConfigError(
-                "unknown policy" if unknown else "there is no policy to show",
-                got=", ".join(map(repr, unknown)) or "none",
-                remedy=f"any of {', '.join(known)}",
-            )
+        if not self.policies:
+            raise ConfigError("there is no policy to show", got="none")
+        for name in self.policies:
+            require_choice("policies", name, (*POLICIES, *ESTIMATORS))
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError("a policy is named twice", got=", ".join(self.policies))
         for name, least in (("clusters", 2), ("points", 16), ("draws", 20)):

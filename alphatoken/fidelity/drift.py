@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, require_choice
 from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.drift_figures import layers_figure, map_figure
@@ -56,10 +56,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        if self.pool not in POOLS:
-            raise ConfigError(
-                "unknown pool", got=repr(self.pool), remedy=f"one of {', '.join(POOLS)}"
-            )
+        require_choice("pool", self.pool, POOLS)
         if self.probes < 1:
             raise ConfigError("probes must be at least 1", got=str(self.probes))
         if not 1 <= self.perplexity < math.inf:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.fidelity import estimators_figures as figures
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
@@ -88,8 +88,7 @@ class Options:
         for name in ("draws", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
-        if self.price not in ("flops", "seconds"):
-            raise ConfigError("price must be flops or seconds", got=repr(self.price))
+        require_choice("price", self.price, ("flops", "seconds"))
 
 
 # --- what is compared ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
@@ -71,11 +71,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        known = (*ESTIMATORS, "before", "none")
-        if self.against not in known:
-            raise ConfigError(
-                "unknown comparison", got=repr(self.against), remedy=f"one of {', '.join(known)}"
-            )
+        require_choice("against", self.against, (*ESTIMATORS, "before", "none"))
         for name in ("examples", "lines", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", got=str(getattr(self, name)))

@@ -19,7 +19,13 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.algebra import Direction, norms
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, CoverageError, FisherError, UnsupportedError
+from alphatoken.errors import (
+    ConfigError,
+    CoverageError,
+    FisherError,
+    UnsupportedError,
+    require_choice,
+)
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity_figures as figures
 from alphatoken.fidelity.decisions import agreement, percent
@@ -106,11 +112,8 @@ class Options:
         for name, low in {"layers": 1, "windows": 0}.items():
             if any(value < low for value in getattr(self, name)):
                 raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
-        unknown = [name for name in self.estimators if name not in ESTIMATORS]
-        if unknown:
-            raise ConfigError(
-                "unknown estimator", got=unknown[0], remedy=f"one of {', '.join(ESTIMATORS)}"
-            )
+        for name in self.estimators:
+            require_choice("estimators", name, ESTIMATORS)
         if not all(0 < ratio <= 1 for ratio in self.ratios):
             raise ConfigError("ratios must lie in (0, 1]", got=repr(self.ratios))
         if not all(abs(weight) < float("inf") for weight in self.weights):

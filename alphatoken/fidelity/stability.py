@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, require_choice
 from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
     DTYPES,
@@ -113,11 +113,8 @@ class Options:
                 got=repr(self.uncertain),
                 why="it is the share of resamples that may reverse a sure decision",
             )
-        unknown = [name for name in self.precisions if name not in DTYPES]
-        if unknown:
-            raise ConfigError(
-                "unknown precision", got=repr(unknown[0]), remedy=f"one of {', '.join(DTYPES)}"
-            )
+        for name in self.precisions:
+            require_choice("precisions", name, DTYPES)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

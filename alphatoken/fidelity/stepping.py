@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.errors import ConfigError, NumericalError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
@@ -44,8 +44,7 @@ def make_optimizer(
         ),
         "adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.0, weight_decay=weight_decay),
     }
-    if name not in made:
-        raise ConfigError("unknown optimizer", got=repr(name), remedy=f"one of {', '.join(made)}")
+    require_choice("optimizer", name, made)
     return made[name]()
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
+from alphatoken.errors import ConfigError, CoverageError, UnsupportedError, require_choice
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity import utility_figures as figures
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -98,10 +98,7 @@ class Options:
     def __post_init__(self) -> None:
         """Check every option."""
         for name, allowed in (("optimizer", OPTIMIZERS), ("normalization", _NORMALIZATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
+            require_choice(name, getattr(self, name), allowed)
         if not self.learning_rate > 0 or any(not size > 0 for size in self.step_sizes):
             raise ConfigError(
                 "step sizes must be positive", got=f"{self.learning_rate}, {self.step_sizes}"

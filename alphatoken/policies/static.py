@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.errors import ConfigError, DataError, InputError, NumericalError, require_choice
 from alphatoken.model.batch import (
     IGNORE,
     PreferenceBatch,
@@ -352,11 +352,8 @@ def keep_best(
         NumericalError: a score that is not finite.
         DataError: nothing is kept.
     """
-    if scope not in ("dataset", "sequence") or rounding not in ROUNDINGS:
-        raise InputError(
-            "a static selection has scope 'dataset' or 'sequence', rounding 'floor' or 'ceil'",
-            got=f"{scope!r}, {rounding!r}",
-        )
+    require_choice("scope", scope, ("dataset", "sequence"), InputError)
+    require_choice("rounding", rounding, ROUNDINGS, InputError)
     keep_count(ratio, 0)  # refuses a ratio outside (0, 1]
     if len(score) != table.tokens:
         raise InputError("one score a token", got=f"{len(score)} scores, {table.tokens} tokens")
