@@ -115,14 +115,7 @@ def require_choice(
     allowed: Iterable[object],
     error: type[AlphaTokenError] = ConfigError,
 ) -> None:
-    """Refuse an option whose value is none of its choices, in the same words everywhere.
-
-    Args:
-        name: of the option.
-        given: its value.
-        allowed: the choices.
-        error: what is raised.
-    """
+    """Raise ``error`` if the option's value is none of its choices; the same words everywhere."""
     choices = list(allowed)
     if given not in choices:
         raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(given))

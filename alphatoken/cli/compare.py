@@ -23,7 +23,9 @@ __all__ = ["CompareOptions", "parse", "run"]
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
 cell of the grid (method, mode, seed) is a process of its own; a cell that fails is a line in the
-table. The same command again goes on with what is missing."""
+table. The same command again goes on with what is missing.
+
+usage: alphatoken compare (--config GRID.yaml | --recipe NAME) [options] [options of the trainer]"""
 
 _MORE = """\
 output
@@ -43,9 +45,9 @@ explains the grid's file, evaluation by lm-eval, executed code and judges."""
 class _Running:
     """How to run."""
 
-    output_dir: str = option("runs/compare", "folder for cells and tables", metavar="DIR")
+    output_dir: str = option("runs/compare", "folder for cells and tables")
     processes: int = option(1, "cells at a time")
-    only: str = option("", "cells whose name contains it, and their needs", metavar="TEXT")
+    only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells and stop")
     report: bool = option(False, "write the tables of what is there, run nothing")
     allow_code_execution: bool = option(False, "execute generated code, sandboxed")
@@ -177,10 +179,10 @@ def _cell(path: Path, *, allow_code: bool) -> int:
     from transformers.utils import logging
 
     from alphatoken.compare.cell import run_cell
-    from alphatoken.compare.folder import locked
+    from alphatoken.compare.folder import try_lock
 
     logging.disable_progress_bar()
-    if locked(path / "lock") is None:
+    if try_lock(path / "lock") is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:
         run_cell(

@@ -28,7 +28,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.cli.options import option
 from alphatoken.errors import ConfigError
@@ -51,16 +51,12 @@ _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 class _What:
     """What to compare."""
 
-    config: str | None = option(None, "YAML file of a whole grid", metavar="FILE")
-    recipe: str | None = option(
-        None, "recipe of sft or dpo that every cell trains with", metavar="NAME"
-    )
-    policies: list[str] | None = option(
-        None, "methods; 'all' (default) for all of them", metavar="NAME"
-    )
-    modes: list[str] | None = option(None, "default: both", choices=("native", "budget"))
-    tasks: list[str] | None = option(None, "of the file; default: all of them", metavar="NAME")
-    seeds: list[int] | None = option(None, "default: 0 1 2", metavar="SEED")
+    config: str | None = option(None, "YAML file of a whole grid")
+    recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
+    policies: list[str] | None = option(None, "methods; 'all' (default) for all of them")
+    modes: list[Literal["native", "budget"]] | None = option(None, "default: both")
+    tasks: list[str] | None = option(None, "of the file; default: all of them")
+    seeds: list[int] | None = option(None, "default: 0 1 2")
     keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")
 
 
@@ -68,20 +64,14 @@ class _What:
 class _Rows:
     """Model and rows, instead of the file's."""
 
-    model_name_or_path: str | None = option(None, metavar="PATH")
-    train_file: str | None = option(None, metavar="FILE")
-    validation_file: str | None = option(
-        None, "rows that values are measured against", metavar="FILE"
-    )
-    target_file: str | None = option(None, "held-out rows: the target loss", metavar="FILE")
-    retention_file: str | None = option(None, "rows that must not be forgotten", metavar="FILE")
-    evaluate: list[str] | None = option(
-        None, "lm-eval tasks as target (name:metric)", metavar="TASK"
-    )
-    evaluate_retention: list[str] | None = option(
-        None, "lm-eval tasks as retention", metavar="TASK"
-    )
-    task_path: str | None = option(None, "YAML files of local lm-eval tasks", metavar="FOLDER")
+    model_name_or_path: str | None = option(None)
+    train_file: str | None = option(None)
+    validation_file: str | None = option(None, "rows that values are measured against")
+    target_file: str | None = option(None, "held-out rows: the target loss")
+    retention_file: str | None = option(None, "rows that must not be forgotten")
+    evaluate: list[str] | None = option(None, "lm-eval tasks as target (name:metric)")
+    evaluate_retention: list[str] | None = option(None, "lm-eval tasks as retention")
+    task_path: str | None = option(None, "YAML files of local lm-eval tasks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from alphatoken.cli.common import (
-    ESTIMATORS,
-    LAYERS,
+    EarlierOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
     TrainingRowOptions,
+    ValuationOptions,
 )
 from alphatoken.cli.diagnose import ALL
 from alphatoken.cli.options import (
@@ -45,7 +45,10 @@ Writes to the folder given with --output_dir:
   run.json{pad}   what the numbers depend on; --resume compares it
 
 Exit status: 0 done, 1 a diagnostic of "all" could not run or a file could not be written, 2 wrong
-arguments or input, 130 interrupted."""
+arguments or input, 130 interrupted.
+
+usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
+           (--validation_file FILE | --validation_rows N) [options]"""
 
 _ROWS = """\
 rows
@@ -59,15 +62,11 @@ rows
 class _Subject:
     """What to diagnose."""
 
-    reference: str | None = option(
-        None, "the model before fine-tuning (default: the model is it)", metavar="PATH"
-    )
-    train_file: str = option(help="rows whose tokens are valued", metavar="FILE")
-    validation_file: str | None = option(None, "rows that define the objective", metavar="FILE")
+    reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
+    train_file: str = option(help="rows whose tokens are valued")
+    validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(
-        None,
-        "draw N rows of --validation_file (default: at most 32), or else of the training rows",
-        least=1,
+        None, "drawn from --validation_file (default: at most 32), or the training rows", least=1
     )
     retention: list[str] = option(
         [],
@@ -76,21 +75,8 @@ class _Subject:
         metavar="[NAME=]FILE",
         append=True,
     )
-    fisher_file: str | None = option(
-        None, "Fisher of the reference (default: one is fitted)", metavar="FILE"
-    )
-    output_dir: str = option(help="folder for the results", metavar="DIR")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Valuation:
-    """The run that is diagnosed."""
-
-    estimator: str = option("alphatoken", "of token values", choices=ESTIMATORS)
-    layers: str = option("3", LAYERS, metavar="K")
-    window: int | None = option(32, "causal window in tokens, or none", metavar="W")
-    stability_weight: float = option(1.5, "of stability in the total", metavar="LAMBDA")
-    ratio: float = option(0.5, "share to keep", metavar="RHO")
+    fisher_file: str | None = option(None, "Fisher of the reference (default: one is fitted)")
+    output_dir: str = option(help="folder for the results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,47 +84,25 @@ class _Work:
     """How much work."""
 
     tokens: int = option(Subject.tokens, "most response tokens that are valued", least=1)
-    oracle_tokens: int = option(
-        Subject.oracle_tokens, "most tokens sent one by one through the slow oracle", least=1
-    )
-    fisher_samples: int = option(
-        Subject.fisher_samples, "samples of a Fisher that is fitted here", least=1
-    )
+    oracle_tokens: int = option(Subject.oracle_tokens, "most tokens sent one by one", least=1)
+    fisher_samples: int = option(Subject.fisher_samples, "of a Fisher fitted here", least=1)
     tuning_steps: int = option(
-        Subject.tuning_steps,
-        "steps of the fine-tuning that stands in for a missing reference",
-        least=1,
+        Subject.tuning_steps, "of the fine-tuning that stands in for a missing reference", least=1
     )
-    tuning_rate: float = option(Subject.tuning_rate, "its learning rate (AdamW)", metavar="RATE")
-    train_rows: int = option(
-        500, "training rows drawn for all of this (default: at most 500)", least=1
-    )
-    retention_rows: int = option(
-        32, "rows drawn of each retention set (default: at most 32)", least=1
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """How to write."""
-
-    resume: bool = option(
-        False, "keep what is finished in --output_dir, run the rest", either="earlier"
-    )
-    overwrite_output: bool = option(
-        False, "replace an earlier run in --output_dir", either="earlier"
-    )
+    tuning_rate: float = option(Subject.tuning_rate, "its learning rate (AdamW)")
+    train_rows: int = option(500, "most training rows drawn for all of this", least=1)
+    retention_rows: int = option(32, "most rows drawn of each retention set", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions(
     ModelOptions,
     _Subject,
-    _Valuation,
+    ValuationOptions,
     _Work,
     ReadingOptions,
     TrainingRowOptions,
-    _Output,
+    EarlierOptions,
     RunningOptions,
 ):
     """What all diagnostics share."""
@@ -204,9 +168,6 @@ def build_parser(
     """
     parser = CommandParser(
         f"diagnose {name}",
-        usage=f"alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE "
-        "--output_dir DIR\n"
-        "           (--validation_file FILE | --validation_rows N) [options]",
         description=_description(name, entries),
         epilog=_ROWS,
         allow_abbrev=False,
@@ -235,7 +196,7 @@ def build_parser(
         # One that all diagnostics have already gets the diagnostic's name before it.
         taken = f"--{one.name}" in parser._option_string_actions
         flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
-        add_option(own, one, kinds[one.name], flag, argparse.SUPPRESS, f"{_OWN}{one.name}")
+        add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
 
 

@@ -17,7 +17,7 @@ import torch
 
 from alphatoken.cli.diagnose_options import DiagnoseOptions, Request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.cli.folder import collected_warnings, read_manifest, same_settings
+from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
@@ -140,22 +140,7 @@ def _check_out(path: Path, options: DiagnoseOptions) -> None:
             got=str(error),
             remedy="give another --output_dir",
         ) from error
-    if (path / _MANIFEST).exists():
-        if not (options.resume or options.overwrite_output):
-            raise ConfigError(
-                "the output folder holds an earlier run",
-                got=str(path),
-                remedy="--resume to continue it or to add to it, --overwrite_output to replace it, "
-                "or another --output_dir",
-            )
-        return
-    foreign = [entry.name for entry in DIAGNOSTICS if (path / entry.name).exists()]
-    if foreign:
-        raise ConfigError(
-            "the output folder holds something else",
-            got=str(path / foreign[0]),
-            remedy="give another --output_dir",
-        )
+    refuse_foreign(path / _MANIFEST, options, [path / entry.name for entry in DIAGNOSTICS])
 
 
 # --- the folder -----------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from torch import nn
 from alphatoken import FisherDrift, ScorerConfig
 from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.folder import examples_digest, file_digest
-from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.notes import about_encoding, about_pools
+from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
 from alphatoken.data import (
     EncodeOptions,
     Example,
     Fields,
     Pools,
     Row,
-    encode_rows,
     read_rows,
     split_pools,
 )
@@ -221,7 +221,7 @@ def _read(
     )
     kept = {id(row) for row in pools.fisher}
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
-    notes += _about_pools(pools)
+    notes += about_pools(pools.counts)
     train = _drawn(
         pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
     )
@@ -239,19 +239,6 @@ def _drawn(
     return [rows[index] for index in chosen]
 
 
-def _about_pools(pools: Pools) -> list[str]:
-    said = {
-        "removed_same_as_validation": "training rows repeat a validation row or prompt",
-        "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
-        "fisher_removed_same_as_validation": "retention rows repeat a validation row or prompt",
-    }
-    return [
-        f"{pools.counts[key]} {what} and were removed."
-        for key, what in said.items()
-        if pools.counts[key]
-    ]
-
-
 class _Encoder:
     """Rows to examples, with a sentence on each loss."""
 
@@ -263,25 +250,8 @@ class _Encoder:
         self._options = replace(self._options, on_empty="skip")
 
     def __call__(self, rows: Sequence[Row], what: str) -> list[Example]:
-        examples, report = encode_rows(rows, self._tokenizer, self._options)
-        if not examples:
-            raise DataError(
-                f"no {what} row is left",
-                got=f"{len(rows)} rows, {report.skipped_long} too long, "
-                f"{report.skipped_empty} without response within the length",
-                remedy="look at --max_length, --on_long and --on_empty, or give other rows",
-            )
-        for count, said in (
-            (report.truncated_rows, f"were cut ({report.truncated_tokens} tokens)"),
-            (report.skipped_long, "were skipped"),
-        ):
-            if count:
-                self._notes.append(f"{count} {what} rows are longer than allowed and {said}.")
-        if report.skipped_empty:
-            self._notes.append(
-                f"{report.skipped_empty} {what} rows have no response within the length and were "
-                "skipped."
-            )
+        examples, report = encode_some(rows, self._tokenizer, self._options, what)
+        self._notes += about_encoding(what, report)
         return examples
 
 

@@ -19,7 +19,10 @@ __all__ = ["MergeOptions", "run"]
 
 _ABOUT = """\
 Write theta = (1 - alpha) theta_before + alpha theta_after (WiSE-FT) as a model folder, for one
-alpha or several. Arithmetic is float32; alpha 0 and 1 give the two models to the bit."""
+alpha or several. Arithmetic is float32; alpha 0 and 1 give the two models to the bit.
+
+usage: alphatoken merge --before FOLDER (--after FOLDER | --adapter FOLDER) --output_dir FOLDER
+           [options]"""
 
 _MORE = """\
 LoRA
@@ -44,28 +47,18 @@ examples
 class MergeOptions:
     """What to merge, and how."""
 
-    before: str = option(help="model that training started from", metavar="FOLDER")
-    after: str | None = option(
-        None, "trained model", metavar="FOLDER", either="trained", required=True
-    )
+    before: str = option(help="model that training started from")
+    after: str | None = option(None, "trained model", either="trained", required=True)
     adapter: str | None = option(
-        None,
-        "LoRA adapter trained on --before",
-        metavar="FOLDER",
-        either="trained",
-        required=True,
+        None, "LoRA adapter trained on --before", either="trained", required=True
     )
     alpha: list[float] = option([0.5], "in [0, 1] (default 0.5)")
-    output_dir: str = option(help="to be written; must not exist", metavar="FOLDER")
-    fisher_before: str | None = option(None, "Fisher of --before", metavar="FILE")
-    fisher_after: str | None = option(None, "Fisher of --after", metavar="FILE")
+    output_dir: str = option(help="to be written; must not exist")
+    fisher_before: str | None = option(None, "Fisher of --before")
+    fisher_after: str | None = option(None, "Fisher of --after")
     fisher_floor: float = option(1e-8, "least entry")
-    target_file: str | None = option(
-        None, "rows that training was for: measured on each", metavar="FILE"
-    )
-    retention_file: str | None = option(
-        None, "rows that must not be forgotten: likewise", metavar="FILE"
-    )
+    target_file: str | None = option(None, "rows that training was for: measured on each")
+    retention_file: str | None = option(None, "rows that must not be forgotten: likewise")
     max_length: int | None = option(None, "cut measured rows to N tokens")
     traceback: bool = option(False, "show the whole traceback of an error")
 

@@ -1,9 +1,9 @@
 """Options of a command as a dataclass: one field is one flag, with its type, default and help.
 
 A field's type says how its value is written: a number or a text; ``tuple[...]``: several with
-commas between them; ``list[...]``: several words; ``... | None``: "none" too; ``bool``: a flag
-without a value, which ``no_`` before its name takes back where it is the default. The ``metadata``
-hold what transformers' ``HfArgumentParser`` reads there as well (``help``, ``choices``), and what
+commas between them; ``list[...]``: several words; ``Literal[...]``: one of these; ``... | None``:
+"none" too; ``bool``: a flag without a value, which ``--no_NAME`` takes back where it is the
+default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and what
 :func:`option` lists. The bases of a dataclass are the groups of its help, in their order. Nothing
 here imports torch or transformers: ``--help`` is quick.
 """
@@ -15,15 +15,16 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from alphatoken.errors import ConfigError
 
 __all__ = [
     "CommandParser",
     "Kind",
+    "add_option",
     "add_options",
     "default_of",
     "kinds_of",
@@ -33,9 +34,8 @@ __all__ = [
     "shown",
 ]
 
-_BOOLEANS = dict.fromkeys(("true", "yes", "1"), True) | dict.fromkeys(("false", "no", "0"), False)
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-_METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
 
 T = TypeVar("T")
 
@@ -46,10 +46,10 @@ def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     Args:
         default: of the field.
         help: what the option does; its default is added.
-        **more: ``choices`` that a value must be one of; ``metavar`` that stands for it in the help;
-            ``least`` number; ``append``, where the flag may be repeated; ``either``, a name that
-            options share of which one at most may be given; ``required`` with it, where one must
-            be.
+        **more: ``metavar`` that stands for a value in the help (the last word of the name, if left
+            out); ``least`` number; ``append``, where the flag
+            may be repeated; ``either``, a name that options share of which one at most may be
+            given, and with ``required`` in the first of them one must be.
     """
     metadata = {"help": help, **more}
     if isinstance(default, list):
@@ -66,12 +66,14 @@ class Kind:
         several: a tuple of them, with commas between them.
         optional: or None, written "none".
         listed: a list of them, one word each.
+        choices: which alone are allowed; empty for all.
     """
 
     base: type
     several: bool = False
     optional: bool = False
     listed: bool = False
+    choices: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
@@ -81,58 +83,46 @@ class Kind:
             TypeError: of a type whose values have no text. A programmer's mistake.
         """
         origin, inside = typing.get_origin(hint), typing.get_args(hint)
-        if origin in (typing.Union, types.UnionType):
-            some = [one for one in inside if one is not types.NoneType]
-            if len(some) == 1:
-                return replace(cls.of(some[0]), optional=True)
+        if origin in (typing.Union, types.UnionType) and inside[1:] == (types.NoneType,):
+            return replace(cls.of(inside[0]), optional=True)
         if origin is tuple and inside[1:] == (...,):
             return replace(cls.of(inside[0]), several=True)
         if origin is list:
             return replace(cls.of(inside[0]), listed=True)
+        if origin is Literal:
+            return cls(type(inside[0]), choices=inside)
         if hint not in _WORDS:
             raise TypeError(f"an option of type {hint!r} has no text")
         return cls(hint)
 
-    def read(self, text: str) -> Any:
+    def read(self, text: str, least: float | None = None) -> Any:
         """The value that ``text`` writes; of a list, one of its words.
 
         >>> Kind.of(tuple[float, ...]).read("0.1,1e-3")
         (0.1, 0.001)
 
         Raises:
-            argparse.ArgumentTypeError: it writes none of this kind.
+            argparse.ArgumentTypeError: it writes none of this kind, or less than ``least``.
         """
-        if self.optional and not self.listed and text.lower() == "none":
-            return None
+        if text.lower() == "none" and (self.optional or self.several) and not self.listed:
+            return None if self.optional else ()
+        parts = [text]
+        if self.several:
+            parts = [part.strip() for part in text.split(",") if text]
+        one: Callable[[str], Any] = _BOOLEANS.__getitem__ if self.base is bool else self.base
         try:
-            if self.several:
-                parts = [] if text.lower() in ("", "none") else text.split(",")
-                return tuple(self._one(part.strip()) for part in parts)
-            return self._one(text)
+            values = tuple(one(part) for part in parts)
         except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {self}") from None
-
-    def _one(self, text: str) -> Any:
-        return _BOOLEANS[text.lower()] if self.base is bool else self.base(text)
-
-    def __str__(self) -> str:
-        """What a value looks like."""
-        several = "; several with commas between them" if self.several else ""
-        return _WORDS[self.base] + several + (", or none" if self.optional else "")
-
-    @property
-    def metavar(self) -> str:
-        """What stands for a value in the help.
-
-        >>> Kind.of(tuple[int, ...]).metavar
-        'N,N,...'
-        """
-        letter = _METAVARS[self.base]
-        return f"{letter},{letter},..." if self.several else letter
+            several = "; several with commas between them" if self.several else ""
+            words = _WORDS[self.base] + several + (", or none" if self.optional else "")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
+        if least is not None and values[0] < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}: {text}")
+        return values if self.several else values[0]
 
 
 def kinds_of(options: type) -> dict[str, Kind]:
-    """The kind of each field, by name; see :class:`Kind` for what is refused."""
+    """The kind of each field, by name; see :meth:`Kind.of` for what is refused."""
     hints = typing.get_type_hints(options)
     return {one.name: Kind.of(hints[one.name]) for one in fields(options)}
 
@@ -157,44 +147,16 @@ def shown(value: Any) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The description stands first in the help; an error is one line, raised as ConfigError."""
+    """A description, which says the usage too, then the options; an error is one line."""
 
     def __init__(self, command: str, **more: Any) -> None:
-        super().__init__(
-            prog=f"alphatoken {command}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **more,
-        )
-
-    def format_help(self) -> str:
-        """Description, usage, groups, epilog."""
-        formatter = self._get_formatter()
-        formatter.add_text(self.description)
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        for group in self._action_groups:
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments(group._group_actions)
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        form = argparse.RawDescriptionHelpFormatter
+        more = {"usage": argparse.SUPPRESS, "formatter_class": form} | more
+        super().__init__(prog=f"alphatoken {command}", **more)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage of dozens of options."""
+        """Raise ConfigError instead of printing dozens of options."""
         raise ConfigError(message, remedy=f"{self.prog} --help")
-
-
-class _Switch(argparse.BooleanOptionalAction):
-    """``--NAME`` and ``--no_NAME``, with an underscore as all flags."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        both = [*option_strings, *(f"--no_{flag[2:]}" for flag in option_strings)]
-        argparse.Action.__init__(self, both, dest, nargs=0, **more)
-
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, not str(option_string).startswith("--no_"))
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
@@ -209,17 +171,17 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             continue
         title = inspect.cleandoc(base.__doc__ or "").partition("\n")[0].rstrip(".")
         group = parser.add_argument_group(title[:1].lower() + title[1:])
-        either: dict[str, Any] = {}
+        pairs: dict[str, Any] = {}
         for one in own:
-            shared = one.metadata.get("either")
-            if shared is not None and shared not in either:
+            shared = one.metadata.get("either", "")
+            if shared and shared not in pairs:
                 required = one.metadata.get("required", False)
-                either[shared] = group.add_mutually_exclusive_group(required=required)
-            add_option(either.get(str(shared), group), one, kinds[one.name], f"--{one.name}")
+                pairs[shared] = group.add_mutually_exclusive_group(required=required)
+            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{one.name}")
 
 
 def add_option(
-    group: Any, one: Field[Any], kind: Kind, flag: str, default: Any = MISSING, dest: str = ""
+    group: Any, one: Field[Any], kind: Kind, flag: str, dest: str = "", **more: Any
 ) -> None:
     """Give a group the flag of one field.
 
@@ -228,56 +190,35 @@ def add_option(
         one: the field.
         kind: its type.
         flag: by which it is given.
-        default: of the parser, where it is not the field's.
         dest: name of the value, where it is not the field's.
+        **more: of ``add_argument``, before what the field says.
     """
-    own = default_of(one)
-    default = own if default is MISSING else default
-    dest = dest or one.name
+    default, text = default_of(one), str(one.metadata.get("help", "")).replace("%", "%%")
+    more = {"dest": dest or one.name, "default": default, "help": text} | more
     if kind.base is bool:
-        action: Any = "store_true" if default is False else _Switch
-        text = _help(one, own)
-        group.add_argument(flag, dest=dest, action=action, default=default, help=text)
+        group.add_argument(flag, action="store_true", **more)
+        if more["default"] is not False:
+            more["help"] = f"not {flag}"
+            group.add_argument(f"--no_{flag[2:]}", action="store_false", **more)
         return
-    more: dict[str, Any] = {"dest": dest, "type": _reader(one, kind), "help": _help(one, own)}
-    more["metavar"] = one.metadata.get("metavar", kind.metavar)
-    if "choices" in one.metadata:
-        more |= {"choices": one.metadata["choices"]}
-        del more["metavar"]
+    if more["default"] is MISSING:
+        more |= {"default": None, "required": True}
+    elif default not in (None, "", []) and "default" not in text:
+        more["help"] = f"{text} (default {shown(default)})"
+    least = one.metadata.get("least")
+    more["type"] = lambda word: kind.read(word, least)
+    if kind.choices:
+        more["choices"] = kind.choices
+    else:
+        more["metavar"] = one.metadata.get("metavar", one.name.rpartition("_")[2].upper())
     if one.metadata.get("append"):
         more["action"] = "append"
     elif kind.listed:
         more["nargs"] = "+"
-    given = {"required": "either" not in one.metadata} if default is MISSING else {}
-    group.add_argument(flag, **more, **(given or {"default": default}))
+    group.add_argument(flag, **more)
 
 
-def _help(one: Field[Any], default: Any) -> str:
-    text = str(one.metadata.get("help", "")).replace("%", "%%")
-    said = default in (MISSING, None, "", [], ()) or isinstance(default, bool) or "default" in text
-    return text if said else f"{text} (default {shown(default)})".strip().replace("%", "%")
-
-
-def _reader(one: Field[Any], kind: Kind) -> Any:
-    least = one.metadata.get("least")
-    if least is None:
-        return kind.read
-
-    def read(text: str) -> Any:
-        value = kind.read(text)
-        if value is not None and value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}: {text}")
-        return value
-
-    return read
-
-
-def read_options(
-    command: str,
-    options: type[T],
-    words: Sequence[str],
-    **more: Any,
-) -> T:
+def read_options(command: str, options: type[T], words: Sequence[str], **more: Any) -> T:
     """The options of a command, read from its words.
 
     Args:

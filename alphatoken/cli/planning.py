@@ -306,13 +306,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"about {memory.total / gib:.3g} GiB a process at most, when {memory.peak}; valuation "
         f"keeps {memory.valuation / gib:.3g}",
     )
-    for name in (
-        "weights", "gradients", "optimizer", "reference", "fisher", "directions", "activations",
-        "validation", "valuing", "backward",
-    ):  # fmt: skip
+    for name, what in _HOLDS.items():
         value = getattr(memory, name)
         if value:
-            yield _line("", f"{value / gib:7.3f}  {_HOLDS[name]}")
+            yield _line("", f"{value / gib:7.3f}  {what}")
 
 
 _HOLDS = {

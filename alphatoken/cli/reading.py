@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from alphatoken.cli.common import ModelOptions, ReadingOptions, TrainingRowOptions
-from alphatoken.data import EncodeOptions, Fields, Row, read_rows
-from alphatoken.errors import ConfigError
+from alphatoken.data import (
+    EncodeOptions,
+    EncodeReport,
+    Example,
+    Fields,
+    Row,
+    encode_rows,
+    read_rows,
+)
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.loading import load_causal_model, load_tokenizer
 
-__all__ = ["encoding", "longest_allowed", "read_file", "read_model", "read_tokenizer"]
+__all__ = [
+    "encode_some",
+    "encoding",
+    "read_file",
+    "read_model",
+    "read_tokenizer",
+]
 
 
 def read_model(options: ModelOptions) -> nn.Module:
@@ -48,14 +63,22 @@ def read_file(
 
 
 def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
-    """How rows become tokens for a model; a command without an option takes its default.
+    """How rows become tokens: as long as the model allows, or shorter where that is asked for.
 
     Raises:
         ConfigError: sequences longer than the model allows.
     """
+    limit, asked = find_adapter(model).max_positions(), options.max_length
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            "--max_length is more than the model allows",
+            got=f"{asked}, limit {limit}",
+            why="positions past the limit have no meaning to the model",
+            remedy=f"at most --max_length {limit}",
+        )
     rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
     return EncodeOptions(
-        max_length=longest_allowed(model, options.max_length),
+        max_length=limit if asked is None else asked,
         on_long=rows.on_long,
         on_empty=rows.on_empty,
         turns=rows.turns,
@@ -64,18 +87,20 @@ def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
     )
 
 
-def longest_allowed(model: nn.Module, asked: int | None) -> int | None:
-    """``--max_length`` if given, else what the model allows, else None.
+def encode_some(
+    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions, what: str
+) -> tuple[list[Example], EncodeReport]:
+    """Rows to examples, of which there must be some.
 
     Raises:
-        ConfigError: more than the model allows.
+        DataError: none is left; the message says of what.
     """
-    limit = find_adapter(model).max_positions()
-    if asked is not None and limit is not None and asked > limit:
-        raise ConfigError(
-            "--max_length is more than the model allows",
-            got=f"{asked}, limit {limit}",
-            why="positions past the limit have no meaning to the model",
-            remedy=f"at most --max_length {limit}",
+    examples, report = encode_rows(rows, tokenizer, how)
+    if not examples:
+        raise DataError(
+            f"no {what} row is left",
+            got=f"{len(rows)} rows, {report.skipped_long} too long, "
+            f"{report.skipped_empty} without response within the length",
+            remedy="look at --max_length, --on_long and --on_empty, or give other rows",
         )
-    return limit if asked is None else asked
+    return examples, report

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Literal
 
 from alphatoken.cli.common import (
-    ESTIMATORS,
-    LAYERS,
+    EarlierOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
     TrainingRowOptions,
+    ValuationOptions,
 )
 from alphatoken.cli.options import option, read_options
 
@@ -21,7 +22,10 @@ __all__ = ["ScoreOptions", "run"]
 _ABOUT = """\
 Value every response token of a training file: how much training on it lowers the loss on the
 validation rows (adaptation), and how far it keeps the model near what it was (stability; needs a
-Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir."""
+Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir.
+
+usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR
+           (--validation_file FILE | --validation_rows N) [options]"""
 
 _MORE = """\
 data
@@ -54,48 +58,31 @@ examples
 class _Rows:
     """What to value."""
 
-    train_file: str = option(help="rows to value", metavar="FILE")
+    train_file: str = option(help="rows to value")
     validation_file: str | None = option(
-        None, "rows that define the objective", metavar="FILE", either="validation", required=True
+        None, "rows that define the objective", either="validation", required=True
     )
     validation_rows: int | None = option(
-        None, "draw them from the training rows", least=1, either="validation", required=True
+        None, "draw them from the training rows", least=1, either="validation"
     )
-    fisher_file: str | None = option(
-        None, "Fisher of the reference model; without it: no stability", metavar="FILE"
-    )
-    output_dir: str = option(help="folder for the results", metavar="DIR")
+    fisher_file: str | None = option(None, "of the reference model; without it: no stability")
+    output_dir: str = option(help="folder for the results")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Valuation:
-    """How to value."""
+class _Finer:
+    """How to value, further."""
 
-    estimator: str = option("alphatoken", "of token values", choices=ESTIMATORS)
-    layers: str = option("3", LAYERS, metavar="K")
-    parameters: str = option(
-        "linears",
-        "'all': embeddings, norms and head too (--estimator label only)",
-        choices=("linears", "all"),
+    parameters: Literal["linears", "all"] = option(
+        "linears", "'all': embeddings, norms and head too (--estimator label only)"
     )
-    window: int | None = option(32, "causal window in tokens, or none", metavar="W")
-    stability_weight: float = option(1.5, "of stability in the total", metavar="LAMBDA")
-    head_reduction: str = option(
-        "per_head", "attention weights in the causal part", choices=("per_head", "mean")
-    )
-    causal_position: str = option(
-        "label", "where the causal part of a token is taken", choices=("label", "context")
-    )
-    ratio: float = option(0.5, "share to keep", metavar="RHO")
-    scope: str = option(
-        "batch",
-        "rank tokens within a batch (the paper), a sequence, or all of them",
-        choices=("batch", "sequence", "dataset"),
+    head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
+    causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
+    scope: Literal["batch", "sequence", "dataset"] = option(
+        "batch", "rank tokens within a batch (the paper), a sequence, or all of them"
     )
     verify: int | None = option(
-        None,
-        "certify N tokens against the slow oracle; exit status 2 where a number is off",
-        least=1,
+        None, "certify so many tokens by the slow oracle; exit status 2 if a number is off", least=1
     )
 
 
@@ -103,16 +90,12 @@ class _Valuation:
 class _Output:
     """How to write."""
 
-    format: str | None = option(
-        None, "default: parquet if pyarrow is installed", choices=("parquet", "jsonl")
+    format: Literal["parquet", "jsonl"] | None = option(
+        None, "default: parquet if pyarrow is there"
     )
     shard_size: int = option(64, "rows a file", least=1)
     report_rows: int = option(40, "rows shown", least=1)
-    report: bool = option(True, "write an HTML report")
-    resume: bool = option(False, "continue an interrupted run", either="earlier")
-    overwrite_output: bool = option(
-        False, "replace an earlier run in --output_dir", either="earlier"
-    )
+    report: bool = option(True, "write an HTML report (default)")
     offload: bool = option(
         False, "leave the Fisher on disk and read it one matrix at a time; the same values"
     )
@@ -120,7 +103,15 @@ class _Output:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(
-    ModelOptions, _Rows, _Valuation, ReadingOptions, TrainingRowOptions, _Output, RunningOptions
+    ModelOptions,
+    _Rows,
+    ValuationOptions,
+    _Finer,
+    ReadingOptions,
+    TrainingRowOptions,
+    _Output,
+    EarlierOptions,
+    RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told."""
 
@@ -131,14 +122,6 @@ def run(words: Sequence[str]) -> int:
     Raises:
         AlphaTokenError: wrong arguments or input, with what and where.
     """
-    options = read_options(
-        "score",
-        ScoreOptions,
-        words,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR\n"
-        "           (--validation_file FILE | --validation_rows N) [options]",
-    )
+    options = read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
     import_module("alphatoken.cli.score_run").run(options)
     return 0

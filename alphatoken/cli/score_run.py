@@ -20,18 +20,17 @@ from alphatoken.cli.folder import (
     examples_digest,
     file_digest,
     read_manifest,
+    refuse_foreign,
     same_settings,
 )
 from alphatoken.cli.notes import balance_by_layer, write_notes
-from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.data import (
-    EncodeOptions,
     EncodeReport,
     Example,
     Pools,
     batches,
-    encode_rows,
     split_pools,
     token_texts,
 )
@@ -176,23 +175,10 @@ def _read(options: ScoreOptions) -> Job:
     )
     model = read_model(options)
     how = encoding(options, model)
-    train, train_report = _encode(pools.train, tokenizer, how, "training")
-    validation, validation_report = _encode(pools.validation, tokenizer, how, "validation")
+    train, train_report = encode_some(pools.train, tokenizer, how, "training")
+    validation, validation_report = encode_some(pools.validation, tokenizer, how, "validation")
     encoded = {"train": train_report, "validation": validation_report}
     return Job(model, tokenizer, fisher, pools, train, validation, encoded, how.max_length)
-
-
-def _encode(
-    rows: Sequence[Any], tokenizer: Any, how: EncodeOptions, what: str
-) -> tuple[list[Example], EncodeReport]:
-    examples, report = encode_rows(rows, tokenizer, how)
-    if not examples:
-        raise DataError(
-            f"no {what} row is left",
-            got=f"{len(rows)} rows, {report.skipped_long} too long, {report.skipped_empty} empty",
-            remedy="look at --max_length, --on_long and --on_empty",
-        )
-    return examples, report
 
 
 def _settings(options: ScoreOptions, config: ScorerConfig, kind: str, job: Job) -> dict[str, Any]:
@@ -226,25 +212,14 @@ def _settings(options: ScoreOptions, config: ScorerConfig, kind: str, job: Job) 
 def _open(folder: Path, settings: dict[str, Any], options: ScoreOptions) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     manifest = folder / "run.json"
+    refuse_foreign(manifest, options, [folder / "values"])
     if options.overwrite_output and manifest.exists():
         manifest.unlink()
         shutil.rmtree(folder / "values", ignore_errors=True)
         for name in ("summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
     if manifest.exists():
-        if not options.resume:
-            raise ConfigError(
-                "the output folder holds an earlier run",
-                got=str(folder),
-                remedy="--resume to continue it, --overwrite_output to replace it, or another "
-                "--output_dir",
-            )
         same_settings(read_manifest(manifest)["settings"], settings)
-    elif (folder / "values").exists():
-        raise ConfigError(
-            "the output folder holds something else", got=str(folder / "values"),
-            remedy="give another --output_dir",
-        )  # fmt: skip
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from alphatoken.compare.evaluate import measure
-from alphatoken.compare.folder import CellFolder, alone, read_json
+from alphatoken.compare.folder import CellFolder, exclusive_lock, read_json
 from alphatoken.compare.grid import Measures
 from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
@@ -88,7 +88,7 @@ def _train(
     """The trained model, its tokenizer, and what training cost."""
     by_name = spec["resolved"].get("policy") not in TRAINER_POLICIES
     # Static passes of one policy in two cells would write the same files.
-    with alone(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
+    with exclusive_lock(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
         begun = time.perf_counter()
         trainer = build(spec["command"], spec["resolved"])
         setup = time.perf_counter() - begun

@@ -23,7 +23,7 @@ from torch import nn
 
 from alphatoken.compare.generation import answers, prompt_ids
 from alphatoken.data import read_records
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, require_choice
 from alphatoken.support.storage import write_json
 
 __all__ = [
@@ -123,8 +123,7 @@ def make_judge(settings: Mapping[str, Any]) -> Judge:
     kinds: dict[str, Any] = {"likelihood": LikelihoodJudge.load, "endpoint": EndpointJudge}
     own = dict(settings)
     kind = own.pop("kind", None)
-    if kind not in kinds:
-        raise ConfigError("unknown kind of judge", got=repr(kind), remedy=" or ".join(kinds))
+    require_choice("the kind of judge", kind, kinds)
     try:
         judge: Judge = kinds[kind](**own)
     except TypeError as error:

@@ -147,11 +147,11 @@ def cost_table(lines: Sequence[Line]) -> str:
         [
             f"`{line.policy}`",
             line.mode,
-            _figure(line, "time", 1),
+            _figure(line, "time", ".1f"),
             _part(line, "scoring_time"),
             _part(line, "direction_time"),
-            _figure(line, "setup_time", 1),
-            _scaled(line, "peak_memory", 1e6),
+            _figure(line, "setup_time", ".1f"),
+            _figure(line, "peak_memory", ",.0f", unit=1e6),
         ]
         for line in lines
     ]
@@ -160,7 +160,7 @@ def cost_table(lines: Sequence[Line]) -> str:
 
 def _part(line: Line, key: str) -> str:
     """Seconds of a part of training; a dash where there is none."""
-    return _figure(line, key, 1) if (line.mean(key) or 0.0) >= 0.05 else "–"
+    return _figure(line, key, ".1f") if (line.mean(key) or 0.0) >= 0.05 else "–"
 
 
 def ablation_table(lines: Sequence[Line], variants: Mapping[str, Sequence[str]]) -> str:
@@ -220,21 +220,14 @@ def _score_columns(lines: Sequence[Line]) -> list[str]:
     return list(dict.fromkeys(sorted(names, key=lambda n: not n.startswith("retention/"))))
 
 
-def _figure(line: Line, key: str, digits: int = 3) -> str:
-    found = line.values(key)
-    if not found:
-        return "–"
-    digits = 2 if "/" in key or key.endswith("accuracy") else digits
-    mean = f"{statistics.fmean(found):.{digits}f}"
-    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):.{digits}f}"
-
-
-def _scaled(line: Line, key: str, unit: float) -> str:
+def _figure(line: Line, key: str, form: str = ".3f", unit: float = 1.0) -> str:
+    """Mean over the seeds, and their standard deviation where there are several."""
     found = [value / unit for value in line.values(key)]
     if not found:
         return "–"
-    mean = f"{statistics.fmean(found):,.0f}"
-    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):,.0f}"
+    form = ".2f" if "/" in key or key.endswith("accuracy") else form
+    mean = f"{statistics.fmean(found):{form}}"
+    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):{form}}"
 
 
 def _seeds(line: Line) -> str:

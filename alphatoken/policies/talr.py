@@ -69,7 +69,7 @@ class TALR(TokenPolicy):
     ) -> None:
         super().__init__(settings)
         if isinstance(tau, str):
-            require_choice("tau", tau, (*_TAUS, "a number above 0"))
+            require_choice("tau", tau, _TAUS)
         elif not tau > 0:
             raise ConfigError("tau must be above 0", got=repr(tau))
         if not 0 <= w_min <= 1:

@@ -13,17 +13,9 @@ __all__ = ["refuse_first"]
 def refuse_first(
     bad: Bool[Tensor, "b t"], values: Shaped[Tensor, "b t"], what: str, *, why: str, remedy: str
 ) -> None:
-    """Raise if a number of a batch is bad; the message names the first one.
+    """Raise NumericalError for the first number of a batch that is ``bad``, by row and token.
 
-    Args:
-        bad: True where a number is refused.
-        values: the numbers.
-        what: is wrong; why it matters; what helps: as in :class:`AlphaTokenError`.
-        why: see there.
-        remedy: see there.
-
-    Raises:
-        NumericalError: with the number, its row and its token.
+    ``what`` is wrong, ``why`` and ``remedy`` are as in :class:`AlphaTokenError`.
     """
     if bool(bad.any()):
         row, index = bad.nonzero()[0].tolist()

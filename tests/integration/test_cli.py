@@ -327,7 +327,8 @@ def test_a_real_signal_leaves_whole_files(
     command = [
         sys.executable, "-m", "alphatoken.cli", "score",
         "--model_name_or_path", str(world / "moved"),
-        "--train_file", str(train), "--validation_file", str(world / "validation.jsonl"), "--output_dir", str(out),
+        "--train_file", str(train), "--validation_file", str(world / "validation.jsonl"),
+        "--output_dir", str(out),
         "--batch_size", "2", "--shard_size", "4", "--no_report", "--format", "jsonl",
     ]  # fmt: skip
     process = subprocess.Popen(
@@ -511,10 +512,12 @@ def test_missing_extra_is_said_before_the_work(
     package: str,
     more: tuple[str, ...],
 ) -> None:
-    from alphatoken.cli import score
+    from alphatoken.cli import score_run
 
-    find = score.find_spec
-    monkeypatch.setattr(score, "find_spec", lambda name: None if name == package else find(name))
+    find = score_run.find_spec
+    monkeypatch.setattr(
+        score_run, "find_spec", lambda name: None if name == package else find(name)
+    )
     assert world.score(tmp_path / "out", *more) == 2
     assert f"pip install {package}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
