@@ -532,7 +532,7 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
     prompts = [tokenizer(prompt)["input_ids"] for prompt in found]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = fit_fisher(reference, prompts, samples=4, max_new_tokens=5, progress=False)
-    fitted = build_trainer(read_arguments(command, words, kind), trainer)[0]._fisher
+    fitted = build_trainer(read_arguments(command, words, kind), trainer)[0].rows.fisher
     assert fitted.fisher.keys() == expected.fisher.keys()
     assert all(torch.equal(fitted.fisher[name], F) for name, F in expected.fisher.items())
 

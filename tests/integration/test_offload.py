@@ -104,7 +104,7 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
             tiny.model(), args=args, train_dataset=tiny.sft_rows(),
             validation_dataset=tiny.sft_rows(12, seed=1), processing_class=tiny.tokenizer(),
         )  # fmt: skip
-        assert trainer._fisher.streamed == offload
+        assert trainer.rows.fisher.streamed == offload
         trainer.train()
         found.append((tiny.weights(trainer.model), trainer.state.log_history))
     (one, logs), (two, others) = found

@@ -392,23 +392,22 @@ def _listen(trainer: Any, seen: Seen) -> None:
     """Put ears on the trainer; none changes what it does."""
     from transformers import TrainerCallback
 
-    compute, record, build = trainer.compute_loss, trainer._record, trainer._build_valuation
+    compute, records, weigher = trainer.compute_loss, trainer.records, trainer.weigher
+    record, build = records.micro_batch, getattr(weigher, "_build", None)
 
     def heard_loss(model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
         _of_step(seen.micro, trainer.state.global_step).append(documents_of(inputs))
         return compute(model, inputs, *args, **more)
 
-    def heard_record(
-        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor, *rest: Any
-    ) -> None:
-        step = trainer.state.global_step
+    def heard_record(batch: Any, scored: Any, weights: Tensor, *rest: Any) -> None:
+        step, mask = trainer.state.global_step, batch.mask
         found: dict[str, Tensor] = {}
         if scored is not None:
             parts = {} if scored.values is None else scored.values.components()
             found = {n: v[mask].double() for n, v in {"total": scored.totals, **parts}.items()}
         _of_step(seen.values, step).append(found)
         _of_step(seen.weights, step).append(weights[mask].double())
-        record(inputs, mask, num_items, scored, weights, *rest)
+        record(batch, scored, weights, *rest)
 
     def heard_build() -> Any:
         valuation = build()
@@ -426,8 +425,10 @@ def _listen(trainer: Any, seen: Seen) -> None:
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             seen.parameters.append(_flat(trainer.model, lambda p: p.detach()))
 
-    trainer.compute_loss, trainer._record = heard_loss, heard_record
-    trainer._build_valuation, trainer._write_results = heard_build, lambda: None
+    trainer.compute_loss, records.micro_batch = heard_loss, heard_record
+    records.write_results = lambda: None
+    if build is not None:
+        weigher._build = heard_build
     trainer.add_callback(Ears())
 
 
@@ -466,8 +467,8 @@ def _read_ledger(trainer: Any, seen: Seen) -> None:
 def _tell(trainer: Any, seen: Seen) -> None:
     """What the reference is told: micro-batches, and the rows that a step was measured against."""
     asked = seen.asked
-    pool = None if trainer._valuation is None else trainer.valuation.pool
-    rows = trainer._validation_rows
+    pool = trainer.valuation.pool if getattr(trainer.weigher, "built", False) else None
+    rows = trainer.rows.validation
 
     def documents(chosen: Sequence[int]) -> Micro:
         return validation_documents([trainer.row_batch([rows[i] for i in chosen])])
