@@ -151,8 +151,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, command: str, **more: Any) -> None:
         form = argparse.RawDescriptionHelpFormatter
-        more = {"usage": argparse.SUPPRESS, "formatter_class": form} | more
-        super().__init__(prog=f"alphatoken {command}", **more)
+        super().__init__(
+            prog=f"alphatoken {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing dozens of options."""

@@ -84,11 +84,6 @@ class Line:
         found = self.values(key)
         return statistics.fmean(found) if found else None
 
-    @property
-    def title(self) -> str:
-        """As the tables name it."""
-        return self.policy
-
 
 def lines_of(found: Sequence[Record], task: str) -> list[Line]:
     """A task's lines in the grid's order."""

@@ -172,11 +172,6 @@ class TIDPO(PreferencePolicy):
         """W itself."""
         return self.scores(batch)
 
-    @property
-    def own_forwards(self) -> bool:
-        """Whether ``loss`` reaches the model through more than ``log_probs``."""
-        return bool(self.tdpo_alpha or self.triplet_gamma)
-
     def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
         """Mean over pairs; differentiable in ``log_probs``, and in the model's own parameters.
 
