@@ -69,7 +69,7 @@ class ReadingOptions:
     messages_column: str | None = option(None, "of the chat")
     limit: int | None = option(None, "most rows that are read", least=1)
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
-    chat_template: bool = option(True, "write chats with the tokenizer's template (default)")
+    chat_template: bool = option(True, "write chats with the tokenizer's template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class TrainingRowOptions:
     on_empty: Literal["error", "skip"] = option("error", "rows without response")
     on_leak: Literal["remove", "error"] = option("remove", "rows that repeat held-out ones")
     turns: Literal["all", "last"] = option("all", "assistant turns to value")
-    end_token: bool = option(True, "plain format: end each response with it (default)")
+    end_token: bool = option(True, "plain format: end each response with it")
 
 
 @dataclass(frozen=True, kw_only=True)

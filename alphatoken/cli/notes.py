@@ -78,20 +78,14 @@ def about_pools(counts: Mapping[str, int]) -> list[str]:
 
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
     """What was cut or skipped of the rows called ``name``, in sentences."""
-    notes = []
-    if report.truncated_rows:
-        notes.append(
-            f"{report.truncated_rows} {name} rows are longer than allowed and were cut "
-            f"({report.truncated_tokens} tokens)."
-        )
-    if report.skipped_long:
-        notes.append(f"{report.skipped_long} {name} rows are longer than allowed and were skipped.")
-    if report.skipped_empty:
-        notes.append(
-            f"{report.skipped_empty} {name} rows have no response within the length "
-            "and were skipped."
-        )
-    return notes
+    lost = {
+        f"are longer than allowed and were cut ({report.truncated_tokens} tokens)": (
+            report.truncated_rows
+        ),
+        "are longer than allowed and were skipped": report.skipped_long,
+        "have no response within the length and were skipped": report.skipped_empty,
+    }
+    return [f"{count} {name} rows {what}." for what, count in lost.items() if count]
 
 
 def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:

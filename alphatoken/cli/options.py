@@ -95,7 +95,7 @@ class Kind:
             raise TypeError(f"an option of type {hint!r} has no text")
         return cls(hint)
 
-    def read(self, text: str, least: float | None = None) -> Any:
+    def read(self, text: str, least: int | None = None) -> Any:
         """The value that ``text`` writes; of a list, one of its words.
 
         >>> Kind.of(tuple[float, ...]).read("0.1,1e-3")
@@ -197,7 +197,8 @@ def add_option(
     default, text = default_of(one), str(one.metadata.get("help", "")).replace("%", "%%")
     more = {"dest": dest or one.name, "default": default, "help": text} | more
     if kind.base is bool:
-        group.add_argument(flag, action="store_true", **more)
+        said = f"{text} (default)" if default else text
+        group.add_argument(flag, action="store_true", **(more | {"help": said}))
         if more["default"] is not False:
             more["help"] = f"not {flag}"
             group.add_argument(f"--no_{flag[2:]}", action="store_false", **more)

@@ -95,7 +95,7 @@ class _Output:
     )
     shard_size: int = option(64, "rows a file", least=1)
     report_rows: int = option(40, "rows shown", least=1)
-    report: bool = option(True, "write an HTML report (default)")
+    report: bool = option(True, "write an HTML report")
     offload: bool = option(
         False, "leave the Fisher on disk and read it one matrix at a time; the same values"
     )

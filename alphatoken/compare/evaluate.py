@@ -59,16 +59,10 @@ def read_examples(
     """
     records = enumerate(read_records(path))
     rows = [text_or_row(record, i, place, Fields()) for i, (place, record) in records]
-    return _encoded(rows, tokenizer, max_length, chat, str(path))
-
-
-def _encoded(
-    rows: Sequence[Row], tokenizer: Any, max_length: int | None, chat: bool, place: str
-) -> list[Example]:
     options = EncodeOptions(max_length=max_length, on_empty="skip", chat_template=chat)
     examples, _ = encode_rows(rows, tokenizer, options)
     if not examples:
-        raise DataError("no row has a response to measure", got=place)
+        raise DataError("no row has a response to measure", got=str(path))
     return examples
 
 

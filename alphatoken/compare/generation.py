@@ -55,12 +55,7 @@ def answers(
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=new,
                 do_sample=False,
-                pad_token_id=_pad(tokenizer),
+                pad_token_id=tokenizer.pad_token_id or 0,  # asked for, though nothing is padded
             )
             written.append(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
     return written
-
-
-def _pad(tokenizer: Any) -> int:
-    """Never seen: one row has no padding; transformers asks for one."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)

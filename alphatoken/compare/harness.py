@@ -53,7 +53,8 @@ def task_scores(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    wanted = dict(_split(task) for task in tasks)
+    parts = (task.partition(":") for task in tasks)
+    wanted = {name: metric or None for name, _, metric in parts}
     manager = _manager(TaskManager, include_path, list(wanted))
     try:
         with evaluation_mode(model):
@@ -90,11 +91,6 @@ def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
             remedy="task_path: FOLDER with its YAML file",
         )
     return manager
-
-
-def _split(task: str) -> tuple[str, str | None]:
-    name, _, metric = task.partition(":")
-    return name, metric or None
 
 
 def _score(name: str, metric: str | None, results: Mapping[str, Mapping[str, Any]]) -> float:

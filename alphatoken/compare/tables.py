@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from alphatoken.compare.folder import Status
@@ -91,11 +92,8 @@ def lines_of(found: Sequence[Record], task: str) -> list[Line]:
     for record in found:
         if record["task"] == task:
             groups.setdefault((record["policy"], record["mode"]), []).append(record)
-    return [Line(*key, tuple(sorted(part, key=_seed))) for key, part in groups.items()]
-
-
-def _seed(record: Record) -> int:
-    return int(record["seed"])
+    by_seed = itemgetter("seed")
+    return [Line(*key, tuple(sorted(part, key=by_seed))) for key, part in groups.items()]
 
 
 # --- tables -------------------------------------------------------------------------------------

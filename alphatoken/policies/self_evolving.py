@@ -14,16 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.policies.standard import Standard
 from alphatoken.policies.static import keep_best, model_losses
 from alphatoken.policies.static_mask import GivenTable
 from alphatoken.policies.trained_weights import load_copy, save_weights, weights_folder
 from alphatoken.support.storage import weights_digest, write_json
-from alphatoken.train.policy import PolicyBatch, PolicyStage, TokenPolicy
+from alphatoken.train.policy import PolicyStage
 from alphatoken.train.token_table import TokenTable, rows_fingerprint
 
 __all__ = ["Round", "RoundsBefore", "excess_losses", "self_evolving"]
@@ -263,16 +264,6 @@ class RoundsBefore:
         )
 
 
-class _AllTokens(TokenPolicy):
-    """Round 0: weights of 1, so that it is counted like the others."""
-
-    name: ClassVar[str] = "all-tokens"
-    static = True
-
-    def native_weights(self, batch: PolicyBatch) -> Tensor:
-        return batch.mask.to(batch.log_probs.dtype)
-
-
 def _train_copy(
     stage: PolicyStage, before: Path | None, rows: Rows, table: TokenTable | None, folder: Path
 ) -> None:
@@ -287,7 +278,7 @@ def _train_copy(
     trained = stage.train(
         rows, {},
         model=None if before is None else load_copy(stage, before),
-        policy=_AllTokens() if table is None else GivenTable(table),
+        policy=Standard() if table is None else GivenTable(table),
         record=record,
     )  # fmt: skip
     save_weights(trained, folder)

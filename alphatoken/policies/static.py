@@ -241,17 +241,14 @@ class _Pass:
         if not bool(mask.any()):
             return
         measured = self.measure(self.model, inputs, labels)
-        forward = {name: _array(measured[name]) for name in self.columns}
+        forward: dict[str, Array] = {
+            name: measured[name].detach().cpu().flatten().numpy() for name in self.columns
+        }
         for document in split_batch(inputs, mask):
             row = int(document.places[0]) // mask.shape[1] % len(rows)
             columns = {name: array[document.places] for name, array in forward.items()}
             _require_finite(columns, numbers[row], document)
             yield (numbers[row], document.branch), document, columns
-
-
-def _array(numbers: Tensor) -> Array:
-    found: Array = numbers.detach().cpu().flatten().numpy()
-    return found
 
 
 def _require_finite(columns: Mapping[str, Array], row: int, document: Document) -> None:

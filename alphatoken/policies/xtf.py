@@ -96,9 +96,8 @@ class XTF(StaticMask):
         floor: float = 0.05,
     ) -> None:
         super().__init__(settings)
-        for name in filters:
-            require_choice("filters of XTF", name, FILTERS)
         for name, given, allowed in (
+            *(("filters", one, FILTERS) for one in filters),
             ("heads", heads, HEADS),
             ("queries", queries, QUERIES),
             ("distance", distance, DISTANCES),

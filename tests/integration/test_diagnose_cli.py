@@ -249,7 +249,7 @@ def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         read_options("told", Told, ["--help"], description="First.")
     text = capsys.readouterr().out
-    assert text.startswith("First.\n\nusage: alphatoken told ")
+    assert text.startswith("First.\n\noptions:\n")
     assert "\nwhat is told:\n" in text
     assert "not --kept" in text
     assert "one of two (default a)" in text
