@@ -608,12 +608,13 @@ def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
 
 def _compare_draw(seen: Seen, replay: Replay, step: int, rounded: float) -> None:
     """A draw keeps as many tokens as it may, and each at one over its chance."""
-    told, drawn = replay.told.micro[step], seen.weights[step]
-    for micro, weights, chosen in zip(told, drawn, replay.steps[step].chosen, strict=True):
+    drawn = seen.weights[step]
+    for weights, chosen in zip(drawn, replay.steps[step].chosen, strict=True):
         kept = weights > 0
         close(weights[kept], chosen[kept], chosen[kept], rounded, name="drawn weights")
-        for pool in replay.pools(micro):
-            assert int(kept[pool].sum()) == math.ceil(replay.ratio(step) * len(pool))
+    for group in replay.groups(step):
+        count = sum(float(drawn[i][t]) > 0 for i, t in group)
+        assert count == math.ceil(replay.ratio(step) * len(group))
 
 
 def _compare_values(seen: Seen, step: int, expected: Any) -> None:

@@ -551,6 +551,16 @@ class Replay:
             [i for i, label in enumerate(labels) if label == one] for one in dict.fromkeys(labels)
         ]
 
+    def groups(self, step: int) -> list[list[tuple[int, int]]]:
+        """(micro-batch, token) of the tokens of one step that are ranked together."""
+        pools = [self.pools(micro) for micro in self.told.micro[step]]
+        if self.asked.keep_scope == "global":
+            return [
+                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
+                for number in range(len(pools[0]))
+            ]
+        return [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
+
     def ranked(self, micro: Micro, totals: Tensor) -> Tensor:
         """What tokens are ranked by: their values, or the mean value of their response."""
         if self.asked.value_unit == "token":
@@ -563,14 +573,7 @@ class Replay:
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
-        pools = [self.pools(m) for m in micro]
-        groups = [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
-        if self.asked.keep_scope == "global":
-            groups = [
-                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
-                for number in range(len(pools[0]))
-            ]
-        for group in groups:
+        for group in self.groups(step):
             values = [float(ranked[i][t]) for i, t in group]
             if self.asked.interaction_weight:
                 places = [t for _, t in group]

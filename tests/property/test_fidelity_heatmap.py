@@ -425,7 +425,7 @@ def test_what_cannot_be_shown_is_refused(options: dict, said: str):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ConfigError, match="comparison"):
+    with pytest.raises(ConfigError, match="against"):
         heatmap.Options(against="gradients")
     with pytest.raises(ConfigError, match="examples"):
         heatmap.Options(examples=0)
