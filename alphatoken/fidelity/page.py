@@ -154,44 +154,29 @@ def _columns(table: Table) -> Iterator[page.Column]:
     """
     rows = table.rows[:MOST_ROWS]
     cells = {name: [row[place] for row in rows] for place, name in enumerate(table.columns)}
-    estimates = [name for name in cells if all(part in cells for part in _parts(name))]
-    inside = {part for name in estimates for part in _parts(name)}
-    differing = [cells[_parts(name)[2]] for name in estimates if _several(cells[_parts(name)[2]])]
-    alone = all(counts == differing[0] for counts in differing)
+    # As ``Table.of`` names the columns that belong to an estimate.
+    parts = {name: [f"{name}_low", f"{name}_high", f"{name}_n"] for name in cells}
+    estimates = {
+        name: [cells.pop(part) for part in own]
+        for name, own in parts.items()
+        if all(part in cells for part in own)
+    }
+    differing = [counts for *_, counts in estimates.values() if len({*counts} - {None}) > 1]
     said: list[list[Cell]] = []
-    for name in table.columns:
-        if name in inside:
-            continue
+    for name, own in cells.items():
+        heading = name.replace("_", " ")
         if name not in estimates:
-            numeric = not any(isinstance(cell, (str, bool)) for cell in cells[name])
-            yield page.Column(
-                _heading(name),
-                [cell_text(cell) for cell in cells[name]],
-                "number" if numeric else "words",
-            )
+            words = any(isinstance(cell, (str, bool)) for cell in own)
+            yield page.Column(heading, list(map(cell_text, own)), "words" if words else "number")
             continue
-        low, high, count = (cells[part] for part in _parts(name))
-        shown = [interval(*three) for three in zip(cells[name], low, high, strict=True)]
-        if not _several(count):
-            known = [cell for cell in count if cell is not None][:1]
-            more = "".join(f", n\u00a0=\u00a0{cell_text(cell)}" for cell in known)
-            yield page.Column(_heading(name) + more, shown)
+        low, high, counts = estimates[name]
+        shown = [interval(*three) for three in zip(own, low, high, strict=True)]
+        if counts not in differing:
+            more = "".join(f", n\u00a0=\u00a0{cell_text(count)}" for count in {*counts} - {None})
+            yield page.Column(heading + more, shown)
             continue
-        yield page.Column(_heading(name), shown)
-        if count not in said:
-            said.append(count)
-            heading = "n" if alone else f"{_heading(name)}, n"
-            yield page.Column(heading, [cell_text(cell) for cell in count])
-
-
-def _parts(name: str) -> list[str]:
-    """The columns that belong to an estimate, as ``Table.of`` names them."""
-    return [f"{name}_low", f"{name}_high", f"{name}_n"]
-
-
-def _several(counts: Sequence[Cell]) -> bool:
-    return len({count for count in counts if count is not None}) > 1
-
-
-def _heading(name: str) -> str:
-    return name.replace("_", " ")
+        yield page.Column(heading, shown)
+        if counts not in said:
+            said.append(counts)
+            shared = all(counts == others for others in differing)
+            yield page.Column("n" if shared else f"{heading}, n", list(map(cell_text, counts)))

@@ -46,7 +46,7 @@ def _row(text: ValuedText, most: int, legend: str) -> str:
         _panel(text, panel, most, whole=place == 0) for place, panel in enumerate(text.panels)
     )
     return (
-        f'<section class="example paper" style="background:#fff;color:#111">'
+        '<section class="example paper" style="background:#fff;color:#111">'
         f'<h4>{escape(text.place)}</h4>{legend}{cut}<div class="panels">{panels}</div></section>'
     )
 
