@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.compare_grid import GridOptions, GridRequest, read_grid
+from alphatoken.cli.compare_grid import GridOptions, read_grid
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import AlphaTokenError, ConfigError
 
 if TYPE_CHECKING:
     from alphatoken.compare.folder import Status
-    from alphatoken.compare.grid import Cell
+    from alphatoken.compare.grid import Cell, Grid
 
 __all__ = ["CompareOptions", "parse", "run"]
 
@@ -75,15 +75,15 @@ def run(words: Sequence[str]) -> int:
     from alphatoken.compare.folder import GridFolder
     from alphatoken.compare.grid import all_cells
 
-    request = read_grid(options, more)
-    cells = all_cells(request.grid)
+    grid = read_grid(options, more)
+    cells = all_cells(grid)
     folder = GridFolder(Path(options.output_dir))
     if options.dry_run:
         return _show(cells, folder)
     if not options.report:
         _check_files(cells)
         _run(options, cells, folder)
-    return _report(request, cells, folder)
+    return _report(grid, cells, folder)
 
 
 def parse(words: Sequence[str]) -> tuple[CompareOptions, list[str]]:
@@ -152,11 +152,11 @@ def _only(cells: Sequence[Cell], text: str) -> list[Cell]:
     return [cell for cell in cells if cell.name in wanted]
 
 
-def _report(request: GridRequest, cells: Sequence[Cell], folder: Any) -> int:
+def _report(grid: Grid, cells: Sequence[Cell], folder: Any) -> int:
     from alphatoken.compare.page import collect, write_results
 
     found = collect(cells, folder)
-    page = write_results(request.grid, found, folder.path, variants=request.variants)
+    page = write_results(grid, found, folder.path, variants=grid.variants)
     done = sum(record["status"] == "done" for record in found)
     print(f"{done} of {len(found)} cells have a result: {page}")
     for name, status in folder.status(cells).items():

@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from alphatoken.compare.grid import Grid, Measures, TaskSpec
     from alphatoken.compare.methods import Method
 
-__all__ = ["GridOptions", "GridRequest", "read_grid"]
+__all__ = ["GridOptions", "read_grid"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -79,20 +79,7 @@ class GridOptions(_What, _Rows):
     """What of a grid the command line may say."""
 
 
-@dataclass(frozen=True)
-class GridRequest:
-    """A grid, and which of its methods are variants of one another.
-
-    Attributes:
-        grid: what is compared.
-        variants: axis -> names of methods, for the ablation table.
-    """
-
-    grid: Grid
-    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
-def read_grid(options: GridOptions, more: Sequence[str]) -> GridRequest:
+def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
     """The grid of a command line.
 
     Args:
@@ -115,7 +102,7 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> GridRequest:
         for name, given in named.items()
         if name in (options.tasks or named)
     )
-    grid = Grid(
+    return Grid(
         tasks=tasks,
         methods=_methods(content, options.policies),
         seeds=tuple(options.seeds or content.get("seeds", (0, 1, 2))),
@@ -125,8 +112,8 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> GridRequest:
         ),
         references=_references(content, options, extra),
         about=str(content.get("about", "")),
+        variants=dict(content.get("ablation") or {}),
     )
-    return GridRequest(grid, dict(content.get("ablation") or {}))
 
 
 def _ratio(value: Any) -> float:

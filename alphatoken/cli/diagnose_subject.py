@@ -10,11 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken import FisherDrift, ScorerConfig
+from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.folder import examples_digest, file_digest
 from alphatoken.cli.notes import about_encoding, about_pools
-from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.reading import (
+    encode_some,
+    encoding,
+    read_file,
+    read_model,
+    read_tokenizer,
+    scorer_config,
+)
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -26,7 +33,6 @@ from alphatoken.data import (
 )
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.subject import Subject
-from alphatoken.model.layer_choice import read_layers
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import weights_digest
 
@@ -118,7 +124,7 @@ def check_files(options: DiagnoseOptions) -> None:
             "rows",
         )
     keep_count(options.ratio, 1)  # its own error
-    _config(options)
+    scorer_config(options)
     named = [("training", options.train_file), ("validation", options.validation_file)]
     named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
     named.append(("Fisher", options.fisher_file))
@@ -133,7 +139,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    config = _config(options)
+    config = scorer_config(options)
     tokenizer = read_tokenizer(options)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention)
@@ -174,15 +180,6 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         names={key: name for key, name in names.items() if name is not None},
     )
     return Prepared(subject, _settings(subject, options), tuple(notes))
-
-
-def _config(options: DiagnoseOptions) -> ScorerConfig:
-    return ScorerConfig(
-        estimator=options.estimator,
-        layers=read_layers(options.layers, "--layers"),
-        window=options.window,
-        stability_weight=options.stability_weight,
-    )
 
 
 # --- rows -----------------------------------------------------------------------------------------

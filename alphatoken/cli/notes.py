@@ -64,12 +64,12 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     return notes
 
 
-def about_pools(counts: Mapping[str, int]) -> list[str]:
-    """What was removed so that pools share nothing, in sentences."""
+def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list[str]:
+    """What was removed so that pools share nothing, in sentences; ``held`` is the Fisher's pool."""
     removed = {
         "removed_same_as_validation": "training rows repeat a validation row or prompt",
         "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
-        "fisher_removed_same_as_validation": "retention rows repeat a validation row or prompt",
+        "fisher_removed_same_as_validation": f"{held} repeat a validation row or prompt",
     }
     return [
         f"{counts[key]} {what} and were removed." for key, what in removed.items() if counts[key]

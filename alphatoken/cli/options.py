@@ -116,7 +116,7 @@ class Kind:
             several = "; several with commas between them" if self.several else ""
             words = _WORDS[self.base] + several + (", or none" if self.optional else "")
             raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
-        if least is not None and values[0] < least:
+        if least is not None and any(value < least for value in values):
             raise argparse.ArgumentTypeError(f"must be at least {least}: {text}")
         return values if self.several else values[0]
 

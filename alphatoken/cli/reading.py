@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken.cli.common import ModelOptions, ReadingOptions, TrainingRowOptions
+from alphatoken.cli.common import (
+    ModelOptions,
+    ReadingOptions,
+    TrainingRowOptions,
+    ValuationOptions,
+)
+from alphatoken.config import ScorerConfig
 from alphatoken.data import (
     EncodeOptions,
     EncodeReport,
@@ -18,6 +24,7 @@ from alphatoken.data import (
     read_rows,
 )
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.loading import load_causal_model, load_tokenizer
 
@@ -27,6 +34,7 @@ __all__ = [
     "read_file",
     "read_model",
     "read_tokenizer",
+    "scorer_config",
 ]
 
 
@@ -84,6 +92,21 @@ def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
         turns=rows.turns,
         chat_template=options.chat_template,
         end_token=rows.end_token,
+    )
+
+
+def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
+    """What to compute; ``more`` are options of the scorer that one command only has.
+
+    Raises:
+        ConfigError: options without a meaning.
+    """
+    return ScorerConfig(
+        estimator=options.estimator,
+        layers=read_layers(options.layers, "--layers"),
+        window=options.window,
+        stability_weight=options.stability_weight,
+        **more,
     )
 
 

@@ -24,7 +24,14 @@ from alphatoken.cli.folder import (
     same_settings,
 )
 from alphatoken.cli.notes import balance_by_layer, write_notes
-from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.reading import (
+    encode_some,
+    encoding,
+    read_file,
+    read_model,
+    read_tokenizer,
+    scorer_config,
+)
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.data import (
     EncodeReport,
@@ -36,7 +43,6 @@ from alphatoken.data import (
 )
 from alphatoken.errors import ConfigError, DataError, ModelError
 from alphatoken.fidelity.certificate import Certificate
-from alphatoken.model.layer_choice import read_layers
 from alphatoken.report import (
     COMPONENTS,
     ScoredExample,
@@ -144,11 +150,8 @@ def _kind(options: ScoreOptions) -> str:
 
 
 def _config(options: ScoreOptions) -> ScorerConfig:
-    return ScorerConfig(
-        estimator=options.estimator,
-        layers=read_layers(options.layers, "--layers"),
-        window=options.window,
-        stability_weight=options.stability_weight,
+    return scorer_config(
+        options,
         head_reduction=options.head_reduction,
         causal_position=options.causal_position,
         parameters=options.parameters,

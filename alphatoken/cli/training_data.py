@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
+from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
 from alphatoken.data.split import check_draw
@@ -219,14 +220,9 @@ def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]
 
 
 def _pool_notes(counts: Mapping[str, int]) -> list[str]:
-    texts = {
+    drawn = {
         "drawn_validation": "rows drawn for validation and not trained on.",
         "drawn_fisher": "prompts drawn for the Fisher and not trained on.",
-        "removed_same_as_validation": "training rows removed: they repeat a validation row or "
-        "its prompt.",
-        "removed_same_as_fisher": "training rows removed: they repeat a Fisher prompt or a "
-        "retention row.",
-        "fisher_removed_same_as_validation": "Fisher prompts removed: they repeat a validation "
-        "row or its prompt.",
     }
-    return [f"{counts[name]} {text}" for name, text in texts.items() if counts.get(name)]
+    said = [f"{counts[name]} {text}" for name, text in drawn.items() if counts.get(name)]
+    return said + about_pools(counts, "Fisher prompts")

@@ -84,17 +84,17 @@ the paper's is of its scores. Lower is better.
 def write_report(words: Sequence[str], path: Path) -> None:
     """The page, its data and figures."""
     options, more = parse(words)
-    request = read_grid(options, more)
-    cells = all_cells(request.grid)
+    grid = read_grid(options, more)
+    cells = all_cells(grid)
     found = collect(cells, GridFolder(path))
     write_json(DOCS / "comparison.json", [rounded(record, _FIRST) for record in found])
-    text = [_introduction(options, request.grid, cells)]
+    text = [_introduction(options, grid, cells)]
     if CONCLUSIONS.exists():
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
     text += ["## Tables\n", READ]
-    figures = draw(request.grid, found, DOCS, "comparison")
-    text += sections(request.grid, found, request.variants, figures)
-    text += ["## Budgets\n", _budgets(found, request.grid.keep_ratio)]
+    figures = draw(grid, found, DOCS, "comparison")
+    text += sections(grid, found, grid.variants, figures)
+    text += ["## Budgets\n", _budgets(found, grid.keep_ratio)]
     page = "\n".join(text).rstrip() + "\n"
     (DOCS / "comparison.md").write_text(page, encoding="utf-8")
     done = sum(record["status"] == "done" for record in found)

@@ -248,7 +248,6 @@ PLACES: dict[str, str] = {
     "cli/training_rows.py:check_source": "two sources",
     "cli/training_rows.py:training_rows": "the plan says so in a note: a recipe names no rows",
     "cli/training_rows.py:source_rows": MACHINE,
-    "cli/training_rows.py:_item": ROWS,
     "cli/training_rows.py:usable": ROWS,
     "cli/training_rows.py:_some": ROWS,
     "cli/training_rows.py:_hub": MACHINE,
