@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from alphatoken.train.gate import TokenGate
-    from alphatoken.train.micro_batch import MicroBatch
+    from alphatoken.train.micro_batch import Carried, MicroBatch
     from alphatoken.train.policy import TokenPolicy
 
 __all__ = ["TokenTrainer"]
@@ -64,7 +64,9 @@ class TokenTrainer(Protocol):
     def check_policy(self, policy: TokenPolicy) -> None:
         """Refuse a policy that this kind of trainer cannot carry out with its options."""
 
-    def read_micro_batch(self, inputs: Mapping[str, Any], index: int = 0) -> MicroBatch:
+    def read_micro_batch(
+        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
+    ) -> MicroBatch:
         """Labels, mask and pools of a batch."""
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """What makes a transformers trainer one that weighs tokens: its hooks, and the parts behind them.
 
-``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides six of the trainer's hooks::
+``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides these of its hooks::
 
     __init__            the configuration as one of ours, then the parts of the run
     train               afterwards, values and a page about the run are written
-    get_batch_samples   reads every micro-batch of a step once, and lets the weigher plan the step
-    compute_loss        hands the micro-batch to the weigher, whose loss the trainer descends
+    get_batch_samples   lets the weigher plan the step, and puts the plan into each micro-batch
+    training_step       takes the plan out of the micro-batch
+    compute_loss        hands both to the weigher, whose loss the trainer descends
     _clip_grad_norm     tells the weigher by how much the step was cut
     log                 adds the run's statistics to the trainer's own
 
@@ -18,7 +19,6 @@ is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.micro_batch import CARRIED, MicroBatch
+from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
@@ -113,6 +113,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.add_callback(self.records.monitor)
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         self.rows = RunRows()
+        self._carried: Carried | None = None  # what the micro-batch in training_step came with
+        self._direct_calls = (-1, 0)  # step of the last direct call, and its number in that step
         if self._policy is None and options.policy == "all" and not options.needs_values:
             return
         self._refuse_virtual_tokens()
@@ -289,25 +291,59 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Micro-batches of one step, each with what was read and decided of it ahead."""
+        """Micro-batches of one step, each with its number and with what was decided of it ahead."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.weigher is None or not samples:
             return samples, num_items
+        # transformers sets it after this call, too late for what is decided ahead.
         self.current_gradient_accumulation_steps = len(samples)
-        batches = [self.read_micro_batch(sample, i) for i, sample in enumerate(samples)]
-        batches = [replace(batch, num_items=num_items) for batch in batches]
-        planned = [
-            replace(batch, plan=plan)
-            for batch, plan in zip(batches, self.weigher.plan(batches), strict=True)
+        plans = self.weigher.plan(samples, num_items)
+        carrying = [
+            {**sample, CARRIED: Carried(index, plan)}
+            for index, (sample, plan) in enumerate(zip(samples, plans, strict=True))
         ]
-        carried = [{**sample, CARRIED: b} for sample, b in zip(samples, planned, strict=True)]
-        return carried, num_items
+        return carrying, num_items
 
-    def read_micro_batch(self, inputs: Mapping[str, Any], index: int = 0) -> MicroBatch:
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; what the micro-batch carries is held ready for ``compute_loss``.
+
+        Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch without it.
+        """
+        if self.weigher is None or CARRIED not in inputs:
+            return super().training_step(model, inputs, *args, **kwargs)
+        self._carried = inputs[CARRIED]
+        inputs = {name: value for name, value in inputs.items() if name != CARRIED}
+        try:
+            return super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            self._carried = None
+
+    def read_micro_batch(
+        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
+    ) -> MicroBatch:
         """Labels, mask and pools of a batch."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
-        return MicroBatch(inputs, labels, mask, self.pools(len(mask)), self.loss_unit, index)
+        return MicroBatch(
+            inputs=inputs,
+            labels=labels,
+            mask=mask,
+            pools=self.pools(len(mask)),
+            unit_of=self.loss_unit,
+            index=carried.index,
+            num_items=num_items,
+            plan=carried.plan,
+        )
+
+    def _without_step(self) -> Carried:
+        """For a micro-batch that came without its step, from a training loop of the caller's own.
+
+        They are numbered from the last optimizer step on, so that no two share their random draws.
+        """
+        step, count = self._direct_calls
+        count = count + 1 if step == self.state.global_step else 0
+        self._direct_calls = self.state.global_step, count
+        return Carried(count)
 
     def compute_loss(
         self,
@@ -321,14 +357,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         Raises:
             NumericalError: the loss is not finite; the last checkpoint is as it was.
         """
-        carried = inputs.get(CARRIED)
-        inputs = {name: value for name, value in inputs.items() if name != CARRIED}
         if self.weigher is None or not self.model.training or return_outputs:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        batch = carried or self.read_micro_batch(inputs)
-        batch = replace(batch.with_inputs(inputs), num_items=num_items_in_batch)
+        carried = self._carried or self._without_step()
+        batch = self.read_micro_batch(inputs, carried, num_items_in_batch)
         return self.weigher.loss(model, batch)
 
     def _clip_grad_norm(self, model: Any) -> Any:

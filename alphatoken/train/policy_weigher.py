@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token, gated_loss, require_finite
 from alphatoken.train.host import TokenTrainer
-from alphatoken.train.micro_batch import MicroBatch, draw_seed, normalised
+from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
@@ -143,16 +143,19 @@ class PolicyWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
         """Kept tokens of the whole step, where they are known before the forward.
 
         Counted as the trainer counts ``num_items``: over the micro-batches, and over the processes
         under ``average_tokens_across_devices``.
         """
-        trainer, nothing = self._trainer, [_Plan()] * len(batches)
-        if self._divisor != "kept" or not batches or batches[0].num_items is None:
-            return nothing
-        seen = [self._seen(batch) for batch in batches]
+        trainer = self._trainer
+        if self._divisor != "kept" or num_items is None:
+            return [_Plan()] * len(samples)
+        seen = [
+            self._seen(trainer.read_micro_batch(sample, Carried(index), num_items))
+            for index, sample in enumerate(samples)
+        ]
         counts = [self.policy.kept_tokens(batch) for batch in seen]
         known = [count.double() for count in counts if count is not None]
         # One batch that cannot be counted leaves the step uncounted, on every process.
@@ -203,7 +206,7 @@ class PolicyWeigher:
         inputs, reference = self._trainer.reference_log_probs(batch.inputs)
         gate = TokenGate(model)
         with self._last_attention() as attention:
-            loss = gated_loss(self._trainer, gate, batch.with_inputs(inputs))
+            loss = gated_loss(self._trainer, gate, replace(batch, inputs=inputs))
         seen = self._seen_after(batch, gate, reference, attention)
         started = time.perf_counter()
         weights = policy.weights(seen)

@@ -75,7 +75,8 @@ def prepare_run_rows(
     if options.retention == "data" and stability:
         retention_rows = trainer.prepare_rows(retention, "retention")
     if options.retention in ("diagonal", "kronecker") and stability:
-        fisher = fisher or fit_or_load_fisher(trainer, fisher_dataset)
+        if fisher is None:
+            fisher = fit_or_load_fisher(trainer, fisher_dataset)
         if reference:  # whole weights, as they are before training
             limit = options.max_relative_drift
             fisher.check(adapter, list(reference), max_relative_drift=limit)
@@ -108,8 +109,8 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
     options = trainer.args
     rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
     by_token = options.fisher_labels == "token"
-    given = trainer.fisher_sequences if by_token else trainer.fisher_prompts
-    prompts = given(rows, options.fisher_samples)
+    sequences_of = trainer.fisher_sequences if by_token else trainer.fisher_prompts
+    prompts = sequences_of(rows, options.fisher_samples)
     if not prompts:
         raise ConfigError(
             "no row is left to fit the Fisher on",

@@ -19,7 +19,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,14 @@ from alphatoken.select.weights import token_weights
 from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
 from alphatoken.train.gate import TokenGate, by_token, gated_loss
 from alphatoken.train.host import TokenTrainer
-from alphatoken.train.micro_batch import MicroBatch, Scored, draw_seed, normalised, undivided
+from alphatoken.train.micro_batch import (
+    Carried,
+    MicroBatch,
+    Scored,
+    draw_seed,
+    normalised,
+    undivided,
+)
 from alphatoken.train.records import RunRecords
 from alphatoken.train.valuation import Valuation
 
@@ -79,11 +86,6 @@ class ValueWeigher:
         self._norm: Any = None  # of the last step's gradient, before it was cut; None for none
 
     @property
-    def built(self) -> bool:
-        """Whether the valuation exists already."""
-        return self._valuation is not None
-
-    @property
     def valuation(self) -> Valuation:
         """Built at the first training step, when model and optimizer are wrapped."""
         if self._valuation is None:
@@ -103,18 +105,31 @@ class ValueWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
         """What is decided for a whole step before its first training forward.
 
         Under a global threshold all micro-batches are scored and weighed here.
+
+        Args:
+            samples: batches of the step, as the collator made them.
+            num_items: transformers' count of the step's response tokens, or None.
         """
-        found = [_Plan()] * len(batches)
-        if self._options.keep_scope == "global" and batches:
-            found = self._weigh_globally(batches)
-        if self._options.kept_normalization == "kept":
-            share = self._kept_share(batches, [plan.weights for plan in found])
-            found = [_Plan(share, plan.weights, plan.scored, plan.extra) for plan in found]
-        return found
+        options, plans = self._options, [_Plan()] * len(samples)
+        thresholds_step = options.keep_scope == "global"
+        if thresholds_step:
+            samples = [self._trainer._prepare_inputs(sample) for sample in samples]
+        elif options.kept_normalization != "kept":
+            return plans
+        batches = [
+            self._trainer.read_micro_batch(sample, Carried(index), num_items)
+            for index, sample in enumerate(samples)
+        ]
+        if thresholds_step:
+            plans = self._weigh_globally(batches)
+        if options.kept_normalization == "kept":
+            share = self._kept_share(batches, [plan.weights for plan in plans])
+            plans = [replace(plan, kept_share=share) for plan in plans]
+        return plans
 
     def _begin(self) -> None:
         """Enter the current optimizer step: a new direction where one is due."""
@@ -139,13 +154,13 @@ class ValueWeigher:
         self._begin()
         plan = _plan_of(batch)
         if plan.weights is not None:
-            batch = batch.with_inputs({**batch.inputs, **plan.extra})
+            batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._weighted(model, batch, plan.scored, plan.weights)
         scored = self._known(batch)
         if self._must_score(scored, batch):
             if not needs_own_forward(self._trainer.accelerator, self._options):
                 return self._shared(model, batch)
-            batch = batch.with_inputs(self._trainer.own_inputs(batch.inputs))
+            batch = replace(batch, inputs=self._trainer.own_inputs(batch.inputs))
             scored = self._own_pass(batch)
         return self._weighted(model, batch, scored, self.choose(batch, scored))
 
@@ -350,20 +365,15 @@ class ValueWeigher:
         """Values of one micro-batch, and the inputs that scoring added to it."""
         if not self._must_score(None, batch):
             return None, {}
-        batch = batch.with_inputs(self._trainer._prepare_inputs(dict(batch.inputs)))
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)
-            scored = self._own_pass(batch.with_inputs(own))
+            scored = self._own_pass(replace(batch, inputs=own))
         return scored, {k: v for k, v in own.items() if k not in batch.inputs}
 
     def _choose_globally(
         self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
     ) -> list[Tensor]:
-        device = self._trainer.args.device
-        masks = [batch.mask.to(device) for batch in batches]
-        totals = [
-            self._ranked(batch, one).to(device) for batch, one in zip(batches, scores, strict=True)
-        ]
+        totals = [self._ranked(batch, one) for batch, one in zip(batches, scores, strict=True)]
         weights = [torch.zeros_like(total) for total in totals]
         for pool in range(len(batches[0].pools)):
             rows = [batch.pools[pool] for batch in batches]
@@ -371,7 +381,7 @@ class ValueWeigher:
             chosen = global_selection(
                 Ranks(self._trainer.accelerator),
                 [total[r] for total, r in zip(totals, rows, strict=True)],
-                [mask[r] for mask, r in zip(masks, rows, strict=True)],
+                [batch.mask[r] for batch, r in zip(batches, rows, strict=True)],
                 partial(self._weigh, generator=torch.Generator().manual_seed(seed)),
             )
             for weight, part, r in zip(weights, chosen, rows, strict=True):
