@@ -351,11 +351,12 @@ class CheckpointMixin(_Base):
                 differ; names each.
         """
         self.remove_callback(RunCheckpoints)
-        found = RunCheckpoints(self, self.run_identity() if self.args.should_save else None)
-        found.begin(resume_from_checkpoint, allow_changed)
-        self._checkpoints = found
-        self.add_callback(found)
-        path = None if found.resuming is None else str(found.resuming)
+        identity = self.run_identity() if self.args.should_save else None
+        run_checkpoints = RunCheckpoints(self, identity)
+        run_checkpoints.begin(resume_from_checkpoint, allow_changed)
+        self._checkpoints = run_checkpoints
+        self.add_callback(run_checkpoints)
+        path = None if run_checkpoints.resuming is None else str(run_checkpoints.resuming)
         return super().train(path, trial, ignore_keys_for_eval)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -104,8 +104,8 @@ class TokenGate:
     def coefficients(self, loss: Tensor) -> Tensor:
         """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
         assert self._leaf is not None
-        found = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(self._leaf) if found is None else found
+        gradient = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
+        return torch.zeros_like(self._leaf) if gradient is None else gradient
 
     def surrogate(self, loss: Tensor, coefficients: Tensor, weights: Tensor) -> Tensor:
         """Value of ``loss``, gradient of ``sum w c lp`` (plus that of router losses).

@@ -51,16 +51,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        found = asdict(self)
+        values = asdict(self)
         memory = self.memory
-        found["memory"] |= {
+        values["memory"] |= {
             "total": memory.total,
             "valuation": memory.valuation,
             "peak": memory.peak,
             "moments": memory.moments,
         }
-        found["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
-        return found
+        values["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
+        return values
 
 
 def make_plan(

@@ -72,8 +72,8 @@ def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[
         ids[i, :n] = torch.as_tensor(row["input_ids"])
         labels[i, :n] = torch.as_tensor(row["labels"])
         attention[i, :n] = 1
-    found = {"input_ids": ids, "attention_mask": attention, "labels": labels}
-    return {name: tensor.to(device) for name, tensor in found.items()}
+    batch = {"input_ids": ids, "attention_mask": attention, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 class LabelledRows(AlphaTrainerMixin):
@@ -102,7 +102,7 @@ class LabelledRows(AlphaTrainerMixin):
         Raises:
             ConfigError: the rows are packed.
         """
-        found = []
+        sequences = []
         for row in islice(rows, samples):
             if len(row.get("seq_lengths") or ()) > 1:
                 raise ConfigError(
@@ -110,8 +110,8 @@ class LabelledRows(AlphaTrainerMixin):
                     why="a document would be read after another one",
                     remedy="fisher_dataset=..., whose rows are never packed",
                 )
-            found.append({"labels": row["input_ids"], **row})
-        return self.row_batch(found) if found else []
+            sequences.append({"labels": row["input_ids"], **row})
+        return self.row_batch(sequences) if sequences else []
 
 
 def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -120,15 +120,15 @@ def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]
     Raises:
         InputError: none has.
     """
-    kept = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
-    if not kept:
+    usable = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
+    if not usable:
         raise InputError(
             f"no row of the {name} dataset has a response token",
             got=f"{len(rows)} rows",
             why="there is no objective to value tokens against",
             remedy="check the prompt/completion split and max_length",
         )
-    return kept
+    return usable
 
 
 class AlphaSFTTrainer(LabelledRows, SFTTrainer):
