@@ -149,21 +149,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
     loss, margins and metrics are TRL's own.
 
-    Args:
-        *args: as for TRL's ``DPOTrainer``. ``args`` is an ``AlphaDPOConfig``, or whatever TRL takes
-            there (a ``DPOConfig``, None) or ``TrainingArguments``, with our options' defaults.
-        validation_dataset: preference pairs; the objective is DPO's own gradient on them.
-        retention_dataset: pairs for ``retention="data"``.
-        fisher: of the warm-started model; None fits one and caches it.
-        fisher_dataset: pairs on whose prompts it is fitted; they should be trained on nowhere.
-            None takes the prompts of the training pairs.
-        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
-        **kwargs: as for TRL's ``DPOTrainer``.
-
-    Raises:
-        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` may be an ``AlphaDPOConfig``, a
+    ``DPOConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
+    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the
+    validation objective is DPO's own gradient on them, and the Fisher is of the warm-started model.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
@@ -236,9 +226,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             assert recording.log_probs is not None
             return extended, by_token(recording.log_probs)
         if type(policy).loss is not TokenPolicy.loss:
-            zeros = torch.zeros(
-                len(extended["input_ids"]) // 2, device=extended["input_ids"].device
-            )
+            ids = extended["input_ids"]
+            zeros = torch.zeros(len(ids) // 2, device=ids.device)
             extended.update(dict.fromkeys(_REFERENCE, zeros))
         return extended, None
 

@@ -59,15 +59,20 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     """Token valuation and selection for a trainer; see the module's text.
 
     Args:
-        *args: as for the trainer below.
+        *args: as for the trainer below in the bases. Its ``args`` may be a configuration of ours,
+            or whatever that trainer takes there; our options then have their defaults.
         validation_dataset: rows that training should serve.
         retention_dataset: rows for ``retention="data"``.
         fisher: of the reference model; None fits one and caches it.
-        fisher_dataset: rows on whose prompts it is fitted. None takes the training rows.
+        fisher_dataset: rows on whose prompts it is fitted; they should be trained on nowhere. None
+            takes the training rows.
         policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
         policy_reference: second model for policies that score with one, in place of
             ``policy_reference`` of the options.
-        **kwargs: as for the trainer below.
+        **kwargs: as for the trainer below in the bases.
+
+    Raises:
+        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
     """
 
     # Of the trainers' own classes, which type each of these differently.
@@ -80,11 +85,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     optimizer: Any
 
     BASE: ClassVar[type[Any]]
-    """The trainer below."""
+    """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
-    """Our configuration of it."""
+    """Our configuration of that trainer."""
     BASE_CONFIG: ClassVar[type[Any]]
-    """Its own configuration."""
+    """The configuration that the trainer itself takes."""
 
     def __init__(
         self,
@@ -113,17 +118,19 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.add_callback(self.records.monitor)
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         self.rows = RunRows()
-        self._carried: Carried | None = None  # what the micro-batch in training_step came with
-        self._direct_calls = (-1, 0)  # step of the last direct call, and its number in that step
+        # What the micro-batch that is in ``training_step`` just now came with; None outside it.
+        self._carried: Carried | None = None
+        # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
+        self._direct_calls = (-1, 0)
         if self._policy is None and options.policy == "all" and not options.needs_values:
             return
         self._refuse_virtual_tokens()
-        have = Given(
+        handed_over = Given(
             validation=validation_dataset is not None,
             retention=retention_dataset is not None,
             second_model=policy_reference is not None,
         )
-        check_run(self.model, self.accelerator, options, self._policy, have)
+        check_run(self.model, self.accelerator, options, self._policy, handed_over)
         if self._policy is not None:
             self.weigher = PolicyWeigher(
                 self, self.records, self._policy, validation_dataset, policy_reference
@@ -295,7 +302,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.weigher is None or not samples:
             return samples, num_items
-        # transformers sets it after this call, too late for what is decided ahead.
+        # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
         plans = self.weigher.plan(samples, num_items)
         carrying = [
@@ -305,9 +312,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return carrying, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; what the micro-batch carries is held ready for ``compute_loss``.
+        """As in transformers; what the micro-batch carries is taken out for ``compute_loss``.
 
-        Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch without it.
+        Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
         """
         if self.weigher is None or CARRIED not in inputs:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -338,7 +345,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def _without_step(self) -> Carried:
         """For a micro-batch that came without its step, from a training loop of the caller's own.
 
-        They are numbered from the last optimizer step on, so that no two share their random draws.
+        Such micro-batches are counted from the last optimizer step on, so that no two share their
+        random draws.
         """
         step, count = self._direct_calls
         count = count + 1 if step == self.state.global_step else 0
@@ -366,7 +374,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return self.weigher.loss(model, batch)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; the weigher hears of the norm."""
+        """As in transformers; a weigher of values is handed the norm before the cut."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.gradient_cut(norm)

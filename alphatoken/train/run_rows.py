@@ -70,14 +70,14 @@ def prepare_run_rows(
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
-    stability = options.objective != "adaptation"
+    has_stability_term = options.objective != "adaptation"
     retention_rows: list[dict[str, Any]] = []
-    if options.retention == "data" and stability:
+    if options.retention == "data" and has_stability_term:
         retention_rows = trainer.prepare_rows(retention, "retention")
-    if options.retention in ("diagonal", "kronecker") and stability:
+    if options.retention in ("diagonal", "kronecker") and has_stability_term:
         if fisher is None:
             fisher = fit_or_load_fisher(trainer, fisher_dataset)
-        if reference:  # whole weights, as they are before training
+        if reference:  # no weights under ZeRO-3, which has cut them up already
             limit = options.max_relative_drift
             fisher.check(adapter, list(reference), max_relative_drift=limit)
         reference = fisher.reference

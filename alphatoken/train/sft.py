@@ -139,21 +139,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     The reported loss is TRL's own over all response tokens. With ``keep_ratio=1`` (or
     ``policy="all"``) every step equals TRL's, bit for bit.
 
-    Args:
-        *args: as for TRL's ``SFTTrainer``. ``args`` is an ``AlphaSFTConfig``, or whatever TRL takes
-            there (an ``SFTConfig``, ``TrainingArguments``, None), with our options' defaults.
-        validation_dataset: rows in any form that TRL takes; what training should serve.
-        retention_dataset: rows for ``retention="data"``.
-        fisher: of the reference model; None fits one and caches it.
-        fisher_dataset: rows on whose prompts it is fitted, in any form that TRL takes; they should
-            be trained on nowhere. None takes those of the training rows.
-        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
-        **kwargs: as for TRL's ``SFTTrainer``.
-
-    Raises:
-        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` may be an ``AlphaSFTConfig``, an
+    ``SFTConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
+    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL takes.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
