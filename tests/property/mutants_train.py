@@ -41,6 +41,7 @@ PAPER, PAIRS = "the paper's, SFT", "the paper's, DPO"
 POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for two steps"
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
+DRAWN = "unbiased weights"
 MASKED, AGAIN, SCHEDULED = "masked logit", "values again", "schedules"
 
 TRAINERS = (
@@ -316,6 +317,38 @@ TRAINERS = (
         'self._options.value_unit == "response"',
         "False",
         "whole responses, the worst",
+    ),
+    _of(
+        "products-of-the-other-branch",
+        "rejected tokens are weighed against the inner products of the chosen ones",
+        f"{VALUES}.choose",
+        "slice(used, used := used + int(mask[rows].sum()))",
+        "slice(0, int(mask[rows].sum()))",
+        "tokens that repeat each other, DPO",
+    ),
+    _of(
+        "weighting-forgotten",
+        "a mask is taken where soft or drawn weights were asked for",
+        f"{VALUES}._weigh",
+        "weighting=options.weighting",
+        'weighting="mask"',
+        DRAWN,
+    ),
+    _of(
+        "drawn-weights-without-their-chance",
+        "every token that was drawn weighs the same, whatever its chance was",
+        "select.weights._unbiased",
+        "_CHANCE / chances.double()",
+        "len(values) / count * torch.ones_like(values)",
+        DRAWN,
+    ),
+    _of(
+        "dft-values-of-plain-losses",
+        "DFT's tokens are valued as if their losses were not weighted",
+        "train.sft.AlphaSFTTrainer.value_weights",
+        'if self.args.loss_type == "nll":',
+        "if True:",
+        "DFT",
     ),
     _of(
         "metrics-counted-twice",

@@ -300,12 +300,24 @@ def _of_step(lists: list[list[Any]], step: int) -> list[Any]:
 
 
 def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
-    own = {"family", "lora", "steps", "accumulation", "rows", "layers", "seed", "beta", "packing"}
+    own = {
+        "family",
+        "loss",
+        "lora",
+        "steps",
+        "accumulation",
+        "rows",
+        "layers",
+        "seed",
+        "beta",
+        "packing",
+    }
     given = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in own}
     if asked.family == "dpo":
         given |= {"beta": asked.beta, "max_length": None}
     if asked.family == "sft":
         given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
+        given |= {"loss_type": asked.loss}
     return {
         **given,
         "output_dir": folder,
@@ -587,8 +599,22 @@ def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
                 assert float(found[pool].sum()) == math.ceil(replay.ratio(step) * len(pool))
         return
     rounded = 0.0 if seen.asked.weighting == "mask" else 2.0**-17
+    if seen.asked.weighting == "unbiased":
+        _compare_draw(seen, replay, step, rounded)
+        return
     for found, weights in zip(seen.weights[step], replay.steps[step].chosen, strict=True):
         close(found, weights, 1.0, rounded, name="weights")
+
+
+def _compare_draw(seen: Seen, replay: Replay, step: int, rounded: float) -> None:
+    """A draw keeps as many tokens as it may, and each at one over its chance."""
+    drawn = seen.weights[step]
+    for weights, chosen in zip(drawn, replay.steps[step].chosen, strict=True):
+        kept = weights > 0
+        close(weights[kept], chosen[kept], chosen[kept], rounded, name="drawn weights")
+    for group in replay.groups(step):
+        count = sum(float(drawn[i][t]) > 0 for i, t in group)
+        assert count == math.ceil(replay.ratio(step) * len(group))
 
 
 def _compare_values(seen: Seen, step: int, expected: Any) -> None:
