@@ -106,7 +106,8 @@ class Valuation:
         self._step = step
         options = self.options
         self.scorer.set_stability_weight(options.scheduled("stability_weight", step, total))
-        if self._built is not None and step - self._built < options.direction_steps:
+        # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
+        if self._built is not None and 0 <= step - self._built < options.direction_steps:
             return
         self._built = step
         if self.pool is not None:

@@ -439,8 +439,12 @@ class ValueWeigher:
         return tensors, None if self._norm is None else float(self._norm)
 
     def load(self, running: dict[str, Tensor], norm: Any) -> None:
-        """Take back what ``state`` gave."""
-        self._resumed, self._norm = running, norm
+        """Take back what ``state`` gave.
+
+        A valuation that an earlier call or attempt of ``train`` built goes: its direction and its
+        running mean are of other steps.
+        """
+        self._valuation, self._resumed, self._norm = None, running, norm
 
 
 def _plan_of(batch: MicroBatch) -> _Plan:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
-from tests.integration.tiny_training import ALPHA, model, options, sft_rows, tokenizer
+from tests.integration.tiny_training import ALPHA, model, options, sft_rows, tokenizer, weights
 
 SCOPES = ["batch", "global"]
 
@@ -39,7 +39,7 @@ def recorded_masks(trainer: Any) -> list[Tensor]:
 def sft(kind: type[AlphaSFTTrainer], folder: Path, **more: Any) -> AlphaSFTTrainer:
     return kind(
         model=model(),
-        args=AlphaSFTConfig(**options(folder, max_steps=2, **{**ALPHA, **more})),
+        args=AlphaSFTConfig(**options(folder, **{"max_steps": 2, **ALPHA, **more})),
         train_dataset=sft_rows(32),
         validation_dataset=sft_rows(12, seed=5) if more.get("policy") != "random" else None,
         processing_class=tokenizer(),
@@ -112,3 +112,30 @@ def test_direct_calls_draw_anew(tmp_path: Path) -> None:
     for _ in range(2):
         trainer.compute_loss(trainer.model.train(), dict(batch))
     assert not torch.equal(*chosen)
+
+
+@pytest.mark.parametrize("more", [{"running_mean": 0.9}, {"preconditioner": "frozen"}], ids=str)
+def test_one_trainer_that_trains_again_from_its_checkpoint(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """What the first call left in the trainer is not taken for the checkpoint's state."""
+    more = {**more, "precondition_after": 1, "export_values": False}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer = sft(AlphaSFTTrainer, tmp_path, retention="none", **{**saving, **more, "max_steps": 4})
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = weights(trainer.model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_run_that_starts_over_builds_its_direction_anew(tmp_path: Path) -> None:
+    """``auto_find_batch_size`` goes back to step 0 when a step has run out of memory."""
+    trainer = sft(AlphaSFTTrainer, tmp_path, retention="none", direction_steps=4)
+    versions: list[Any] = []
+    valuation = trainer.valuation
+    pin = valuation.scorer.pin
+    valuation.scorer.pin = lambda version: (versions.append(version), pin(version))
+    for step in (0, 1, 2, 4, 0, 1):
+        valuation.begin(step, 10)
+    assert versions == [("step", 0), ("step", 4), ("step", 0)]
