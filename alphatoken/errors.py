@@ -88,7 +88,7 @@ class CoverageError(AlphaTokenError):
 
 
 class UnsupportedError(AlphaTokenError):
-    """The estimator is not defined on a layer of this model; the message names one that is."""
+    """There is no rule for a layer or an optimizer; the message names what does work."""
 
 
 class FisherError(AlphaTokenError, ValueError):

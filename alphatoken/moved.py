@@ -30,6 +30,7 @@ FORMER = {
     "drift": "direction.drift",
     "drift_parts": "direction.drift_parts",
     "estimators": "estimate.estimators",
+    "fidelity.scoring_cost": "fidelity.cost",
     "fisher": "direction.fisher",
     "forward_mode": "estimate.forward_mode",
     "interaction": "select.interaction",

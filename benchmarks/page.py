@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from alphatoken.compare.tables import markdown
 from benchmarks import plots, results, rungs
 from benchmarks.results import Places
 from benchmarks.targets import PROMISED, TARGETS
@@ -60,40 +61,47 @@ def page(rows: list[Row], places: Places, figures: list[tuple[str, str]]) -> str
 
 def targets_table(rows: list[Row]) -> str:
     """What is promised, what is measured, whether it is met."""
+    met = {True: "yes", False: "**no**", None: ""}
     lines = [
-        "| promise | device | ratio | floor | target | met |",
-        "|---|---|---|---|---|---|",
+        [
+            f"`{row['name']}`: {TARGETS[row['name']].says}",
+            row.get("device", "cpu"),
+            _ratio(row),
+            f"{row['floor']:.3g}",
+            _target(row),
+            met[row.get("met")],
+        ]
+        for row in rows
     ]
-    for row in rows:
-        says = TARGETS[row["name"]].says
-        target = "" if row.get("target") is None else f"{row['target']:.3g}"
-        met = {True: "yes", False: "**no**", None: ""}[row.get("met")]
-        lines.append(
-            f"| `{row['name']}`: {says} | {row.get('device', 'cpu')} | {_ratio(row)} "
-            f"| {row['floor']:.3g} | {target} | {met} |"
-        )
-    return "\n".join(lines) + "\n"
+    return markdown(["promise", "device", "ratio", "floor", "target", "met"], lines)
 
 
 def table(rows: list[Row]) -> str:
     """A Markdown table of the rows."""
-    lines = [
-        "| measurement | size | ours | other | ratio | floor | target | tokens/s | of ceiling "
-        "| remarks |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        target = row.get("target")
-        speed = f"{row['tokens_per_s']:.4g}" if "tokens_per_s" in row else ""
         shares = [row.get(f"share_of_ceiling_{side}") for side in ("ours", "other")]
-        reached = ", ".join(f"{share:.0%}" for share in shares if share is not None)
         device = "" if row.get("device", "cpu") == "cpu" else f" ({row['device']})"
         lines.append(
-            f"| {row['name']}{device} | {row['size']} | {row['ours']:.4g} | {row['other']:.4g} "
-            f"| {_ratio(row)} | {row['floor']:.3g} | {'' if target is None else f'{target:.3g}'} "
-            f"| {speed} | {reached} | {row['note']} |"
+            [
+                row["name"] + device,
+                row["size"],
+                f"{row['ours']:.4g}",
+                f"{row['other']:.4g}",
+                _ratio(row),
+                f"{row['floor']:.3g}",
+                _target(row),
+                f"{row['tokens_per_s']:.4g}" if "tokens_per_s" in row else "",
+                ", ".join(f"{share:.0%}" for share in shares if share is not None),
+                row["note"],
+            ]
         )
-    return "\n".join(lines) + "\n"
+    heads = ["measurement", "size", "ours", "other", "ratio", "floor", "target", "tokens/s"]
+    return markdown([*heads, "of ceiling", "remarks"], lines)
+
+
+def _target(row: Row) -> str:
+    return "" if row.get("target") is None else f"{row['target']:.3g}"
 
 
 def _ratio(row: Row) -> str:

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.subject import Subject
+from alphatoken.report.page import missing_libraries
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -121,8 +121,7 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 
 
 def _check_libraries() -> None:
-    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-    if missing:
+    if missing := missing_libraries():
         raise ConfigError(
             f"diagnoses need {' and '.join(missing)}", remedy="pip install 'alphatoken[diagnose]'"
         )

@@ -48,6 +48,7 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
+from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest, write_json
@@ -136,10 +137,10 @@ def _kind(options: argparse.Namespace) -> str:
     arrow = find_spec("pyarrow") is not None
     if options.format == "parquet" and not arrow:
         raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
-    if not options.no_report and find_spec("jinja2") is None:
+    if not options.no_report and (missing := missing_libraries()):
         raise ConfigError(
-            "the HTML report needs jinja2",
-            remedy="pip install jinja2, or leave it out: --no-report",
+            f"the HTML report needs {' and '.join(missing)}",
+            remedy="pip install 'alphatoken[report]', or leave it out: --no-report",
         )
     return options.format or ("parquet" if arrow else "jsonl")
 
@@ -153,7 +154,6 @@ def _config(options: argparse.Namespace) -> ScorerConfig:
         head_reduction=options.head_reduction,
         causal_position=options.causal_position,
         parameters=options.parameters,
-        contraction="projected",  # one direction serves the whole file
         offload="stream" if options.offload else "none",
     )
 

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from alphatoken.data import Example, batches
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.fidelity.decisions import Agreement, agreement, kept, over_draws
+from alphatoken.fidelity.decisions import Agreement, agreement, over_draws
 from alphatoken.fidelity.intervals import bootstrap
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import absolute_terms
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
@@ -229,7 +230,7 @@ def thresholds(
             }
         )
     alone = _by_batch(total, groups, rows, 1, ratio) != pooled
-    by_row = bootstrap(np.mean, alone.astype(np.float64), groups=groups, seed=seed)
+    by_row = bootstrap(np.mean, alone, groups=groups, seed=seed)
     return [{"rows a batch": 1, "flips from one threshold for all": by_row}, *records]
 
 

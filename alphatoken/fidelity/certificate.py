@@ -24,7 +24,8 @@ from torch import Tensor
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.fidelity.expected import SIDES, Entry, Expected, Oracle, evaluating
+from alphatoken.fidelity.entries import Entry
+from alphatoken.fidelity.expected import SIDES, Expected, Oracle, evaluating
 from alphatoken.fidelity.localise import values_by_parameter
 from alphatoken.fidelity.metrics import sign_agreement, spearman, top_overlap
 from alphatoken.model.batch import LabelledBatch, read_batch
@@ -472,7 +473,7 @@ def _ranks(
     """How the values rank beside the library's label values; no part of the verdict."""
     checked = read_batch(batch, max_length=scorer.adapter.max_positions())
     direction = scorer.direction_for(batch, step_weights=step_weights).total()
-    label = label_values(scorer.adapter, checked, direction, first=scorer.target.first or 0)
+    label = label_values(scorer.adapter, checked, direction, first=scorer.builder.first or 0)
     everything = _label_over_everything(scorer, checked)
     adaptation = values.adaptation
     assert adaptation is not None  # components are there unless they are declined

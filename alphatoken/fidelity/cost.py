@@ -1,21 +1,28 @@
-"""What a computation costs, in floating-point operations and seconds."""
+"""What a computation costs, in FLOPs and seconds; scoring part by part, beside a training step."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import (
     FlopCounterMode,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
 
-__all__ = ["Cost", "measure"]
+from alphatoken.direction.objective import scoring_forward
+from alphatoken.estimate.gradients import gradient_of
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.scorer import Scorer
+
+__all__ = ["Cost", "ScoringCost", "direction_cost", "measure", "step_cost", "values_cost"]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
@@ -70,3 +77,72 @@ def measure(work: Callable[[], object], *, repeats: int = 3) -> Cost:
 def _wait() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class ScoringCost:
+    """The scoring side of one step, beside the step.
+
+    FLOPs are counted as they run: matrix products, and attention as if it were not causal.
+
+    Attributes:
+        direction: M from all validation rows and the retention term.
+        values: of the batch, in the forward that training runs anyway.
+        step: forward and backward of the batch, all trainable parameters, no optimizer.
+    """
+
+    direction: Cost
+    values: Cost
+    step: Cost
+
+    @property
+    def direction_share(self) -> float:
+        """M over step, in FLOPs."""
+        return self.direction.flops / self.step.flops
+
+    @property
+    def values_share(self) -> float:
+        """Values over step, in FLOPs."""
+        return self.values.flops / self.step.flops
+
+    def record(self) -> dict[str, Any]:
+        """As cells of a table."""
+        return {
+            "validation FLOPs / step": self.direction_share,
+            "scoring FLOPs / step": self.values_share,
+            "validation seconds": self.direction.seconds,
+            "scoring seconds": self.values.seconds,
+            "step seconds": self.step.seconds,
+        }
+
+
+def values_cost(scorer: Scorer, batch: Mapping[str, Tensor], *, repeats: int) -> Cost:
+    """Of the values of an observed forward; the forward, M and the proofs are not counted."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    with torch.enable_grad(), scorer.observe() as observed:
+        logits = scorer.adapter.forward(inputs)
+        observed.values(logits, batch["labels"])
+        return measure(lambda: observed.values(logits, batch["labels"]), repeats=repeats)
+
+
+def direction_cost(scorer: Scorer, *, repeats: int) -> Cost:
+    """Of building M anew, both sides, in projected form."""
+
+    def build() -> None:
+        scorer.refresh()
+        _ = scorer.direction
+
+    return measure(build, repeats=repeats)
+
+
+def step_cost(adapter: DecoderAdapter, batch: Mapping[str, Tensor], *, repeats: int) -> Cost:
+    """Of forward and backward as a trainer runs them; no ``.grad`` is touched."""
+    checked = read_batch(batch, max_length=adapter.max_positions())
+    trained = [p for p in adapter.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with scoring_forward(adapter, None):
+            losses = token_losses(adapter.forward(checked.inputs), checked.labels)
+            gradient_of(losses.sum(), trained)
+
+    return measure(step, repeats=repeats)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.fidelity import metrics
 from alphatoken.fidelity.clouds import entropy, picture_of
 from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
 from alphatoken.fidelity.coverage_statistics import (
@@ -28,16 +29,17 @@ from alphatoken.fidelity.coverage_statistics import (
     against,
     band_of,
     measured,
-    three,
 )
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.states import TokenStates, token_states
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import kept_by, retention_term, scorer_for
+from alphatoken.fidelity.tokenwise import draw
+from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
 
 __all__ = ["POLICIES", "Options", "diagnose"]
@@ -47,46 +49,29 @@ POLICIES = ("random", "low-perplexity", "high-perplexity")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``coverage`` can be told."""
 
-    policies: tuple[str, ...] = field(
-        default=("random", "low-perplexity", "direct", "alphatoken", "label"),
-        metadata={
-            "help": "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
-            "or an estimator"
-        },
+    policies: tuple[str, ...] = option(
+        ("random", "low-perplexity", "direct", "alphatoken", "label"),
+        "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
+        "or an estimator",
+        choices=(*POLICIES, *ESTIMATORS),
     )
-    clusters: int = field(
-        default=12, metadata={"help": "k-means clusters of all candidates' embeddings"}
+    clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
+    perplexity: float = option(
+        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-    perplexity: float = field(
-        default=30.0, metadata={"help": "of t-SNE; at most a third of the points"}
-    )
-    points: int = field(
-        default=1500, metadata={"help": "most tokens drawn in the picture; numbers use all"}
-    )
-    draws: int = field(
-        default=200, metadata={"help": "random selections that say what chance gives"}
-    )
+    points: int = option(1500, "most tokens drawn in the picture; numbers use all", least=16)
+    draws: int = option(200, "random selections that say what chance gives", least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""
-        known = (*POLICIES, *ESTIMATORS)
-        unknown = [name for name in self.policies if name not in known]
-        if unknown or not self.policies:
-            raise ConfigError(
-                "unknown policy" if unknown else "there is no policy to show",
-                got=", ".join(map(repr, unknown)) or "none",
-                remedy=f"any of {', '.join(known)}",
-            )
+        super().__post_init__()
+        if not self.policies:
+            raise ConfigError("there is no policy to show", got="none")
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError("a policy is named twice", got=", ".join(self.policies))
-        for name, least in (("clusters", 2), ("points", 16), ("draws", 20)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}", got=str(getattr(self, name)))
-        if not 1 <= self.perplexity < math.inf:
-            raise ConfigError("perplexity must be at least 1", got=str(self.perplexity))
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -107,7 +92,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         states, belongs, clusters=options.clusters, ratio=subject.ratio, seed=subject.seed
     )
     kept = {
-        name: kept_by(_ranking(subject, rows, states, name), subject.ratio)
+        name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
         for name in options.policies
     }
     band = band_of(pool, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
@@ -115,7 +100,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         name: {key: measured(pool, mask, key) for key in STATISTICS} for name, mask in kept.items()
     }
     overlaps = _overlaps(pool, kept)
-    drawn = _drawn(len(belongs), options.points, subject.seed)
+    drawn = draw(len(belongs), options.points, subject.seed)
     places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
     return Diagnosis(
         name="coverage",
@@ -127,7 +112,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             numbers_figure(numbers, band),
             overlap_figure(overlaps, options.policies, subject.ratio),
         ),
-        notes=_notes(subject, states, pool, drawn, len(rows)),
+        notes=_notes(subject, states, pool, drawn, rows),
         settings={
             **subject.settings(),
             "policies": ", ".join(options.policies),
@@ -150,25 +135,13 @@ def _ranking(
     return subject.score(scorer, rows)["total"]
 
 
-def _drawn(count: int, most: int, seed: int) -> Indices:
-    if count <= most:
-        return np.arange(count)
-    return np.sort(np.random.default_rng(seed).permutation(count)[:most])
-
-
-def _share(kept: Numbers, other: Numbers) -> float:
-    return float((kept * other).sum() / kept.sum()) if kept.sum() else math.nan
-
-
 def _overlaps(pool: Pool, kept: Mapping[str, Mask]) -> Table:
     names = list(kept)
     records = [
         {
             "policy": one,
             "other": other,
-            "in_common": bootstrap(
-                _share, kept[one].astype(float), kept[other].astype(float), groups=pool.rows
-            ),
+            "in_common": bootstrap(metrics.overlap, kept[one], kept[other], groups=pool.rows),
         }
         for place, one in enumerate(names)
         for other in names[place + 1 :]
@@ -238,7 +211,7 @@ def _answer(
 
     def who(key: str, said: str) -> str:
         return ", ".join(
-            f"{name} {three(numbers[name][key])}"
+            f"{name} {numbers[name][key]:.3f}"
             for name in chosen
             if against(numbers[name][key], band[key]) == said
         )
@@ -287,22 +260,20 @@ def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> str:
     verdict = f"{said} even with it" if clear else "no difference that these rows can show"
     return (
         "The causal part (alphatoken against direct only) changes the cluster entropy by "
-        f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]: {verdict}."
+        f"{found:+.3f}: {verdict}."
     )
 
 
 def _notes(
-    subject: Subject, states: TokenStates, pool: Pool, drawn: Indices, rows: int
+    subject: Subject, states: TokenStates, pool: Pool, drawn: Indices, rows: Sequence[Example]
 ) -> tuple[str, ...]:
-    total = sum(row.response_tokens for row in subject.train)
     where = (
         "the input of the output head (after the final norm)"
         if states.has_head
         else "the output of the last decoder block (no head was found)"
     )
     notes = [
-        f"Candidates: {len(pool.ids)} of {total} response tokens, from {rows} of "
-        f"{len(subject.train)} rows, ranked as one batch.",
+        f"Candidates: {subject.counted(rows)}, ranked as one batch.",
         f"A token's embedding is {where} at the position that predicts it: its context, not the "
         "token itself.",
         f"The volume is measured in the first {pool.axes.shape[1]} principal components.",
@@ -310,11 +281,7 @@ def _notes(
     ]
     if len(drawn) < len(pool.ids):
         notes.append(f"The picture shows {len(drawn)} of them, drawn at random.")
-    if rows < FEWEST:
-        notes.append(
-            f"Only {rows} rows: intervals take tokens as independent, and are a lower limit of the "
-            "truth."
-        )
+    notes += few_rows(len(rows))
     if retention_term(subject) is None:
         notes.append(
             "Values are adaptation only: the model is its own reference, so stability is zero."

@@ -31,7 +31,6 @@ __all__ = [
     "against",
     "band_of",
     "measured",
-    "three",
 ]
 
 Numbers = NDArray[np.float64]
@@ -143,10 +142,3 @@ def against(estimate: Estimate, band: Band) -> str:
     if estimate.value < band[0]:
         return "below"
     return "above" if estimate.value > band[1] else "within"
-
-
-def three(estimate: Estimate) -> str:
-    """An estimate with three digits: entropies differ in the third."""
-    if not estimate.defined:
-        return str(estimate)
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -519,7 +520,7 @@ def _of_fisher(
     )
 
 
-def _measured(curved: Curved, ideal: Tensor, residual: Tensor, proxy: Tensor) -> dict[str, float]:
+def _measured(curved: Curved, ideal: Tensor, residual: Tensor, proxy: Tensor) -> dict[str, Any]:
     """The terms that need no Hessian."""
     whole = flatten(curved.drift)
     left = ideal - proxy.to(ideal)
@@ -565,7 +566,9 @@ def _without_curvature(
     residual: Tensor,
 ) -> dict[str, BoundTerms]:
     """Gradients alone: what is left where no Hessian-vector product can be had."""
-    missing = Limit.missing(curved.too_large)
+    unknown = ("mismatch", "mismatch_along", "off_diagonal", "cross", "cross_along", "third",
+               "remainder")  # fmt: skip
+    missing: dict[str, Any] = dict.fromkeys(unknown, Limit.missing(curved.too_large))
     scored = {name: curved.drift[name] for name in curved.scored}
     found = {}
     for name, drift in fishers.items():
@@ -573,15 +576,9 @@ def _without_curvature(
         calibration, transfer = _diagonal_gaps(curved, drift, retention_fisher, None)
         found[name] = BoundTerms(
             **_measured(curved, ideal, residual, proxy),
-            mismatch=missing,
-            mismatch_along=missing,
-            off_diagonal=missing,
+            **missing,
             calibration=calibration,
             transfer=transfer,
-            cross=missing,
-            cross_along=missing,
-            third=missing,
-            remainder=missing,
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Keep or drop decisions: who is kept, how far two sets of decisions agree, which are noise."""
+"""Keep or drop decisions: how far two sets of decisions agree, and which are noise."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.errors import NumericalError
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.metrics import kept, overlap, spearman
 from alphatoken.select.masks import keep_count
 
 __all__ = [
     "DECISIONS",
     "Agreement",
     "agreement",
+    "agreement_over_draws",
     "classify",
-    "kept",
     "margins",
     "noise_margin",
     "over_draws",
@@ -31,30 +30,6 @@ Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 DECISIONS = ("sure keep", "noise", "sure drop")
-
-
-def kept(values: Numbers, ratio: float) -> Flags:
-    """The first ``ceil(ratio n)`` by value of the last axis, ties by index; of each row by itself.
-
-    The same sets as ``masks.select_top`` with everything in one pool, for many rankings at a
-    time.
-
-    Raises:
-        NumericalError: a NaN or Inf value.
-        InputError: ratio outside (0, 1].
-    """
-    if not np.isfinite(values).all():
-        raise NumericalError(
-            "a token value is not finite",
-            got=f"{int((~np.isfinite(values)).sum())} of {values.size}",
-            why="a NaN has no rank; the decisions would be arbitrary",
-            remedy="look at the weights, and at the precision",
-        )
-    order = np.argsort(-values, axis=-1, kind="stable")
-    chosen = np.zeros(values.shape, dtype=bool)
-    count = keep_count(ratio, values.shape[-1])
-    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
-    return chosen
 
 
 def threshold(values: Numbers, ratio: float) -> float:
@@ -102,14 +77,21 @@ def agreement(
     ours, theirs = kept(base, ratio), kept(other, ratio)
     return Agreement(
         bootstrap(spearman, base, other, groups=groups, seed=seed),
-        bootstrap(_overlap, ours.astype(float), theirs.astype(float), groups=groups, seed=seed),
-        bootstrap(np.mean, (ours != theirs).astype(float), groups=groups, seed=seed),
+        bootstrap(overlap, ours, theirs, groups=groups, seed=seed),
+        bootstrap(np.mean, ours != theirs, groups=groups, seed=seed),
         keep_count(ratio, len(base)) / len(base),
     )
 
 
-def _overlap(ours: Numbers, theirs: Numbers) -> float:
-    return float(ours @ theirs / ours.sum()) if ours.any() else math.nan
+def agreement_over_draws(ours: Numbers, theirs: Numbers, ratio: float) -> Agreement:
+    """Agreement of pairs of rankings (draws, n), as it lies over the draws."""
+    a, b = kept(ours, ratio), kept(theirs, ratio)
+    return Agreement(
+        over_draws(np.array([spearman(x, y) for x, y in zip(ours, theirs, strict=True)])),
+        over_draws((a & b).sum(1) / a.sum(1)),
+        over_draws((a != b).mean(1)),
+        keep_count(ratio, ours.shape[1]) / ours.shape[1],
+    )
 
 
 def over_draws(found: Numbers) -> Estimate:

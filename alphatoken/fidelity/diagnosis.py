@@ -19,6 +19,7 @@ __all__ = ["Cell", "Diagnosis", "Figure", "Table"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
+_TEXTS = ("key", "title", "caption", "alt")  # of a figure
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ class Table:
         writer.writerow(self.columns)
         writer.writerows([_plain(cell) for cell in row] for row in self.rows)
         return text.getvalue()
+
+    def estimate(self, row: int, name: str) -> Estimate:
+        """What stands in ``NAME`` and the three columns that belong to it."""
+        record: dict[str, Any] = self.records()[row]
+        value, low, high = (
+            math.nan if cell is None else float(cell)
+            for cell in (record[name], record[f"{name}_low"], record[f"{name}_high"])
+        )
+        return Estimate(value, low, high, int(record[f"{name}_n"]))
 
     def records(self) -> list[dict[str, Cell]]:
         """One mapping a row."""
@@ -162,13 +172,8 @@ class Diagnosis:
             "answer": self.answer,
             "tables": [_table_record(table) for table in self.tables],
             "figures": [
-                {
-                    "key": figure.key,
-                    "title": figure.title,
-                    "caption": figure.caption,
-                    "alt": figure.alt,
-                    "data": _table_record(figure.data),
-                }
+                {name: getattr(figure, name) for name in _TEXTS}
+                | {"data": _table_record(figure.data)}
                 for figure in self.figures
             ],
             "notes": self.notes,
@@ -194,7 +199,7 @@ class Diagnosis:
             record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             figures = tuple(
                 Figure(
-                    **{name: entry[name] for name in ("key", "title", "caption", "alt")},
+                    **{name: entry[name] for name in _TEXTS},
                     data=_read_table(entry["data"]),
                     svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
                     png=(folder / f"{entry['key']}.png").read_bytes(),

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
 from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.drift_figures import layers_figure, map_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.similarity import (
@@ -42,28 +43,16 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``drift`` can be told."""
 
-    probes: int = field(default=64, metadata={"help": "retention rows of each set"})
-    pool: str = field(
-        default="all",
-        metadata={"help": "tokens of a probe that are averaged: all, prompt or response"},
+    probes: int = option(64, "retention rows of each set", least=1)
+    pool: str = option(
+        "all", "tokens of a probe that are averaged: all, prompt or response", choices=POOLS
     )
-    perplexity: float = field(
-        default=30.0, metadata={"help": "of t-SNE; at most a third of the points"}
+    perplexity: float = option(
+        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        if self.pool not in POOLS:
-            raise ConfigError(
-                "unknown pool", got=repr(self.pool), remedy=f"one of {', '.join(POOLS)}"
-            )
-        if self.probes < 1:
-            raise ConfigError("probes must be at least 1", got=str(self.probes))
-        if not 1 <= self.perplexity < math.inf:
-            raise ConfigError("perplexity must be at least 1", got=str(self.perplexity))
 
 
 @dataclass(frozen=True)
@@ -79,10 +68,6 @@ class Pair:
 
 
 # --- measures ------------------------------------------------------------------------------------
-
-
-def _mean(values: Numbers) -> float:
-    return float(values.mean())
 
 
 def _of_probes(statistic: Any, before: Numbers, after: Numbers, *, seed: int = 0) -> Estimate:
@@ -115,10 +100,10 @@ def set_record(before: Numbers, after: Numbers) -> dict[str, Estimate | int]:
     shift, angle = relative_shift(before, after), cosine(before, after)
     return {
         "probes": len(before),
-        "relative_shift": bootstrap(_mean, shift, what="probes"),
+        "relative_shift": bootstrap(np.mean, shift, what="probes"),
         "shift_in_widths": _of_probes(shift_in_widths, before, after),
         "shared": _of_probes(shared_share, before, after),
-        "cosine": bootstrap(_mean, angle, what="probes"),
+        "cosine": bootstrap(np.mean, angle, what="probes"),
         "frechet": _of_probes(frechet, before, after),
         "frechet_dims": frechet_dims(*before.shape),
         "cka_debiased": cka_estimate(before, after),
@@ -134,7 +119,7 @@ def layer_records(pairs: Mapping[str, Pair]) -> list[dict[str, Any]]:
             "place": where,
             "cka_debiased": cka_estimate(*pair.at(place)),
             "cka_biased": cka(*pair.at(place), debiased=False),
-            "relative_shift": bootstrap(_mean, relative_shift(*pair.at(place)), what="probes"),
+            "relative_shift": bootstrap(np.mean, relative_shift(*pair.at(place)), what="probes"),
         }
         for name, pair in pairs.items()
         for place, where in enumerate(pair.before.places)
@@ -194,7 +179,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         tables=(_sets_table(numbers), _losses_table(losses), _layers_table(layers)),
         figures=(
             map_figure(_places_by_set(pairs, places), numbers),
-            layers_figure(layers, list(pairs), next(iter(pairs.values())).before.places),
+            layers_figure(layers, next(iter(pairs.values())).before.places),
         ),
         notes=_notes(subject, pairs, options, origin),
         settings={
@@ -292,7 +277,7 @@ def _answer(
     gained = [name for name in known if losses[name]["loss_change"].high < 0]
     for names, said in ((forgotten, "Forgotten (loss rose)"), (gained, "Improved (loss fell)")):
         if names:
-            changes = ", ".join(f"{n} {_signed(losses[n]['loss_change'])} nats" for n in names)
+            changes = ", ".join(f"{n} {losses[n]['loss_change']:+.2f} nats" for n in names)
             sentences.append(f"{said}: {changes} a token.")
     if not forgotten and not gained:
         sentences.append("No set's loss changed by more than its interval.")
@@ -304,7 +289,7 @@ def _rotation(name: str, found: Mapping[str, Any]) -> str:
     aligned: Estimate = found["cka_debiased"]
     if not aligned.defined:
         return f"Whether the geometry of {name} changed is {aligned}."
-    text = f"{aligned.value:.3f} [{aligned.low:.3f}, {aligned.high:.3f}]"
+    text = f"{aligned:.3f}"
     if aligned.low > 0.95:
         return (
             f"Its geometry is kept: debiased CKA {text}; the probes moved together, or turned, "
@@ -325,15 +310,7 @@ def _where(layers: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     least = min(own, key=lambda record: record["cka_debiased"].value)
     if least["cka_debiased"].high > 0.999:
         return []
-    aligned = least["cka_debiased"]
-    return [
-        f"By CKA, {name} changed most at {least['place']}: {aligned.value:.3f} [{aligned.low:.3f}, "
-        f"{aligned.high:.3f}]."
-    ]
-
-
-def _signed(estimate: Estimate) -> str:
-    return f"{estimate.value:+.2f} [{estimate.low:+.2f}, {estimate.high:+.2f}]"
+    return [f"By CKA, {name} changed most at {least['place']}: {least['cka_debiased']:.3f}."]
 
 
 def _notes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError
-from alphatoken.fidelity import estimators_figures as figures
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
-from alphatoken.fidelity.cost import Cost, measure
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
+from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
+from alphatoken.fidelity.estimators_figures import (
+    depth_figure,
+    noise_figure,
+    pareto_figure,
+    window_figure,
+)
+from alphatoken.fidelity.intervals import Estimate, bootstrap, few_rows
 from alphatoken.fidelity.noise import Planted, calibration, plant
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Numbers,
@@ -40,7 +45,6 @@ from alphatoken.fidelity.readings import (
 )
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
-from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
 from alphatoken.fidelity.valuing import scorer_for
@@ -54,42 +58,31 @@ _FEWEST = 24
 _MOST_DEPTHS = 8
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """Settings of the diagnostic ``estimators``; each field's help says what it is."""
 
-    layers: tuple[int, ...] = _option(
-        (), "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models."
+    layers: tuple[int, ...] = option(
+        (),
+        "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
+        least=1,
     )
-    windows: tuple[int, ...] = _option(
-        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row."
+    windows: tuple[int, ...] = option(
+        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0
     )
-    noise_share: float = _option(
-        0.3, "Share of the response tokens that is replaced by random ones to be found again."
+    noise_share: float = option(
+        0.3,
+        "Share of the response tokens that is replaced by random ones to be found again.",
+        above=0,
+        below=1,
     )
-    draws: int = _option(200, "Bootstrap samples of each interval.")
-    repeats: int = _option(2, "Timed repeats of each computation.")
-    price: str = _option(
-        "flops", "What a setting is priced by: 'flops' (repeatable) or 'seconds' (this machine)."
+    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
+    repeats: int = option(2, "Timed repeats of each computation.", least=1)
+    price: str = option(
+        "flops",
+        "What a setting is priced by: 'flops' (repeatable) or 'seconds' (this machine).",
+        choices=("flops", "seconds"),
     )
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        if any(k < 1 for k in self.layers):
-            raise ConfigError("a number of layers must be at least 1", got=repr(self.layers))
-        if any(w < 0 for w in self.windows):
-            raise ConfigError("a window must be at least 0", got=repr(self.windows))
-        if not 0 < self.noise_share < 1:
-            raise ConfigError("noise_share must lie in (0, 1)", got=repr(self.noise_share))
-        for name in ("draws", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
-        if self.price not in ("flops", "seconds"):
-            raise ConfigError("price must be flops or seconds", got=repr(self.price))
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -181,16 +174,7 @@ def agreement(
 
 
 def _named(setting: Setting) -> dict[str, Any]:
-    window: int | str | None = None
-    if setting.estimator in WINDOWED:
-        window = "T" if setting.window is None else setting.window
-    scope = "all parameters" if setting.everything else "linears"
-    return {
-        "estimator": setting.estimator,
-        "K": len(setting.layers),
-        "W": window,
-        "weights": scope,
-    }
+    return setting.columns | {"weights": "all parameters" if setting.everything else "linears"}
 
 
 def _agreements(
@@ -504,10 +488,29 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         find("estimators").question,
         answer,
         tuple(table for table in tables if table.rows),
-        figures.draw(found, costs, advice, plan.own, noise, options.price),
+        _figures(found, costs, advice, plan.own, noise, options.price),
         _notes(subject, rows, readings, refused, plan),
         subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
     )
+
+
+def _figures(
+    found: Mapping[Setting, dict[str, Estimate]],
+    costs: Mapping[Setting, float],
+    advice: Sequence[Advice],
+    own: Setting,
+    noise: Table,
+    price: str,
+) -> tuple[Figure, ...]:
+    """All figures; one with nothing to draw is left out."""
+    ranked = {setting: measures["spearman"] for setting, measures in found.items()}
+    figures = (
+        pareto_figure(ranked, costs, advice, own, price),
+        depth_figure(ranked, own),
+        window_figure(ranked, own),
+        noise_figure(noise),
+    )
+    return tuple(figure for figure in figures if figure is not None)
 
 
 def _agreement_table(
@@ -574,22 +577,21 @@ def _exactness_sentence(error: float, tokens: int) -> str:
 
 
 def _noise_sentences(subject: Subject, plan: _Plan, noise: Table) -> list[str]:
-    records = {str(record["score"]): record for record in noise.records()}
-    loss, exact = records["loss, high"], records[f"{plan.truth}, low"]
-    own = records[f"{plan.own}, low"]
+    scores = [record["score"] for record in noise.records()]
+    names = ("loss, high", f"{plan.truth}, low", f"{plan.own}, low")
+    loss, exact, own = (noise.estimate(scores.index(name), "auc") for name in names)
+    kept = noise.estimate(scores.index(names[1]), "noise_kept")
     text = (
-        f"Planted random tokens are found by high loss with AUC {_read(loss, 'auc')}, by a low "
-        f"exact value with {_read(exact, 'auc')}, by a low value of {plan.own} with "
-        f"{_read(own, 'auc')}."
+        f"Planted random tokens are found by high loss with AUC {loss}, by a low exact value with "
+        f"{exact}, by a low value of {plan.own} with {own}."
     )
-    return [text + " " + _verdict(subject, exact)]
+    return [text + " " + _verdict(subject, exact, kept)]
 
 
-def _verdict(subject: Subject, exact: Mapping[str, Any]) -> str:
+def _verdict(subject: Subject, exact: Estimate, noise_kept: Estimate) -> str:
     """What the AUC of the exact value means for a user."""
-    low, high = float(exact["auc_low"]), float(exact["auc_high"])
     seen = calibration(subject, subject.validation)
-    if high < 0.5:
+    if exact.high < 0.5:
         reason = (
             f"the model is overconfident here (mean loss {seen.loss:.2f}, its own expectation "
             f"{seen.entropy:.2f}), so a random token, which flattens its predictions, lowers the "
@@ -601,17 +603,12 @@ def _verdict(subject: Subject, exact: Mapping[str, Any]) -> str:
             "Even exact values rank noise above real text: " + reason + ". A value is the utility "
             "of one step, no detector of bad data: screen the data by loss or by eye."
         )
-    if low > 0.5:
+    if exact.low > 0.5:
         return (
-            f"Keeping high values removes part of the noise: {_read(exact, 'noise_kept')} of what "
+            f"Keeping high values removes part of the noise: {noise_kept} of what "
             "the exact value keeps is noise. It is still the utility of one step, no detector."
         )
     return "The exact value cannot tell noise from text here: screen the data by other means."
-
-
-def _read(record: Mapping[str, Any], name: str) -> str:
-    value, low, high = (float(record[name + end]) for end in ("", "_low", "_high"))
-    return str(Estimate(value, low, high, int(record[name + "_n"])))
 
 
 def _notes(
@@ -621,21 +618,15 @@ def _notes(
     refused: Mapping[str, str],
     plan: _Plan,
 ) -> tuple[str, ...]:
-    count = sum(row.response_tokens for row in subject.train)
     checked = min(subject.oracle_tokens, len(readings.row))
     depths = sorted({len(s.layers) for s in plan.by_depth})
     notes = [
-        f"{len(readings.row)} of {count} response tokens in {len(rows)} of {len(subject.train)} "
-        f"rows were valued, {checked} of them by the per-token oracle; K = "
+        f"{subject.counted(rows)} were valued, {checked} of them by the per-token oracle; K = "
         f"{', '.join(map(str, depths))} of {len(subject.adapter.layers())} layers.",
         "Values are of the validation side alone (no retention term) with P = 1, in "
         f"{subject.settings()['dtype']}.",
     ]
-    if len(np.unique(readings.row)) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows were valued, so intervals are over single tokens and too "
-            "narrow: tokens of one row are not independent. A larger --tokens draws more rows."
-        )
+    notes += [f"{note} A larger --tokens draws more rows." for note in few_rows(len(rows))]
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from alphatoken.fidelity.entries import Entry, loosened
 from alphatoken.fidelity.tolerances import Narrowest, tolerance_of
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.scorer import Given
 
-__all__ = ["SIDES", "Entry", "Expected", "Oracle"]
+__all__ = ["SIDES", "Expected", "Oracle"]
 
 SIDES = ("adaptation", "stability")
 _SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
@@ -32,30 +33,6 @@ _NOT_INPUTS = frozenset(
     )
 )  # fmt: skip
 """Keys of a trainer's batch that shape a loss, or the output's form, and no logits."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One component: values and sums of absolute terms, whole and by parameter or linear map."""
-
-    value: Tensor
-    scale: Tensor
-    by: dict[str, Tensor] = field(default_factory=dict)
-
-    def __add__(self, other: Entry) -> Entry:
-        names = {*self.by, *other.by}
-        zero = torch.zeros_like(self.value)
-        by = {n: self.by.get(n, zero) + other.by.get(n, zero) for n in sorted(names)}
-        return Entry(self.value + other.value, self.scale + other.scale, by)
-
-    def times(self, factor: float) -> Entry:
-        """Scaled."""
-        by = {n: factor * v for n, v in self.by.items()}
-        return Entry(factor * self.value, abs(factor) * self.scale, by)
-
-    def map(self, move: Callable[[Tensor], Tensor]) -> Entry:
-        """The same function of all three."""
-        return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
 
 
 @dataclass(frozen=True)
@@ -289,7 +266,7 @@ class Oracle:
             return [None if side is None else _inner(gradients, side) for side in sides]
 
         entries: list[Entry | None] = [
-            None if side is None else _empty(self._shape, parameters) for side in sides
+            None if side is None else Entry.zero(self._shape, parameters) for side in sides
         ]
         conditions = 1 + self._conditions(losses)
         for n, (row, token) in enumerate(places.tolist()):
@@ -309,7 +286,7 @@ class Oracle:
                 value, size = (sum(each) for each in zip(*parts.values(), strict=True))
                 sums[name] = (float(value), float(size))
         rows = self._shape[:1]
-        nothing: list[Entry | None] = [None if s is None else _empty(rows, ()) for s in sides]
+        nothing: list[Entry | None] = [None if s is None else Entry.zero(rows, ()) for s in sides]
         found = {
             "seen": sampled,
             "sums": sums,
@@ -344,7 +321,7 @@ class Oracle:
             return [
                 None
                 if m is None
-                else _entry(
+                else Entry.of(
                     readouts.contract(
                         trace, errors, m, score_bias=config.score_bias, spread=spread
                     ),
@@ -356,8 +333,10 @@ class Oracle:
         rounding = (weights * self._conditions(losses)).to(losses)
         ordinary = read(trace, self._errors(trace, (weights * losses).sum()))
         unsure = read(trace, self._errors(trace, (rounding * losses).sum()))
-        ordinary = _loosened(ordinary, unsure)
-        none: list[Entry | None] = [None if m is None else _empty(self._shape, ()) for m in by_id]
+        ordinary = loosened(ordinary, unsure)
+        none: list[Entry | None] = [
+            None if m is None else Entry.zero(self._shape, ()) for m in by_id
+        ]
         own_error, attention_error = 0.0, 0.0
         direct, causal, self_only = ordinary, none, none
         if config.estimator != "path":
@@ -375,10 +354,10 @@ class Oracle:
                 return read(second, errors[:uses]), self._causal(second, errors[uses:], read)
 
             (direct, causal), (unsure, later) = both(weights), both(rounding)
-            direct, causal = _loosened(direct, unsure), _loosened(causal, later)
+            direct, causal = loosened(direct, unsure), loosened(causal, later)
             if config.estimator == "same_layer_hop":
                 # The library takes its own k = t terms away from the kernel's backward.
-                causal = _loosened(causal, direct)
+                causal = loosened(causal, direct)
             if split:
                 self_only = direct
                 direct, own_error = self._one_by_one(direct, by_id, trace, losses, places, sampled)
@@ -451,7 +430,7 @@ class Oracle:
                 parts = readouts.contract(
                     trace, errors, m, score_bias=self.given.config.score_bias, rows=place
                 )
-                one = _entry(parts, torch.Size([]))
+                one = Entry.of(parts, torch.Size([]))
                 size = float(entry.scale[place])  # of the joint backward, conditions included
                 away = abs(float(entry.value[place] - one.value))
                 worst = max(worst, away / size if size > 0 else (torch.inf if away else 0.0))
@@ -515,7 +494,7 @@ class Oracle:
         return both[0] if len(both) == 1 else both[0] + both[1]
 
     def _components(self, entries: Sequence[Entry | None]) -> dict[str, Entry | None]:
-        zero = _empty(self._shape, ())
+        zero = Entry.zero(self._shape, ())
         config = self.given.config
         split = config.estimator in _SPLIT
         found: dict[str, Entry | None] = {}
@@ -539,29 +518,6 @@ def _inner(
         terms = g.double() * side[name]
         found[name] = (float(terms.sum()), float(terms.abs().sum()))
     return found
-
-
-def _empty(shape: torch.Size, names: Any) -> Entry:
-    def zero() -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64)
-
-    return Entry(zero(), zero(), {name: zero() for name in names})
-
-
-def _entry(parts: readouts.Parts, shape: torch.Size) -> Entry:
-    value, scale = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for name in parts.value:
-        value = value + parts.value[name].cpu()
-        scale = scale + parts.scale[name].cpu()
-    return Entry(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
-
-
-def _loosened(entries: Sequence[Entry | None], more: Sequence[Entry | None]) -> list[Entry | None]:
-    """The same values, with the absolute terms of ``more`` beside their own."""
-    return [
-        None if one is None or other is None else Entry(one.value, one.scale + other.scale, one.by)
-        for one, other in zip(entries, more, strict=True)
-    ]
 
 
 def _rest(columns: Entry, assigned: Tensor) -> Entry:

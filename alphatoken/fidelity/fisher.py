@@ -12,7 +12,7 @@ all that the proxy models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -33,8 +32,9 @@ from alphatoken.fidelity.fisher_figures import (
     overlap_figure,
     scatter_figure,
 )
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.retention_scores import (
     TunedModel,
@@ -67,45 +67,30 @@ START = "oracle at the reference"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What is fitted and compared; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = field(default=8, metadata={"help": "held-out rows of each retention set"})
-    sizes: tuple[int, ...] = field(
-        default=(8, 24, 72), metadata={"help": "numbers of samples whose Fishers are compared"}
+    rows: int = option(8, "held-out rows of each retention set", least=1)
+    sizes: tuple[int, ...] = option(
+        (8, 24, 72), "numbers of samples whose Fishers are compared", least=1
     )
-    sequence: bool = field(
-        default=True, metadata={"help": "also fit on freely sampled responses, as the paper does"}
+    sequence: bool = option(True, "also fit on freely sampled responses, as the paper does")
+    max_new_tokens: int = option(48, "longest sampled response of those fits", least=1)
+    bound_tokens: int = option(
+        300, "response tokens of retention rows that the bound is on", least=1
     )
-    max_new_tokens: int = field(
-        default=48, metadata={"help": "longest sampled response of those fits"}
+    bound_parameters: int = option(
+        20_000_000, "most moving parameters for which Hessian-vector products are taken", least=0
     )
-    bound_tokens: int = field(
-        default=300, metadata={"help": "response tokens of retention rows that the bound is on"}
-    )
-    bound_parameters: int = field(
-        default=20_000_000,
-        metadata={"help": "most moving parameters for which Hessian-vector products are taken"},
-    )
-    steps: int = field(default=8, metadata={"help": "Lanczos steps of each operator norm"})
-    block: int = field(
-        default=16, metadata={"help": "Hessian columns formed for the bound's diagonal terms"}
-    )
-    points: int = field(
-        default=2, metadata={"help": "points between both models for the third derivative"}
-    )
-    draws: int = field(default=60, metadata={"help": "bootstrap samples of each interval"})
+    steps: int = option(8, "Lanczos steps of each operator norm", least=1)
+    block: int = option(16, "Hessian columns formed for the bound's diagonal terms", least=1)
+    points: int = option(2, "points between both models for the third derivative", least=2)
+    draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:
-        """Check sizes."""
-        least = {"rows": 1, "max_new_tokens": 1, "bound_tokens": 1, "bound_parameters": 0,
-                 "steps": 1, "block": 1, "points": 2, "draws": 10}  # fmt: skip
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ConfigError(
-                    f"{name} must be at least {lowest}", got=repr(getattr(self, name))
-                )
-        if any(size < 1 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
+        """Check every option."""
+        super().__post_init__()
+        if list(self.sizes) != sorted(set(self.sizes)):
             raise ConfigError("sizes must be growing numbers of samples", got=repr(self.sizes))
 
 
@@ -220,17 +205,8 @@ def _bound(
         options.points,
         options.bound_parameters,
     )
-    (whole,) = subject.batches(rows, len(rows))
-    dagger = fit_fisher(
-        before,
-        whole,
-        samples=len(rows) * -(-subject.fisher_samples // (2 * len(rows))),  # each row equally often
-        layers=subject.config.layers,
-        labels="token",
-        seed=subject.seed + 2_000_003,
-        progress=subject.progress,
-        score_bias=subject.config.score_bias,
-    )
+    each = -(-subject.fisher_samples // (2 * len(rows)))
+    dagger = subject.fit_fisher(rows, samples=each * len(rows), seed=subject.seed + 2_000_003)
     terms = bound_terms(curved, fishers, dagger.fisher)
     return terms, len(rows), sum(row.response_tokens for row in rows)
 
@@ -515,12 +491,11 @@ def _notes(
     bound_tokens: int,
     scored: Sequence[str],
 ) -> list[str]:
-    tokens = sum(row.response_tokens for row in rows)
     sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
     notes = [
         said,
-        f"{tokens} response tokens in {len(rows)} of {len(subject.train)} training rows are "
-        f"scored, by '{subject.config.estimator}' on {len(scored)} weights.",
+        f"{subject.counted(rows)} are scored, by '{subject.config.estimator}' on {len(scored)} "
+        "weights.",
         f"Held-out retention rows: {sets}.",
         f"The bound is on {bound_rows} of them, the shortest of each set, with {bound_tokens} "
         "response tokens; F_dagger is fitted on them with labels drawn on the given text.",
@@ -529,18 +504,8 @@ def _notes(
     if subject.fisher is not None:
         fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
         notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")
-    if len(rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows: intervals take tokens of one row for independent, and are "
-            "too narrow."
-        )
-    return notes
-
-
-def main() -> int:
-    """Run from the command line; the exit status."""
-    return run_as_module(NAME)
+    return notes + few_rows(len(rows))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_module(NAME))

@@ -8,7 +8,7 @@ tokens are kept, which component decides, and whether another estimator would sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,15 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
-from alphatoken.fidelity.metrics import sign_agreement, spearman
+from alphatoken.fidelity.metrics import kept, overlap, sign_agreement, spearman
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_page import heatmap_html
 from alphatoken.fidelity.token_text import KINDS, Panel, ValuedText, kind_of, normalised
-from alphatoken.fidelity.valuing import kept_by, retention_term, scorer_for
+from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible
 
@@ -43,42 +44,23 @@ _NAMES = {component.key: component.name for component in COMPONENTS}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What the diagnostic ``heatmap`` can be told."""
 
-    rows: tuple[int, ...] = field(
-        default=(), metadata={"help": "training rows to show, from 0; default: the first sampled"}
+    rows: tuple[int, ...] = option((), "training rows to show, from 0; default: the first sampled")
+    examples: int = option(3, "how many rows, where none are named", least=1)
+    against: str = option(
+        "label",
+        "what the total is shown beside: another estimator, 'before' (the same "
+        "estimator before fine-tuning) or 'none'",
+        choices=(*ESTIMATORS, "before", "none"),
     )
-    examples: int = field(default=3, metadata={"help": "how many rows, where none are named"})
-    against: str = field(
-        default="label",
-        metadata={
-            "help": "what the total is shown beside: another estimator, 'before' (the same "
-            "estimator before fine-tuning) or 'none'"
-        },
+    tuned: bool = option(
+        False,
+        "value at a fine-tuned copy of the model, so that the stability component is not zero",
     )
-    tuned: bool = field(
-        default=False,
-        metadata={
-            "help": "value at a fine-tuned copy of the model, so that the stability component is "
-            "not zero"
-        },
-    )
-    lines: int = field(default=16, metadata={"help": "most lines of text a panel of the figures"})
-    page_tokens: int = field(
-        default=400, metadata={"help": "most response tokens of a row on the page"}
-    )
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        known = (*ESTIMATORS, "before", "none")
-        if self.against not in known:
-            raise ConfigError(
-                "unknown comparison", got=repr(self.against), remedy=f"one of {', '.join(known)}"
-            )
-        for name in ("examples", "lines", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", got=str(getattr(self, name)))
+    lines: int = option(16, "most lines of text a panel of the figures", least=1)
+    page_tokens: int = option(400, "most response tokens of a row on the page", least=1)
 
 
 @dataclass(frozen=True)
@@ -141,16 +123,11 @@ def agreement_of(valued: Valued) -> dict[str, Estimate]:
     assert valued.other is not None
     assert valued.other_kept is not None
     columns = (valued.columns["total"], valued.other)
-    kept = (valued.kept.astype(np.float64), valued.other_kept.astype(np.float64))
     return {
         "spearman": bootstrap(spearman, *columns, groups=valued.belongs),
         "sign_agreement": bootstrap(sign_agreement, *columns, groups=valued.belongs),
-        "kept_in_common": bootstrap(_overlap, *kept, groups=valued.belongs),
+        "kept_in_common": bootstrap(overlap, valued.kept, valued.other_kept, groups=valued.belongs),
     }
-
-
-def _overlap(a: Numbers, b: Numbers) -> float:
-    return float((a * b).sum() / a.sum()) if a.sum() else float("nan")
 
 
 def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -167,7 +144,7 @@ def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
             "tokens": int((kinds == kind).sum()),
             "kept": _share_kept(valued.kept[kinds == kind], valued.belongs[kinds == kind]),
             "normalised_value": bootstrap(
-                _mean, scaled[kinds == kind], groups=valued.belongs[kinds == kind]
+                np.mean, scaled[kinds == kind], groups=valued.belongs[kinds == kind]
             ),
         }
         for kind in KINDS
@@ -177,7 +154,7 @@ def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
 
 def _share_kept(kept: Mask, belongs: NDArray[np.int64]) -> Estimate:
     """The bootstrap's interval, at least as wide as Wilson's: it is a point where all are kept."""
-    found = bootstrap(_mean, kept.astype(np.float64), groups=belongs)
+    found = bootstrap(np.mean, kept, groups=belongs)
     if not found.defined:
         return found
     count, share, z = found.count, found.value, 1.96
@@ -185,10 +162,6 @@ def _share_kept(kept: Mask, belongs: NDArray[np.int64]) -> Estimate:
     half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
     low = max(min(found.low, float(middle - half)), 0.0)
     return Estimate(share, low, min(max(found.high, float(middle + half)), 1.0), count)
-
-
-def _mean(values: Numbers) -> float:
-    return float(values.mean())
 
 
 # --- the diagnostic ------------------------------------------------------------------------------
@@ -277,9 +250,9 @@ def _valued(
         found["row"],
         found["position"],
         columns,
-        kept_by(columns["total"], subject.ratio),
+        kept(columns["total"], subject.ratio),
         total,
-        None if total is None else kept_by(total, subject.ratio),
+        None if total is None else kept(total, subject.ratio),
     )
     return valued, where
 
@@ -461,12 +434,10 @@ def _notes(
     shown: Sequence[int],
     where: tuple[str, ...],
 ) -> tuple[str, ...]:
-    total = sum(row.response_tokens for row in subject.train)
     notes = [
         *where,
         f"{len(shown)} rows are shown. Statistics, and the ranking that decides what is kept, are "
-        f"over {len(valued.belongs)} of {total} response tokens, in {len(valued.rows)} of "
-        f"{len(subject.train)} rows.",
+        f"over {subject.counted(valued.rows)}.",
         "Each panel has its own scale, given in its title: the same colour in two panels is not "
         "the same value.",
     ]

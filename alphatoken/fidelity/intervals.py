@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,21 +56,33 @@ class Estimate:
         >>> str(Estimate.undefined(3, "3 tokens, 8 needed"))
         'not defined (3 tokens, 8 needed)'
         """
+        return format(self, ".2f")
+
+    def __format__(self, spec: str) -> str:
+        """Number and interval, each as ``spec`` says; "" is ".2f".
+
+        >>> f"{Estimate(0.51, -0.402, 0.61, 90):+.1f}"
+        '+0.5 [-0.4, +0.6]'
+        """
         if not self.defined:
             return f"not defined ({self.reason})"
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        value, low, high = (format(x, spec or ".2f") for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
 
 
 def few_rows(rows: int) -> list[str]:
     """What is to be said of intervals over tokens of so few rows; nothing where rows are drawn."""
     if rows >= FEWEST:
         return []
-    return [f"Only {rows} rows: intervals draw single tokens, and are a lower limit of the truth."]
+    return [
+        f"Fewer than {FEWEST} rows ({rows}): intervals draw single tokens, and are too narrow, "
+        "because tokens of one row are not independent."
+    ]
 
 
 def bootstrap(
     statistic: Callable[..., float],
-    *columns: Sequence[float] | Numbers,
+    *columns: Sequence[float] | NDArray[Any],
     groups: Sequence[int] | NDArray[np.int64] | None = None,
     draws: int = 200,
     seed: int = 0,

@@ -23,6 +23,8 @@ __all__ = [
     "auc",
     "gain_share",
     "kendall",
+    "kept",
+    "overlap",
     "share_of_total",
     "sign_agreement",
     "spearman",
@@ -32,8 +34,6 @@ __all__ = [
 Column = Tensor | NDArray[Any] | Sequence[Any]
 """Values of tokens: one number each."""
 Numbers = NDArray[np.float64]
-
-_FEW = 128  # up to so many tokens all pairs are counted
 
 
 def _pair(a: Column, b: Column, mask: Tensor | None) -> tuple[Numbers, Numbers]:
@@ -53,13 +53,6 @@ def _numbers(column: Column) -> Numbers:
     return np.asarray(column, dtype=np.float64)
 
 
-def _ranks(x: Numbers) -> Numbers:
-    """1 to n, ties by their mean rank."""
-    _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
-    ranks: Numbers = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return ranks
-
-
 def _constant(x: Numbers) -> bool:
     return len(x) < 3 or bool((x == x[0]).all())
 
@@ -69,7 +62,7 @@ def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
     x, y = _pair(a, b, mask)
     if _constant(x) or _constant(y):
         return math.nan
-    r, q = _ranks(x), _ranks(y)
+    r, q = stats.rankdata(x), stats.rankdata(y)
     r, q = r - r.mean(), q - q.mean()
     return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
 
@@ -82,10 +75,7 @@ def kendall(a: Column, b: Column, mask: Tensor | None = None) -> float:
     x, y = _pair(a, b, mask)
     if _constant(x) or _constant(y):
         return math.nan
-    if len(x) > _FEW:
-        return float(stats.kendalltau(x, y, method="asymptotic").statistic)
-    r, q = (np.sign(column[:, None] - column) for column in (x, y))
-    return float((r * q).sum()) / math.sqrt(float((r * r).sum()) * float((q * q).sum()))
+    return float(stats.kendalltau(x, y, method="asymptotic").statistic)
 
 
 def sign_agreement(a: Column, b: Column, mask: Tensor | None = None) -> float:
@@ -100,21 +90,37 @@ def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float =
     A random ranking scores ``ratio`` in the mean.
     """
     x, y = _pair(a, b, mask)
-    kept_x, kept_y = _kept(x, ratio), _kept(y, ratio)
-    return float((kept_x & kept_y).sum()) / max(int(kept_x.sum()), 1)
+    return overlap(kept(x, ratio), kept(y, ratio)) if len(x) else 0.0
 
 
-def _kept(x: Numbers, ratio: float) -> NDArray[np.bool_]:
-    """As ``masks.select_top`` keeps them: ties by place."""
-    if not np.isfinite(x).all():
+def kept(values: Numbers, ratio: float) -> NDArray[np.bool_]:
+    """The first ``ceil(ratio n)`` by value of the last axis, ties by index; of each row by itself.
+
+    The same sets as ``masks.select_top`` with everything in one pool, for many rankings at a
+    time.
+
+    Raises:
+        NumericalError: a NaN or Inf value.
+        InputError: ratio outside (0, 1].
+    """
+    if not np.isfinite(values).all():
         raise NumericalError(
             "a token value is not finite",
-            got=str(x[~np.isfinite(x)][0]),
+            got=f"{int((~np.isfinite(values)).sum())} of {values.size}",
             why="a NaN has no rank; what is kept would be arbitrary",
+            remedy="look at the weights, and at the precision",
         )
-    kept = np.zeros(len(x), dtype=np.bool_)
-    kept[np.argsort(-x, kind="stable")[: keep_count(ratio, len(x))]] = True
-    return kept
+    order = np.argsort(-values, axis=-1, kind="stable")
+    chosen = np.zeros(values.shape, dtype=bool)
+    count = keep_count(ratio, values.shape[-1])
+    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
+    return chosen
+
+
+def overlap(ours: Column, theirs: Column) -> float:
+    """Share of the tokens marked in ``ours`` that ``theirs`` marks too; NaN without any."""
+    a, b = _pair(ours, theirs, None)
+    return float((a * b).sum() / a.sum()) if a.sum() else math.nan
 
 
 def share_of_total(a: Column, b: Column, mask: Tensor | None = None) -> float:
@@ -138,8 +144,8 @@ def gain_share(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 
     if not len(x):
         return math.nan
     chance = float(y.sum()) * keep_count(ratio, len(y)) / len(y)
-    best = float(y[_kept(y, ratio)].sum()) - chance
-    found = float(y[_kept(x, ratio)].sum()) - chance
+    best = float(y[kept(y, ratio)].sum()) - chance
+    found = float(y[kept(x, ratio)].sum()) - chance
     return found / best if best > 1e-12 * float(np.abs(y).sum()) else math.nan
 
 
@@ -159,5 +165,5 @@ def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:
     positives, negatives = int(found.sum()), int((~found).sum())
     if not positives or not negatives:
         return math.nan
-    above = float(_ranks(x)[found].sum()) - positives * (positives + 1) / 2
+    above = float(stats.rankdata(x)[found].sum()) - positives * (positives + 1) / 2
     return above / (positives * negatives)

@@ -18,60 +18,40 @@ class Entry:
     Attributes:
         name: on the command line.
         question: what it answers.
-        module: in ``alphatoken.fidelity``; it has ``Options`` (a frozen dataclass whose fields
-            carry their help in ``metadata["help"]``) and
-            ``diagnose(subject, options=None) -> Diagnosis``.
     """
 
     name: str
     question: str
-    module: str
+
+    @property
+    def module(self) -> str:
+        """Its module in ``alphatoken.fidelity``.
+
+        It has ``Options`` (a frozen dataclass whose fields carry their help in
+        ``metadata["help"]``) and ``diagnose(subject, options=None) -> Diagnosis``.
+        """
+        return self.name.replace("-", "_")
 
     def load(self) -> ModuleType:
         """Import it; heavy libraries come with this."""
         return import_module(f"alphatoken.fidelity.{self.module}")
 
 
-DIAGNOSTICS: tuple[Entry, ...] = (
-    Entry(
-        "estimators",
-        "Which estimator ranks my tokens as their true first-order utility does, at which cost?",
-        "estimators",
-    ),
-    Entry(
-        "utility",
-        "Does the value of a token predict what really happens to the validation loss when one "
-        "optimizer step is taken without it?",
-        "utility",
-    ),
-    Entry(
-        "value-propagation",
-        "How much of what flows from token to token does Value-Propagation see on my model?",
-        "value_propagation",
-    ),
-    Entry(
-        "fisher",
-        "Does the Fisher-drift proxy rank tokens as real retention data would?",
-        "fisher",
-    ),
-    Entry("heatmap", "Which tokens of my text are valued, and by which component?", "heatmap"),
-    Entry("coverage", "What part of the data do the kept tokens cover?", "coverage"),
-    Entry(
-        "drift",
-        "How far did fine-tuning move the model's states on what it must not forget?",
-        "drift",
-    ),
-    Entry(
-        "sensitivity",
-        "How much do the kept tokens, and the cost, depend on each setting?",
-        "sensitivity",
-    ),
-    Entry(
-        "stability",
-        "Which keep or drop decisions are noise?",
-        "stability",
-    ),
-)
+_QUESTIONS = {
+    "estimators": "Which estimator ranks my tokens as their true first-order utility does, at "
+    "which cost?",
+    "utility": "Does the value of a token predict what really happens to the validation loss when "
+    "one optimizer step is taken without it?",
+    "value-propagation": "How much of what flows from token to token does Value-Propagation see on "
+    "my model?",
+    "fisher": "Does the Fisher-drift proxy rank tokens as real retention data would?",
+    "heatmap": "Which tokens of my text are valued, and by which component?",
+    "coverage": "What part of the data do the kept tokens cover?",
+    "drift": "How far did fine-tuning move the model's states on what it must not forget?",
+    "sensitivity": "How much do the kept tokens, and the cost, depend on each setting?",
+    "stability": "Which keep or drop decisions are noise?",
+}
+DIAGNOSTICS = tuple(Entry(name, question) for name, question in _QUESTIONS.items())
 """In the order of the report."""
 
 

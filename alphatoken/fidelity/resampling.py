@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.fidelity.decisions import (
-    Agreement,
-    classify,
-    kept,
-    over_draws,
-)
+from alphatoken.fidelity.decisions import Agreement, agreement_over_draws, classify, over_draws
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.metrics import kept
+from alphatoken.fidelity.own_values import FEWEST_ROWS
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.select.masks import keep_count
 
-__all__ = ["FEWEST_ROWS", "Resampled", "noise_by_size", "noise_share", "resample"]
+__all__ = ["Resampled", "noise_by_size", "noise_share", "resample"]
 
 Numbers = NDArray[np.float64]
-
-FEWEST_ROWS = 4
-"""Fewest rows that are drawn again from themselves."""
 
 _SUBSETS = 20
 _INNER = 200
@@ -66,14 +58,8 @@ def resample(
     rows = len(columns.tokens)
     weights = _weights(rows, rows, resamples, np.random.default_rng(seed))
     whole, totals = columns.whole + rest, columns.at(weights) + rest
-    before, after = kept(whole, ratio), kept(totals, ratio)
-    found = Agreement(
-        over_draws(np.array([spearman(whole, total) for total in totals])),
-        over_draws((before & after).sum(1) / before.sum()),
-        over_draws((before != after).mean(1)),
-        keep_count(ratio, len(whole)) / len(whole),
-    )
-    return Resampled(found, after.mean(0))
+    found = agreement_over_draws(np.broadcast_to(whole, totals.shape), totals, ratio)
+    return Resampled(found, kept(totals, ratio).mean(0))
 
 
 def _weights(
@@ -85,7 +71,7 @@ def _weights(
 
 def noise_share(flags: NDArray[np.bool_], groups: NDArray[Any], seed: int) -> Estimate:
     """Share of marked tokens, with its interval over rows of tokens."""
-    return bootstrap(np.mean, flags.astype(np.float64), groups=groups, seed=seed)
+    return bootstrap(np.mean, flags, groups=groups, seed=seed)
 
 
 def noise_by_size(

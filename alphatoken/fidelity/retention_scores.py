@@ -13,16 +13,9 @@ from torch import Tensor, nn
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
-from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import CoverageError
-from alphatoken.estimate.columns import Side, contract_columns
-from alphatoken.estimate.estimators import CAPTURED, token_errors
-from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.token_values import assign_columns
+from alphatoken.fidelity.per_row import values_along
 from alphatoken.fidelity.subject import Subject
-from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.capture import record
 from alphatoken.scorer import Scorer
 
 __all__ = ["TunedModel", "growing_fishers", "scores_along", "unit_fisher", "variants"]
@@ -47,26 +40,14 @@ def growing_fishers(
     F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
     are independent of those of ``subject.fitted_fisher``.
     """
-    reference = subject.reference if subject.reference is not None else subject.model
     usable = [row for row in subject.train if row.response_tokens]
     sums: dict[str, Tensor] = {}
     found: dict[int, FisherDrift] = {}
     done = 0
     for size in sizes:
         rows = [usable[i % len(usable)] for i in range(done, size)]
-        (batch,) = subject.batches(rows, len(rows))
-        piece = fit_fisher(
-            reference,
-            batch,
-            samples=len(rows),
-            layers=subject.config.layers,
-            labels=labels,
-            seed=subject.seed + 1_000_003 + done,
-            batch_size=subject.batch_size,
-            progress=subject.progress,
-            score_bias=subject.config.score_bias,
-            **options,
-        )
+        seed = subject.seed + 1_000_003 + done
+        piece = subject.fit_fisher(rows, labels=labels, seed=seed, **options)
         for name, part in piece.fisher.items():
             add = part.double() * len(rows)
             sums[name] = sums[name] + add if name in sums else add
@@ -104,9 +85,7 @@ class TunedModel:
 
     def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
         self.subject = subject
-        self.config = replace(
-            subject.config, objective="stability", preconditioner=None, contraction="projected"
-        )
+        self.config = replace(subject.config, objective="stability", preconditioner=None)
         self.scorer = Scorer(model, None, list(batches), self.config)
         self.scorer.warn = False
 
@@ -132,39 +111,14 @@ def scores_along(
     names = list(directions)
     sizes = [sum(part.numel() for part in directions[name].values()) for name in names]
     at_once = max(1, _WORKSPACE // max(1, *sizes)) if names else 1
-    found: dict[str, list[Numbers]] = {name: [] for name in names}
-    numbers: list[Numbers] = []
+    chunks = [names[start : start + at_once] for start in range(0, len(names), at_once)]
     batches = subject.batches(rows)
     scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
     tracker = subject.tracker("Scores along retention directions", len(batches))
-    for number, given in enumerate(batches):
-        batch = read_batch(given, max_length=scorer.adapter.max_positions())
-        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
-        for start in range(0, len(names), at_once):
-            chosen = names[start : start + at_once]
-            values = _along(scorer, batch, [directions[name] for name in chosen])
-            for name, value in zip(chosen, values, strict=True):
-                found[name].append(value[batch.mask].detach().double().cpu().numpy())
+    blocks: list[Numbers] = []
+    for number, batch in enumerate(batches):
+        parts = [values_along(scorer, batch, [directions[n] for n in chunk]) for chunk in chunks]
+        blocks.append(np.concatenate(parts, axis=1))
         tracker.report(number + 1)
-    return {name: np.concatenate(parts) for name, parts in found.items()}, np.concatenate(numbers)
-
-
-def _along(scorer: Scorer, batch: LabelledBatch, directions: Sequence[Direction]) -> list[Tensor]:
-    config, adapter, first = scorer.config, scorer.adapter, scorer.target.first
-    if config.estimator not in CAPTURED:
-        return [label_values(adapter, batch, m, first=first or 0) for m in directions]
-    with record(adapter, scorer.scope) as recorder:
-        with scoring_forward(adapter, first):
-            losses = forward_losses(adapter, batch, "batch")
-        with torch.enable_grad():
-            loss = losses.sum()
-        errors = token_errors(
-            recorder, loss, config.estimator, window=config.window,
-            head_reduction=config.head_reduction, path=config.path,
-        )  # fmt: skip
-        sides = [Side(direction) for direction in directions]
-        values = []
-        for columns in contract_columns(recorder, errors, sides, scorer.target.names):
-            direct, causal, _ = assign_columns(columns, batch.mask, config.causal_position)
-            values.append(direct + causal)
-    return values
+    row = np.repeat(np.arange(len(rows)), [example.response_tokens for example in rows])
+    return dict(zip(names, np.concatenate(blocks).T, strict=True)), row

@@ -7,8 +7,9 @@ side is counted in FLOPs beside a training step on the same batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
-from alphatoken.data import Example
 from alphatoken.direction.algebra import Direction, norms
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, CoverageError, FisherError, UnsupportedError
+from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity_figures as figures
-from alphatoken.fidelity.decisions import agreement, percent
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.per_row import row_columns, values_along
-from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
-from alphatoken.fidelity.scoring_cost import (
+from alphatoken.fidelity.cost import (
     ScoringCost,
     direction_cost,
     step_cost,
     values_cost,
 )
-from alphatoken.fidelity.stability import sample_notes, validation_sample
+from alphatoken.fidelity.decisions import Agreement, agreement, percent
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
+from alphatoken.fidelity.per_row import row_columns, values_along
+from alphatoken.fidelity.readings import WINDOWED
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
     captured,
@@ -54,7 +56,6 @@ __all__ = ["Options", "diagnose", "layer_choices"]
 
 Numbers = NDArray[np.float64]
 
-_WINDOWED = ("alphatoken", "paper_literal")
 _DISJOINT = "overlap, disjoint subsets"
 _OF_WEIGHTS = (
     "||lambda V|| / ||G||",
@@ -65,58 +66,35 @@ _SOME_LAYERS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
-    estimators: tuple[str, ...] = field(
-        default=ESTIMATORS, metadata={"help": "estimators that are compared"}
+    estimators: tuple[str, ...] = option(
+        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS
     )
-    layers: tuple[int, ...] = field(
-        default=(), metadata={"help": "numbers of last layers K; by default 1, 2, ... to the depth"}
+    layers: tuple[int, ...] = option(
+        (), "numbers of last layers K; by default 1, 2, ... to the depth", least=1
     )
-    windows: tuple[int, ...] = field(
-        default=(0, 1, 2, 4, 8, 16, 32, 64, 128), metadata={"help": "windows W, in positions"}
+    windows: tuple[int, ...] = option(
+        (0, 1, 2, 4, 8, 16, 32, 64, 128), "windows W, in positions", least=0
     )
-    weights: tuple[float, ...] = field(
-        default=(0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
-        metadata={"help": "stability weights lambda"},
+    weights: tuple[float, ...] = option(
+        (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
+        "stability weights lambda",
+        above=-math.inf,
+        below=math.inf,
     )
-    ratios: tuple[float, ...] = field(
-        default=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        metadata={"help": "shares of tokens to keep"},
+    ratios: tuple[float, ...] = option(
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "shares of tokens to keep", above=0, most=1
     )
-    validation_rows: int = field(
-        default=64, metadata={"help": "most validation rows; of more, so many are drawn"}
+    validation_rows: int = option(
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
     )
-    draws: int = field(
-        default=20, metadata={"help": "subsets of validation rows drawn for each size"}
+    draws: int = option(20, "subsets of validation rows drawn for each size", least=FEWEST)
+    changed: float = option(
+        0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
     )
-    changed: float = field(
-        default=0.1,
-        metadata={"help": "share of decisions whose change by lambda is looked for"},
-    )
-    repeats: int = field(default=3, metadata={"help": "timings, of which the median is taken"})
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        least = {"validation_rows": 4, "draws": FEWEST, "repeats": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
-        for name, low in {"layers": 1, "windows": 0}.items():
-            if any(value < low for value in getattr(self, name)):
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
-        unknown = [name for name in self.estimators if name not in ESTIMATORS]
-        if unknown:
-            raise ConfigError(
-                "unknown estimator", got=unknown[0], remedy=f"one of {', '.join(ESTIMATORS)}"
-            )
-        if not all(0 < ratio <= 1 for ratio in self.ratios):
-            raise ConfigError("ratios must lie in (0, 1]", got=repr(self.ratios))
-        if not all(abs(weight) < float("inf") for weight in self.weights):
-            raise ConfigError("weights must be finite", got=repr(self.weights))
-        if not 0 < self.changed < 1:
-            raise ConfigError("changed must lie between 0 and 1", got=repr(self.changed))
+    repeats: int = option(3, "timings, of which the median is taken", least=1)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -127,7 +105,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    run = _Run.of(subject, options)
+    run = _Run.measured(subject, options)
     found = {
         "estimator": run.sweep("estimator", run.estimators(options)),
         "K": run.sweep("K", run.layers(options)),
@@ -149,7 +127,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     columns = row_columns(subject, run.scorer, run.rows, run.validation)
     sizes, alone = (
         size_sweep(columns, rest, subject.ratio, options.draws, seed=subject.seed)
-        for rest in (weight * keep, np.zeros_like(gain))
+        for rest in (run.rest, np.zeros_like(gain))
     )
     found["validation rows"] = [
         *(record | {"cost": run.cost_of_rows(int(record["value"]))} for record in sizes),
@@ -169,81 +147,43 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Run(OwnValues):
     """The run's own settings: model, retention, values, cost.
 
     ``wide`` is M's two sides over every layer that will be tried: any setting contracts with the
     part that it scores, so that the validation rows are sent through the model once.
     """
 
-    subject: Subject
-    model: nn.Module
-    retention: FisherDrift | None
-    rows: list[Example]
-    validation: list[Example]
     wide: Direction
-    scorer: Scorer
-    values: dict[str, NDArray[Any]]
     cost: ScoringCost
     repeats: int
-    notes: list[str]
 
     @classmethod
-    def of(cls, subject: Subject, options: Options) -> _Run:
-        if subject.config.objective == "stability":
-            raise ConfigError(
-                "the run has no validation side to be sensitive to",
-                got="objective='stability'",
-                remedy="objective='both' or 'adaptation'",
-            )
-        rows = subject.sample()
-        subject.require_tokens(rows, 2 * FEWEST, "rankings and shares are compared")
-        validation, notes = validation_sample(subject, options.validation_rows)
-        config, layers = subject.config, _tried_layers(subject, options)
-        model, retention = subject.model, None
-        if config.objective != "adaptation":
-            _, model, said = subject.before_and_after()
-            retention = subject.fisher or subject.fitted_fisher(
-                layers=layers, parameters=config.parameters
-            )
-            notes.append(f"Values are those of the model after fine-tuning. {said}")
-        scorer = scorer_for(subject, model=model, retention=retention, rows=validation)
-        values = subject.score(scorer, rows, "Values of the run")
-        notes = [
-            *sample_notes(subject, rows, len(values["total"]), ", all ranked in one pool."),
-            *notes,
-        ]
-        batch = subject.batches(rows)[0]
+    def measured(cls, subject: Subject, options: Options) -> _Run:
+        """The values and their cost."""
+        layers, config = _tried_layers(subject, options), subject.config
+        own = OwnValues.of(subject, options.validation_rows, fisher_layers=layers)
+        batch = subject.batches(own.rows)[0]
         shape = tuple(batch["input_ids"].shape)
-        notes.append(
+        own.notes.append(
             f"Cost is that of one batch of {shape[0]} rows and {shape[1]} positions, scored in the "
             "forward that training runs, with M built anew from all validation rows; a step is "
             "its forward and backward."
         )
         cost = ScoringCost(
-            direction_cost(scorer, repeats=1),
-            values_cost(scorer, batch, repeats=options.repeats),
-            step_cost(scorer.adapter, batch, repeats=options.repeats),
+            direction_cost(own.scorer, repeats=1),
+            values_cost(own.scorer, batch, repeats=options.repeats),
+            step_cost(own.scorer.adapter, batch, repeats=options.repeats),
         )
+        covered = _covered(own.retention, own.model, layers, own.notes)
         wide = scorer_for(
             subject,
-            model=model,
-            retention=retention,
-            rows=validation,
-            config=replace(config, layers=_covered(retention, model, layers, notes)),
+            model=own.model,
+            retention=own.retention,
+            rows=own.validation,
+            config=replace(config, layers=covered),
         ).direction
-        return cls(
-            subject, model, retention, rows, validation, wide, scorer, values, cost,
-            options.repeats, notes,
-        )  # fmt: skip
-
-    @property
-    def total(self) -> Numbers:
-        return self.values["total"]
-
-    @property
-    def groups(self) -> NDArray[Any]:
-        return self.values["row"]
+        return cls(**vars(own), wide=wide, cost=cost, repeats=options.repeats)
 
     @property
     def weight(self) -> float:
@@ -265,15 +205,8 @@ class _Run:
         same = Estimate(1.0, 1.0, 1.0, len(self.total))
         none = Estimate(0.0, 0.0, 0.0, len(self.total))
         chance = keep_count(self.subject.ratio, len(self.total)) / len(self.total)
-        return {
-            "value": value,
-            "default": True,
-            "spearman": same,
-            "overlap": same,
-            "overlap by chance": chance,
-            "flips": none,
-            "cost": self.cost,
-        }
+        itself = Agreement(same, same, none, chance)
+        return {"value": value, "default": True, **itself.record(), "cost": self.cost}
 
     # --- what is tried -----------------------------------------------------------------------
 
@@ -295,7 +228,7 @@ class _Run:
 
     def windows(self, options: Options) -> dict[object, ScorerConfig]:
         config = self.subject.config
-        if config.estimator not in _WINDOWED or config.path == "direct":
+        if config.estimator not in WINDOWED or config.path == "direct":
             self.notes.append(f"'{config.estimator}' has no window W.")
             return {}
         longest = max(len(row.input_ids) for row in self.rows)
@@ -336,13 +269,12 @@ class _Run:
         That scorer's own values are not used: they make it run the proofs on this model.
         """
         subject = self.subject
-        narrow = replace(config, contraction="auto" if config.estimator == "label" else "projected")
         scorer = scorer_for(
             subject,
             model=self.model,
             retention=self.retention,
             rows=self.validation[:1],
-            config=narrow,
+            config=config,
         )
         scorer.score(subject.batches(self.rows[:1])[0])
         missing = [name for name in scorer.parameters if name not in self.wide.adaptation]

@@ -1,18 +1,15 @@
-"""Figures of the sensitivity diagnostic."""
+"""The pictures of the sensitivity diagnostic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.fidelity.diagnosis import Figure, Table
-from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas, finish
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from alphatoken.fidelity.plots import LINE, Guide, Panel, Series, picture
 
 __all__ = ["masks", "ratios"]
 
@@ -25,7 +22,11 @@ _NAMES = {
     "lambda": "lambda",
     "validation rows": "validation rows",
 }
-_VALIDATION, _SCORING = "validation FLOPs / step", "scoring FLOPs / step"
+_COSTS = {
+    "validation FLOPs / step": "validation gradient",
+    "scoring FLOPs / step": "scoring",
+}
+_OWN: dict[str, Any] = {"marker": "*", "markersize": 12, "color": "#000000"}
 
 
 def masks(records: Sequence[Record]) -> Figure:
@@ -35,95 +36,62 @@ def masks(records: Sequence[Record]) -> Figure:
         for setting in _NAMES
         if len(here := [r for r in records if r["setting"] == setting]) > 1
     }
-    with canvas(2.3 * len(found) + 0.6, 5.0) as fig:
-        grid = fig.subplots(2, len(found), squeeze=False, sharey="row", height_ratios=[3, 2])
-        for column, (setting, here) in enumerate(found.items()):
-            _overlaps(grid[0, column], setting, here)
-            _costs(grid[1, column], setting, here)
-            for axes in grid[:, column]:
-                _ticks(axes, [r["value"] for r in here])
-            grid[0, column].tick_params(labelbottom=False)
-        grid[0, 0].set_ylabel("overlap with the run's\nkept tokens")
-        grid[0, 0].set_ylim(0.0, 1.05)
-        grid[1, 0].set_ylabel("FLOPs over those\nof a training step")
-        grid[1, 0].set_ylim(bottom=0.0)
-        above, below = (row[0].get_legend_handles_labels() for row in grid)
-        named = dict(zip(above[1] + below[1], above[0] + below[0], strict=True))
-        fig.legend(
-            named.values(), named.keys(), loc="outside lower center", ncols=len(named), fontsize=8
-        )
-        return finish(
-            fig,
-            "settings",
-            "Kept tokens and cost, one setting at a time",
-            "Above: a curve near 1 is a setting that hardly matters, one near the dashed line "
-            "keeps tokens as if drawn at random. The run's own value is the large black mark. "
-            "Below: what that value costs, so that a flat curve above a rising cost shows where "
-            "to save. Lambda and the ratio cost nothing.",
-            Table.of("settings_data", "Kept tokens and cost by setting", records),
-            alt="Overlap with the run's kept tokens and cost in FLOPs for each tried value of "
-            f"{', '.join(_NAMES[setting] for setting in found)}.",
-        )
-
-
-def _overlaps(axes: Axes, setting: str, records: Sequence[Record]) -> None:
-    places = np.arange(len(records))
-    values = np.array([r["overlap"].value for r in records])
-    ends = np.array([[r["overlap"].low, r["overlap"].high] for r in records]).T
-    line = "" if setting == "estimator" else DASHES[0]
-    axes.errorbar(
-        places, values, yerr=np.abs(ends - values), color=COLOURS[0], marker=MARKERS[0],
-        markersize=4, linestyle=line, linewidth=1, capsize=2, label="overlap",
-    )  # fmt: skip
-    apart = [r.get("overlap, disjoint subsets") for r in records]
-    if any(one is not None for one in apart):
-        axes.plot(
-            places, [np.nan if one is None else one.value for one in apart], color=COLOURS[1],
-            marker=MARKERS[1], markersize=4, linestyle=DASHES[1], linewidth=1,
-        )  # fmt: skip
-        last = max(place for place, one in enumerate(apart) if one is not None)
-        axes.annotate(
-            "two disjoint\nsubsets", (last, apart[last].value), xytext=(0, -6),  # type: ignore[union-attr]
-            textcoords="offset points", ha="center", va="top", fontsize=7, color=COLOURS[1],
-        )  # fmt: skip
-    own = [place for place, r in zip(places, records, strict=True) if r["default"]]
-    axes.plot(
-        own, values[own], linestyle="", marker="*", markersize=12, color="#000000",
-        label="the run's value",
-    )  # fmt: skip
-    axes.axhline(
-        records[0]["overlap by chance"], color="#3c3c3c", linestyle="--", linewidth=1,
-        label="by chance",
-    )  # fmt: skip
-    axes.set_title(_NAMES[setting], fontsize=9)
-
-
-def _costs(axes: Axes, setting: str, records: Sequence[Record]) -> None:
-    places = [place for place, r in enumerate(records) if _SCORING in r]
-    if not places:
-        axes.text(0.5, 0.5, "no cost", transform=axes.transAxes, ha="center", fontsize=8)
-        return
-    for number, (key, label) in enumerate(
-        ((_VALIDATION, "validation gradient"), (_SCORING, "scoring"))
-    ):
-        axes.plot(
-            places, [records[place][key] for place in places], color=COLOURS[2 + number],
-            marker=MARKERS[2 + number], markersize=4, linewidth=1,
-            linestyle="" if setting == "estimator" else DASHES[number], label=label,
-        )  # fmt: skip
-
-
-def _ticks(axes: Axes, values: Sequence[str]) -> None:
-    turned = max(len(value) for value in values) > 3 or len(values) > 7
-    axes.set_xticks(
-        range(len(values)),
-        values,
-        fontsize=7,
-        rotation=60 if turned else 0,
-        ha="right" if turned else "center",
-        rotation_mode="anchor",
+    first = next(iter(found), "")
+    return picture(
+        "settings",
+        "Kept tokens and cost, one setting at a time",
+        "Above: a curve near 1 is a setting that hardly matters, one near the dashed line "
+        "keeps tokens as if drawn at random. The run's own value is the large black mark. "
+        "Below: what that value costs, so that a flat curve above a rising cost shows where "
+        "to save. Lambda and the ratio cost nothing.",
+        Table.of("settings_data", "Kept tokens and cost by setting", records),
+        *(_overlaps(setting, here, setting == first) for setting, here in found.items()),
+        *(_costs(setting, here, setting == first) for setting, here in found.items()),
+        alt="Overlap with the run's kept tokens and cost in FLOPs for each tried value of "
+        f"{', '.join(_NAMES[setting] for setting in found)}.",
+        size=(2.3 * len(found) + 0.6, 5.0),
+        across=len(found),
+        sharex="col",
+        sharey="row",
+        height_ratios=[3, 2],
     )
-    axes.set_xlim(-0.5, len(values) - 0.5)
+
+
+def _overlaps(setting: str, records: Sequence[Record], first: bool) -> Panel:
+    places = range(len(records))
+    joined = setting != "estimator"
+    overlaps = [record["overlap"] for record in records]
+    series = [Series("overlap", places, overlaps, joined=joined)]
+    disjoint = [record.get("overlap, disjoint subsets") for record in records]
+    if any(disjoint):
+        series.append(Series("overlap, two disjoint subsets", places, disjoint, joined=joined))
+    own = [place for place in places if records[place]["default"]]
+    values = [overlaps[place].value for place in own]
+    series.append(Series("the run's value", own, values, **_OWN))
+    return Panel(
+        series,
+        [Guide(records[0]["overlap by chance"], across=True, label="by chance")],
+        columns=[record["value"] for record in records],
+        title=_NAMES[setting],
+        ylabel="overlap with the run's\nkept tokens" if first else "",
+        ylim=(0.0, 1.05),
+    )
+
+
+def _costs(setting: str, records: Sequence[Record], first: bool) -> Panel:
+    joined = setting != "estimator"
+    series = [
+        Series(label, range(len(records)), [r.get(key) for r in records], look=look, joined=joined)
+        for look, (key, label) in enumerate(_COSTS.items(), start=2)
+        if any(key in record for record in records)
+    ]
+    return Panel(
+        series,
+        columns=[record["value"] for record in records],
+        title="" if series else "no cost",
+        ylabel="FLOPs over those\nof a training step" if first else "",
+        ylim=(0.0, None),
+    )
 
 
 def ratios(total: NDArray[np.float64], records: Sequence[Record]) -> Figure:
@@ -133,34 +101,31 @@ def ratios(total: NDArray[np.float64], records: Sequence[Record]) -> Figure:
     share = np.arange(1, len(ordered) + 1) / len(ordered)
     curve = np.cumsum(ordered) / best if best > 0 else np.full(len(ordered), np.nan)
     peak = float((total > 0).mean())
-    (own,) = (r for r in records if r["default"])
-    with canvas(6.0, 4.0) as fig:
-        axes = fig.subplots()
-        axes.plot(share, curve, color=COLOURS[0], label="highest values first")
-        axes.plot(
-            [0, 1], [0, curve[-1]], color=COLOURS[1], linestyle=DASHES[1], label="at random (mean)"
-        )
-        axes.plot(
-            [own["value"]], [own["captured"].value], linestyle="", marker="*", markersize=13,
-            color="#000000", label=f"the run: {own['value']:g}",
-        )  # fmt: skip
-        axes.axvline(
-            peak, color=COLOURS[2], linestyle=DASHES[2], label=f"last positive value: {peak:.2f}"
-        )
-        axes.set(xlabel="ratio kept", ylabel="kept value over all positive value")
-        axes.legend(fontsize=8)
-        data = [
-            {"ratio": float(x), "value": float(v), "captured": float(y)}
-            for x, v, y in zip(share, ordered, curve, strict=True)
-        ]
-        return finish(
-            fig,
-            "ratios",
-            "How much value each ratio captures",
-            "The curve rises as long as values are positive. A steep rise and a long flat top mean "
-            "that few tokens carry the value and the ratio may be small; where it falls again, "
-            "tokens are kept that speak against the objective.",
-            Table.of("ratios_data", "Value captured by ratio", data),
-            alt=f"Captured value against the ratio: {own['captured'].value:.2f} at the run's "
-            f"{own['value']:g}, largest at {peak:.2f}.",
-        )
+    (own,) = (record for record in records if record["default"])
+    at, captured = own["value"], own["captured"].value
+    data = [
+        {"ratio": float(x), "value": float(v), "captured": float(y)}
+        for x, v, y in zip(share, ordered, curve, strict=True)
+    ]
+    series = [
+        Series("highest values first", share, curve, joined=True, **LINE),
+        Series("at random (mean)", [0, 1], [0, curve[-1]], joined=True, marker=""),
+        Series(f"the run: {at:g}", [at], [captured], **_OWN),
+    ]
+    return picture(
+        "ratios",
+        "How much value each ratio captures",
+        "The curve rises as long as values are positive. A steep rise and a long flat top mean "
+        "that few tokens carry the value and the ratio may be small; where it falls again, "
+        "tokens are kept that speak against the objective.",
+        Table.of("ratios_data", "Value captured by ratio", data),
+        Panel(
+            series,
+            [Guide(peak, label=f"last positive value: {peak:.2f}", dashes=":")],
+            xlabel="ratio kept",
+            ylabel="kept value over all positive value",
+        ),
+        alt=f"Captured value against the ratio: {captured:.2f} at the run's "
+        f"{at:g}, largest at {peak:.2f}.",
+        size=(6.0, 4.0),
+    )

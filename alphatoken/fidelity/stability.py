@@ -9,7 +9,7 @@ more, that is a fault of the model's code or of its attention mask, and it is sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
 from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
     DTYPES,
@@ -31,19 +30,15 @@ from alphatoken.fidelity.arrangement import (
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.resampling import (
-    FEWEST_ROWS,
-    Resampled,
-    noise_by_size,
-    noise_share,
-    resample,
-)
+from alphatoken.fidelity.resampling import Resampled, noise_by_size, noise_share, resample
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import retention_term, scorer_for
+from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.scorer import Scorer
 
 __all__ = [
@@ -51,72 +46,51 @@ __all__ = [
     "diagnose",
     "fisher_columns",
     "fisher_parts",
-    "sample_notes",
-    "validation_sample",
 ]
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What is changed, and how often."""
 
-    resamples: int = field(
-        default=500, metadata={"help": "bootstrap resamples of validation rows and of the Fisher"}
+    resamples: int = option(
+        500, "bootstrap resamples of validation rows and of the Fisher", least=50
     )
-    validation_rows: int = field(
-        default=64, metadata={"help": "most validation rows; of more, so many are drawn"}
+    validation_rows: int = option(
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
     )
-    uncertain: float = field(
-        default=0.05,
-        metadata={"help": "a decision is noise if more than this share of resamples reverses it"},
+    uncertain: float = option(
+        0.05,
+        "a decision is noise if more than this share of resamples reverses it",
+        above=0,
+        below=0.5,
     )
-    fisher_parts: int = field(
-        default=20,
-        metadata={"help": "parts into which the Fisher's samples are split; 0 leaves it out"},
+    fisher_parts: int = option(
+        20, "parts into which the Fisher's samples are split; 0 leaves it out"
     )
-    precisions: tuple[str, ...] = field(
-        default=("float64", "float32", "bfloat16"),
-        metadata={"help": "dtypes that are compared; the first is the reference"},
+    precisions: tuple[str, ...] = option(
+        ("float64", "float32", "bfloat16"),
+        "dtypes that are compared; the first is the reference",
+        choices=DTYPES,
     )
-    copied_parameters: int = field(
-        default=500_000_000,
-        metadata={"help": "a model with more parameters is not copied to other precisions"},
+    copied_parameters: int = option(
+        500_000_000, "a model with more parameters is not copied to other precisions", least=0
     )
-    shuffles: int = field(
-        default=20, metadata={"help": "pairs of row orders whose batch thresholds are compared"}
+    shuffles: int = option(
+        20, "pairs of row orders whose batch thresholds are compared", least=FEWEST
     )
-    padding: int = field(default=16, metadata={"help": "padding positions added on a side"})
+    padding: int = option(16, "padding positions added on a side", least=1)
 
     def __post_init__(self) -> None:
         """Check every option."""
-        least = {
-            "resamples": 50,
-            "validation_rows": FEWEST_ROWS,
-            "copied_parameters": 0,
-            "shuffles": FEWEST,
-            "padding": 1,
-        }
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}", got=repr(getattr(self, name)))
+        super().__post_init__()
         if self.fisher_parts != 0 and self.fisher_parts < FEWEST:
             raise ConfigError(
                 f"fisher_parts must be 0 or at least {FEWEST}",
                 got=repr(self.fisher_parts),
                 why="parts are drawn again from themselves; fewer say nothing of each other",
-            )
-        if not 0 < self.uncertain < 0.5:
-            raise ConfigError(
-                "uncertain must lie between 0 and 0.5",
-                got=repr(self.uncertain),
-                why="it is the share of resamples that may reverse a sure decision",
-            )
-        unknown = [name for name in self.precisions if name not in DTYPES]
-        if unknown:
-            raise ConfigError(
-                "unknown precision", got=repr(unknown[0]), remedy=f"one of {', '.join(DTYPES)}"
             )
 
 
@@ -128,7 +102,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    base = _Base.of(subject, options)
+    base = OwnValues.of(subject, options.validation_rows)
     columns = row_columns(subject, base.scorer, base.rows, base.validation)
     resampled = resample(columns, base.rest, subject.ratio, options.resamples, seed=subject.seed)
     state = resampled.state(options.uncertain)
@@ -166,106 +140,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return found.diagnosis()
 
 
-# --- before anything is changed ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The values as the user's run makes them, at the model as given."""
-
-    subject: Subject
-    scorer: Scorer
-    rows: list[Example]
-    validation: list[Example]
-    values: dict[str, NDArray[Any]]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, subject: Subject, options: Options) -> _Base:
-        if subject.config.objective == "stability":
-            raise ConfigError(
-                "decisions can only depend on validation rows through a validation side",
-                got="objective='stability'",
-                remedy="objective='both' or 'adaptation'",
-            )
-        rows = subject.sample()
-        subject.require_tokens(rows, 2 * FEWEST, "shares of decisions are estimated")
-        validation, notes = validation_sample(subject, options.validation_rows)
-        retention = retention_term(subject)
-        scorer = scorer_for(subject, retention=retention, rows=validation)
-        values = subject.score(scorer, rows, "Values")
-        notes = [
-            *sample_notes(
-                subject,
-                rows,
-                len(values["total"]),
-                ". All were ranked in one pool, unless it says otherwise.",
-            ),
-            *notes,
-        ]
-        if retention is None and subject.config.objective == "both":
-            notes.append(
-                "The model as given is its own reference, so its retention term is zero: these "
-                "are adaptation values."
-            )
-        return cls(subject, scorer, rows, validation, values, notes)
-
-    @property
-    def total(self) -> Numbers:
-        return self.values["total"]
-
-    @property
-    def groups(self) -> NDArray[Any]:
-        return self.values["row"]
-
-    @property
-    def rest(self) -> Numbers:
-        """What no validation row changes: lambda times the stability value."""
-        stability = self.values.get("stability", np.zeros_like(self.total))
-        return stability * self.subject.config.stability_weight
-
-
-def sample_notes(subject: Subject, rows: Sequence[Example], valued: int, ending: str) -> list[str]:
-    """Which tokens were valued, and what so few rows mean for the intervals."""
-    every = sum(row.response_tokens for row in subject.train)
-    return [
-        f"{valued} of {every} response tokens were valued, in {len(rows)} of "
-        f"{len(subject.train)} rows{ending}",
-        *few_rows(len(rows)),
-    ]
-
-
-def validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
-    """Validation rows that are used, at most ``most``, and what is to be said of them.
-
-    Raises:
-        DataError: fewer than ``FEWEST_ROWS`` with a response.
-    """
-    usable = [row for row in subject.validation if row.response_tokens]
-    if len(usable) < FEWEST_ROWS:
-        raise DataError(
-            f"at least {FEWEST_ROWS} validation rows are needed",
-            got=f"{len(usable)} with a response",
-            why="rows are drawn again from themselves; fewer say nothing of each other",
-            remedy="give more validation rows",
-        )
-    if len(usable) > most:
-        chosen = sorted(np.random.default_rng(subject.seed).permutation(len(usable))[:most])
-        said = (
-            f"{most} of {len(usable)} validation rows were drawn, and stand for a run with {most}."
-        )
-        return [usable[place] for place in chosen], [said]
-    if len(usable) < 16:
-        return usable, [
-            f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."
-        ]
-    return usable, []
-
-
 # --- sources that need models of their own -----------------------------------------------------
 
 
-def _precisions(base: _Base, options: Options) -> list[Rearranged]:
+def _precisions(base: OwnValues, options: Options) -> list[Rearranged]:
     subject = base.subject
     size = sum(p.numel() for p in subject.model.parameters())
     if len(options.precisions) < 2:
@@ -276,18 +154,12 @@ def _precisions(base: _Base, options: Options) -> list[Rearranged]:
             f"(copied_parameters={options.copied_parameters:,})."
         )
         return []
-    retention = base.scorer.target.retention
     return precisions(
-        subject,
-        subject.model,
-        retention if isinstance(retention, FisherDrift) else None,
-        base.rows,
-        base.validation,
-        options.precisions,
+        subject, subject.model, base.retention, base.rows, base.validation, options.precisions
     )
 
 
-def _fisher(base: _Base, options: Options) -> Resampled | None:
+def _fisher(base: OwnValues, options: Options) -> Resampled | None:
     """Bootstrap of the Fisher's samples, at the model after fine-tuning."""
     subject = base.subject
     if subject.config.objective == "adaptation" or not options.fisher_parts:
@@ -318,26 +190,18 @@ def fisher_parts(subject: Subject, parts: int) -> list[FisherDrift]:
     Rows are drawn without replacement as long as they last, labels anew for each sample. The mean
     of the parts is a Fisher with all samples.
     """
-    reference = subject.model if subject.reference is None else subject.reference
     given = [row for row in subject.train if row.response_tokens]
     order = np.random.default_rng((subject.seed, 3)).permutation(len(given))
     size = -(-subject.fisher_samples // parts)
     tracker = subject.tracker("Fishers", parts)
     found = []
     for part in range(parts):
-        places = [order[(part * size + i) % len(order)] for i in range(size)]
-        (batch,) = subject.batches([given[place] for place in places], size)
+        rows = [given[order[(part * size + i) % len(order)]] for i in range(size)]
         found.append(
-            fit_fisher(
-                reference,
-                batch,
-                samples=size,
-                layers=subject.config.layers,
-                labels="token",
+            subject.fit_fisher(
+                rows,
                 parameters=subject.config.parameters,
                 seed=subject.seed + 1 + part,
-                batch_size=subject.batch_size,
-                score_bias=subject.config.score_bias,
                 progress=False,
             )
         )
@@ -370,7 +234,7 @@ def fisher_columns(
 class _Findings:
     """Everything that was measured, and its presentation."""
 
-    base: _Base
+    base: OwnValues
     options: Options
     resampled: Resampled
     sizes: list[dict[str, Any]]

@@ -20,7 +20,14 @@ __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 
 Weights = dict[str, Tensor]
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+OPTIMIZERS = tuple(_OPTIMIZERS)
 
 
 def make_optimizer(
@@ -33,20 +40,12 @@ def make_optimizer(
     """
     if momentum and name not in ("sgd", "rmsprop"):
         raise ConfigError("this optimizer takes no momentum", got=f"{name}, momentum={momentum}")
-    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.0, weight_decay=weight_decay),
-        "adam": lambda: torch.optim.Adam(parameters, lr=0.0, weight_decay=weight_decay),
-        "sgd": lambda: torch.optim.SGD(
-            parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay
-        ),
-        "rmsprop": lambda: torch.optim.RMSprop(
-            parameters, lr=0.0, momentum=momentum, weight_decay=weight_decay
-        ),
-        "adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.0, weight_decay=weight_decay),
-    }
-    if name not in made:
-        raise ConfigError("unknown optimizer", got=repr(name), remedy=f"one of {', '.join(made)}")
-    return made[name]()
+    if name not in _OPTIMIZERS:
+        raise ConfigError(
+            "unknown optimizer", got=repr(name), remedy=f"one of {', '.join(OPTIMIZERS)}"
+        )
+    own = {"momentum": momentum} if momentum else {}
+    return _OPTIMIZERS[name](parameters, lr=0.0, weight_decay=weight_decay, **own)
 
 
 @torch.no_grad()

@@ -212,24 +212,27 @@ class Subject:
         """
         if self.fisher is not None and self.fisher.structure == structure and not options:
             return self.fisher
+        key = f"fisher {structure} {sorted(options.items(), key=str)}"
+        if key not in self._kept:
+            settings = {"samples": self.fisher_samples, "structure": structure, **options}
+            self._kept[key] = self.fit_fisher(self.train, **settings)
+        found: FisherDrift = self._kept[key]
+        return found
+
+    def fit_fisher(self, rows: Sequence[Example], **options: Any) -> FisherDrift:
+        """Fit a Fisher on these rows at the reference, with the settings of the run."""
+        (batch,) = self.batches(rows, len(rows))
         settings = {
-            "samples": self.fisher_samples,
+            "samples": len(rows),
             "layers": self.config.layers,
             "labels": "token",
             "seed": self.seed,
             "batch_size": self.batch_size,
             "score_bias": self.config.score_bias,
-            **options,
+            "progress": self.progress,
         }
-        key = f"fisher {structure} {sorted(settings.items(), key=str)}"
-        if key not in self._kept:
-            reference = self.reference if self.reference is not None else self.model
-            (batch,) = self.batches(self.train, len(self.train))
-            self._kept[key] = fit_fisher(
-                reference, batch, structure=structure, progress=self.progress, **settings
-            )
-        found: FisherDrift = self._kept[key]
-        return found
+        reference = self.model if self.reference is None else self.reference
+        return fit_fisher(reference, batch, **settings | options)
 
     # --- small things -----------------------------------------------------------------------------
 
@@ -253,6 +256,13 @@ class Subject:
             "seed": self.seed,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
+
+    def counted(self, rows: Sequence[Example]) -> str:
+        """How many response tokens are in these training rows, and of how many, in words."""
+        tokens, every = (sum(row.response_tokens for row in x) for x in (rows, self.train))
+        return (
+            f"{tokens} of {every} response tokens in {len(rows)} of {len(self.train)} training rows"
+        )
 
     def require_tokens(self, rows: Sequence[Example], fewest: int, why: str) -> None:
         """Refuse rows with too few response tokens for a statistic.

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.fidelity.decisions import agreement, kept, over_draws, threshold
+from alphatoken.fidelity.decisions import agreement, agreement_over_draws, threshold
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.metrics import spearman
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.select.masks import keep_count
 
@@ -102,7 +102,7 @@ def weight_sweep(
     records = []
     for weight in weights:
         total = gain + weight * keep
-        away = (alone != kept(total, ratio)).astype(np.float64)
+        away = alone != kept(total, ratio)
         sizes = [np.abs(weight * keep), np.abs(gain) + np.abs(weight * keep)]
         records.append(
             {
@@ -198,13 +198,12 @@ def size_sweep(
         record: dict[str, Any] = {
             "value": size,
             "default": False,
-            **_over(np.tile(whole, (draws, 1)), first, ratio),
-            "overlap by chance": keep_count(ratio, len(whole)) / len(whole),
+            **agreement_over_draws(np.broadcast_to(whole, first.shape), first, ratio).record(),
         }
         if 2 * size <= rows:
             second = columns.at(_chosen(rows, [part[size:] for part in parts])) + rest
-            apart = _over(first, second, ratio)
-            record["overlap, disjoint subsets"] = apart["overlap"]
+            disjoint = agreement_over_draws(first, second, ratio)
+            record["overlap, disjoint subsets"] = disjoint.overlap
         records.append(record)
     return records
 
@@ -215,14 +214,3 @@ def _chosen(rows: int, places: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     for choice, chosen in zip(weights, places, strict=True):
         choice[chosen] = 1
     return weights
-
-
-def _over(ours: Numbers, theirs: Numbers, ratio: float) -> dict[str, Estimate]:
-    """Agreement of each pair of rankings, over the draws."""
-    a, b = kept(ours, ratio), kept(theirs, ratio)
-    ranks = [spearman(x, y) for x, y in zip(ours, theirs, strict=True)]
-    return {
-        "spearman": over_draws(np.array(ranks)),
-        "overlap": over_draws((a & b).sum(1) / a.sum(1)),
-        "flips": over_draws((a != b).mean(1)),
-    }

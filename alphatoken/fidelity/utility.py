@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.fidelity import metrics
-from alphatoken.fidelity import utility_figures as figures
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.prediction import (
     Prediction,
     breakdown,
@@ -43,6 +43,7 @@ from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw, token_gradients
+from alphatoken.fidelity.utility_figures import scatter_figure, selection_figure, sweep_figure
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import resolve_layers
 from alphatoken.oracle.evaluate import displaced
@@ -56,63 +57,52 @@ __all__ = [
 ]
 
 Numbers = NDArray[np.float64]
-_NORMALIZATIONS = ("response", "kept", "sum")
 _ADAPTIVE = tuple(name for name in OPTIMIZERS if name != "sgd")
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """Settings of the diagnostic ``utility``; each field's help says what it is."""
 
-    optimizer: str = _option("adamw", f"What takes the step: {', '.join(OPTIMIZERS)}.")
-    learning_rate: float = _option(1e-4, "Step size of your run.")
-    weight_decay: float = _option(0.0, "Weight decay of your run.")
-    momentum: float = _option(0.0, "Momentum of sgd or rmsprop.")
-    max_grad_norm: float = _option(0.0, "Gradient clipping of your run; 0: none.")
-    normalization: str = _option(
+    optimizer: str = option(
+        "adamw", f"What takes the step: {', '.join(OPTIMIZERS)}.", choices=OPTIMIZERS
+    )
+    learning_rate: float = option(1e-4, "Step size of your run.", above=0)
+    weight_decay: float = option(0.0, "Weight decay of your run.", least=0)
+    momentum: float = option(0.0, "Momentum of sgd or rmsprop.", least=0)
+    max_grad_norm: float = option(0.0, "Gradient clipping of your run; 0: none.", least=0)
+    normalization: str = option(
         "response",
         "The training loss is divided by: 'response' all response tokens, 'kept' those left in, "
         "'sum' nothing.",
+        choices=("response", "kept", "sum"),
     )
-    warmup: int = _option(
-        32, "Steps of size 0 that fill the optimizer's state at the model's own weights."
+    warmup: int = option(
+        32, "Steps of size 0 that fill the optimizer's state at the model's own weights.", least=0
     )
-    groups: int = _option(12, "Random groups of tokens that are left out together.")
-    group_share: float = _option(0.1, "Share of the batch's tokens in each of them.")
-    validation_tokens: int = _option(
-        1500, "Most validation response tokens at which the loss is evaluated again and again."
+    groups: int = option(12, "Random groups of tokens that are left out together.", least=FEWEST)
+    group_share: float = option(
+        0.1, "Share of the batch's tokens in each of them.", above=0, below=1
     )
-    step_sizes: tuple[float, ...] = _option(
-        (), "Step sizes to compare; none: 0.01 to 100 times the learning rate."
+    validation_tokens: int = option(
+        1500,
+        "Most validation response tokens at which the loss is evaluated again and again.",
+        least=1,
     )
-    sweep_tokens: int = _option(8, "Tokens left out one by one at each step size.")
-    float64_parameters: int = _option(
-        20_000_000, "Models up to this size are stepped as float64 copies, against cancellation."
+    step_sizes: tuple[float, ...] = option(
+        (), "Step sizes to compare; none: 0.01 to 100 times the learning rate.", above=0
     )
-    draws: int = _option(200, "Bootstrap samples of each interval.")
+    sweep_tokens: int = option(8, "Tokens left out one by one at each step size.", least=1)
+    float64_parameters: int = option(
+        20_000_000,
+        "Models up to this size are stepped as float64 copies, against cancellation.",
+        least=0,
+    )
+    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
 
     def __post_init__(self) -> None:
         """Check every option."""
-        for name, allowed in (("optimizer", OPTIMIZERS), ("normalization", _NORMALIZATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
-        if not self.learning_rate > 0 or any(not size > 0 for size in self.step_sizes):
-            raise ConfigError(
-                "step sizes must be positive", got=f"{self.learning_rate}, {self.step_sizes}"
-            )
-        if not 0 < self.group_share < 1:
-            raise ConfigError("group_share must lie in (0, 1)", got=repr(self.group_share))
-        for name, least in (("groups", FEWEST), ("sweep_tokens", 1), ("warmup", 0), ("draws", 1),
-                            ("validation_tokens", 1), ("weight_decay", 0), ("momentum", 0),
-                            ("max_grad_norm", 0), ("float64_parameters", 0)):  # fmt: skip
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} must be at least {least}", got=repr(getattr(self, name)))
+        super().__post_init__()
         if self.optimizer in _ADAPTIVE and self.warmup < 1:
             raise ConfigError(
                 f"{self.optimizer} needs at least one warm-up step",
@@ -242,9 +232,7 @@ def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     """(name, options, whether they are the user's) of every prediction."""
     adaptive = bench.options.optimizer in _ADAPTIVE
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
-    given = replace(
-        bench.subject.config, objective="adaptation", contraction="auto", precondition_after=1
-    )
+    given = replace(bench.subject.config, objective="adaptation", precondition_after=1)
     own = given if adaptive else replace(given, preconditioner=None)
     exact = replace(own, estimator="label", path="both")
     layers = len(resolve_layers(bench.subject.adapter, own.layers))
@@ -564,7 +552,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             *_sweep_sentences(sweep, eta),
         ),
         tuple(table for table in tables if table.rows),
-        figures.draw(tables[4], predictions, sweep.etas, sweep.errors, eta, tables[2]),
+        _figures(tables, predictions, sweep, eta),
         (*_notes(bench, resolution, seen), *left_out),
         subject.settings()
         | {name: getattr(options, name) for name in ("optimizer", "learning_rate",
@@ -572,28 +560,33 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     )  # fmt: skip
 
 
-def _show(record: Mapping[str, Any], name: str) -> str:
-    value, low, high = (float(record[name + end]) for end in ("", "_low", "_high"))
-    return str(Estimate(value, low, high, int(record[name + "_n"])))
+def _figures(
+    tables: Sequence[Table], predictions: Sequence[Prediction], sweep: _Sweep, eta: float
+) -> tuple[Figure, ...]:
+    _, _, selection, by_size, left_out = tables
+    best = predictions[0]
+    figures = [
+        scatter_figure(left_out, [p for p in predictions if p.own or p is best]),
+        sweep_figure(sweep.etas, sweep.errors, eta, by_size),
+    ]
+    return (*figures, selection_figure(selection, best)) if selection.rows else tuple(figures)
 
 
 def _prediction_sentences(
     bench: _Bench, one: Table, several: Table, predictions: Sequence[Prediction]
 ) -> list[str]:
     options = bench.options
-    ones = {str(record["prediction"]): record for record in one.records()}
-    groups = {str(record["prediction"]): record for record in several.records()}
-    best = predictions[0].name
+    # The tables' rows are the predictions, the best one first.
     text = (
         f"One {options.optimizer} step of size {options.learning_rate:g}, one token left out: the "
-        f"value '{best}' ranks the tokens' true effects at {_show(ones[best], 'spearman')} and is "
-        f"off by {_show(ones[best], 'relative_error')} of their size (slope "
-        f"{_show(ones[best], 'slope')}); random groups of {options.group_share:.0%} of the tokens: "
-        f"off by {_show(groups[best], 'relative_error')}."
+        f"value '{predictions[0].name}' ranks the tokens' true effects at "
+        f"{one.estimate(0, 'spearman')} and is off by {one.estimate(0, 'relative_error')} of their "
+        f"size (slope {one.estimate(0, 'slope')}); random groups of {options.group_share:.0%} of "
+        f"the tokens: off by {several.estimate(0, 'relative_error')}."
     )
     others = [
-        f"'{p.name}'{' (your setting)' if p.own else ''} {_show(ones[p.name], 'spearman')}"
-        for p in predictions[1:]
+        f"'{p.name}'{' (your setting)' if p.own else ''} {one.estimate(row, 'spearman')}"
+        for row, p in enumerate(predictions[1:], start=1)
     ]
     return [text] + ([f"Rank correlation of the other values: {'; '.join(others)}."] * bool(others))
 
@@ -663,11 +656,7 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
             f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
             "so it belongs to the model's present weights."
         )
-    if len(bench.rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows are in the batch, so intervals of single tokens are over "
-            "tokens and too narrow: tokens of one row are not independent."
-        )
+    notes += few_rows(len(bench.rows))
     if options.max_grad_norm:
         notes.append(
             f"Clipping multiplies the whole gradient by {bench.factor:.3g}; that leaving a token "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from alphatoken.fidelity.causal_parts import (
     share_records,
 )
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.pairs import PairValues, choose_positions, measure_pairs, see_calls
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
@@ -60,26 +61,22 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CheckedOptions):
     """What is looked at; the subject decides on tokens, layers and window."""
 
-    pairs: int = field(
-        default=20_000,
-        metadata={"help": "most causal-window pairs looked at in each layer and head"},
+    pairs: int = option(
+        20_000, "most causal-window pairs looked at in each layer and head", least=1
     )
-    levels: tuple[float, ...] = field(
-        default=(0.001, 0.01, 0.1),
-        metadata={"help": "contours of attention weight times deviation"},
+    levels: tuple[float, ...] = option(
+        (0.001, 0.01, 0.1), "contours of attention weight times deviation", above=0, below=math.inf
     )
-    bins: int = field(default=48, metadata={"help": "cells a side of the joint density"})
-    draws: int = field(default=60, metadata={"help": "bootstrap samples of each interval"})
+    bins: int = option(48, "cells a side of the joint density", least=2)
+    draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:
-        """Check sizes and levels."""
-        for name, least in (("pairs", 1), ("bins", 2), ("draws", 10)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}", got=repr(getattr(self, name)))
-        if not self.levels or not all(0 < level < math.inf for level in self.levels):
+        """Check every option."""
+        super().__post_init__()
+        if not self.levels:
             raise ConfigError("levels must be positive numbers", got=repr(self.levels))
 
 
@@ -382,20 +379,14 @@ def _notes(
     others: Mapping[str, str],
     below: set[int],
 ) -> list[str]:
-    tokens = sum(row.response_tokens for row in rows)
     notes = [
-        f"Shares are of {tokens} response tokens in {len(rows)} of {len(subject.train)} training "
-        "rows, along the validation gradient (adaptation).",
+        f"Shares are of {subject.counted(rows)}, along the validation gradient (adaptation).",
         f"Pairs: {sum(one.alpha.size for one in pairs)}, both positions predicting a response "
         f"token, from {looked_at:.0%} of the token positions that have one, in layers "
         f"{', '.join(str(one.layer) for one in pairs)}.",
         f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
-    if len(rows) < FEWEST:
-        notes.append(
-            f"Fewer than {FEWEST} rows: intervals take tokens of one row for independent, and are "
-            "too narrow."
-        )
+    notes += few_rows(len(rows))
     if others:
         named = "; ".join(f"{name} ({kind})" for name, kind in others.items())
         notes.append(f"Left out, not softmax attention alone: {named}.")
@@ -416,10 +407,5 @@ def _notes(
     return notes
 
 
-def main() -> int:
-    """Run from the command line; the exit status."""
-    return run_as_module(NAME)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_module(NAME))

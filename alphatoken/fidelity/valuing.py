@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.config import ScorerConfig
@@ -16,9 +13,8 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.estimate.estimators import SPLIT
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
-from alphatoken.select.masks import select_top
 
-__all__ = ["kept_by", "retention_term", "scorer_for", "with_estimator"]
+__all__ = ["retention_term", "scorer_for", "with_estimator"]
 
 
 def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
@@ -32,8 +28,6 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         changes["path"] = "both"
     if estimator != "label":
         changes["parameters"] = "linears"
-    elif config.contraction == "gram":
-        changes["contraction"] = "auto"
     return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all
 
 
@@ -75,11 +69,3 @@ def scorer_for(
     )
     scorer.warn = False  # a diagnosis says itself which side decides
     return scorer
-
-
-def kept_by(values: NDArray[np.float64], ratio: float) -> NDArray[np.bool_]:
-    """The top share of a pool of tokens, ranked as one batch."""
-    numbers = torch.from_numpy(values).unsqueeze(0)
-    everything = torch.ones_like(numbers, dtype=torch.bool)
-    kept: NDArray[np.bool_] = select_top(numbers, everything, ratio)[0].numpy()
-    return kept

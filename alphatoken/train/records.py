@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from alphatoken.report.page import missing_libraries
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.ledger import ValueLedger
@@ -110,7 +110,7 @@ class RunRecords:
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             place = folder / RESULTS / "values"
             whole.export(place, rows, tokenizer=tokenizer, **trainer.export_arguments())
-        if find_spec("jinja2") is not None:
+        if not missing_libraries():
             write_run_report(folder, history=trainer.state.log_history)
 
     # --- the checkpoint's part --------------------------------------------------------------------

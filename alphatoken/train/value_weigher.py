@@ -248,7 +248,7 @@ class ValueWeigher:
         logs_components = self._records.monitor.wants_components
         keeps_components = self._records.keeps_values
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
-        below = self.valuation.scorer.target.first is not None
+        below = self.valuation.scorer.builder.first is not None
         with gate.errors_only() if below else nullcontext():
             values = observed.values(
                 gate.log_probs,
@@ -267,10 +267,10 @@ class ValueWeigher:
 
     def _own_pass(self, batch: MicroBatch) -> Scored:
         """Score one micro-batch without training on it (dropout off)."""
-        target = self.valuation.scorer.target
+        builder = self.valuation.scorer.builder
         gate = TokenGate(self._trainer.model)
         with _untouched_metrics(self._trainer), self._observing() as observed:
-            with scoring_forward(self.valuation.adapter, target.first):
+            with scoring_forward(self.valuation.adapter, builder.first):
                 loss = gated_loss(self._trainer, gate, batch)
             return self._score(observed, gate, gate.coefficients(loss), batch)
 

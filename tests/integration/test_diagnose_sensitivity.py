@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from alphatoken.fidelity import sensitivity
+from alphatoken.fidelity.cost import step_cost
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.scoring_cost import step_cost
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from alphatoken.train.cost import work_of

@@ -45,7 +45,6 @@ if what == "write":
 else:
     read = FisherDrift.load if what == "load" else FisherDrift.open
     config = ScorerConfig(layers="all", objective="stability", estimator="direct",
-                          contraction="projected",
                           offload="stream" if what == "stream" else "none")
     scorer = Scorer(model, None, read(path), config)
     total = scorer.score(batch).total

@@ -678,5 +678,5 @@ def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
     assert len({record["document"] for record in table}) == 12
     assert all(record["visits"] == 1 for record in table)
     assert summary
-    assert "<svg" in (results / "alphatoken-report.html").read_text()
+    assert "data:image/svg+xml" in (results / "alphatoken-report.html").read_text()
     assert json.loads((tmp_path / "alphatoken-run.json").read_text())["results"] == results.name

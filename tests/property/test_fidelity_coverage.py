@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, collate
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.fidelity import coverage
+from alphatoken.fidelity import coverage, metrics
 from alphatoken.fidelity.clouds import (
     clusters_of,
     entropy,
@@ -26,7 +26,7 @@ from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, b
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.states import TokenStates, token_states
-from alphatoken.fidelity.valuing import kept_by, with_estimator
+from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support.progress import Tracker
 from tests.property.architectures import ARCHITECTURES
@@ -170,7 +170,7 @@ def test_an_undefined_estimate_has_no_verdict():
 
 
 def test_kept_are_exactly_the_share():
-    kept = kept_by(np.array([3.0, -1.0, 2.0, 5.0, 0.0]), 0.5)
+    kept = metrics.kept(np.array([3.0, -1.0, 2.0, 5.0, 0.0]), 0.5)
     assert kept.tolist() == [True, False, True, True, False]
 
 
@@ -273,7 +273,7 @@ def test_padding_and_batches_change_no_state():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"policies": ("best",)}, "unknown policy"),
+        ({"policies": ("best",)}, "policies must be one of"),
         ({"policies": ()}, "no policy"),
         ({"policies": ("random", "random")}, "named twice"),
         ({"clusters": 1}, "clusters"),
@@ -288,9 +288,8 @@ def test_wrong_options_are_refused(wrong: dict, said: str):
 
 
 def test_settings_that_an_estimator_does_not_allow_fall_back():
-    config = ScorerConfig(path="causal", contraction="gram", window=8)
+    config = ScorerConfig(path="causal", window=8)
     assert with_estimator(config, "label").path == "both"
-    assert with_estimator(config, "label").contraction == "auto"
     assert with_estimator(config, "direct").path == "both"
     assert with_estimator(config, "same_layer_hop").path == "causal"
     everything = ScorerConfig(estimator="label", parameters="all")

@@ -17,10 +17,9 @@ from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
-from alphatoken.fidelity.cost import measure
-from alphatoken.fidelity.decisions import kept
+from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.fidelity.scoring_cost import direction_cost, step_cost, values_cost
 from alphatoken.fidelity.sensitivity import Options, layer_choices
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
@@ -147,10 +146,9 @@ OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contraction", ["auto", "gram"])
-def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it(contraction: str) -> None:
+def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it() -> None:
     """One M over all layers, cut to each setting's scope, against full rescoring."""
-    config = ScorerConfig(layers=2, window=3, contraction=contraction, stability_weight=0.4)
+    config = ScorerConfig(layers=2, window=3, stability_weight=0.4)
     subject = small(rows=7, config=config)
     run = sensitivity._Run.of(subject, OPTIONS)
     assert run.retains

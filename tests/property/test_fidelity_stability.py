@@ -20,7 +20,6 @@ from alphatoken.fidelity import arrangement, per_row, stability
 from alphatoken.fidelity.arrangement import Reference, composition, padding, rescored, thresholds
 from alphatoken.fidelity.decisions import (
     classify,
-    kept,
     margins,
     noise_margin,
     over_draws,
@@ -28,6 +27,7 @@ from alphatoken.fidelity.decisions import (
     threshold,
 )
 from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns, absolute_terms, row_columns, values_along
 from alphatoken.fidelity.resampling import noise_by_size, resample
 from alphatoken.fidelity.subject import Subject

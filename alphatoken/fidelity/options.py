@@ -1,0 +1,55 @@
+"""Options of a diagnostic: each field says what it does and which values it takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["CheckedOptions", "option"]
+
+_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def option(default: Any, text: str, **limits: Any) -> Any:
+    """A field with its help, and what its value, or each entry of it, must keep to.
+
+    Args:
+        default: where nothing is said.
+        text: its help on the command line.
+        limits: any of ``least``, ``above``, ``most``, ``below`` (numbers; a NaN keeps to none) and
+            ``choices`` (names).
+    """
+    return field(default=default, metadata={"help": text, **limits})
+
+
+@dataclass(frozen=True)
+class CheckedOptions:
+    """Base of the options of all diagnostics.
+
+    Raises:
+        ConfigError: a value, or an entry of one, beyond the limits of its field.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for one in fields(self):
+            given = getattr(self, one.name)
+            entries: Sequence[Any] = given if isinstance(given, tuple) else (given,)
+            choices = one.metadata.get("choices")
+            if choices is not None and not set(entries) <= set(choices):
+                raise ConfigError(
+                    f"{one.name} must be one of {', '.join(choices)}", got=repr(given)
+                )
+            limits = {name: one.metadata[name] for name in _LIMITS if name in one.metadata}
+            if not all(_LIMITS[n][1](entry, end) for n, end in limits.items() for entry in entries):
+                said = " and ".join(f"{_LIMITS[name][0]} {end:g}" for name, end in limits.items())
+                raise ConfigError(f"{one.name} must be {said}", got=repr(given))

@@ -1,0 +1,140 @@
+"""The values that a run makes at its own settings: what a diagnostic compares its changes with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from alphatoken.data import Example
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.intervals import FEWEST, few_rows
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.valuing import retention_term, scorer_for
+from alphatoken.scorer import Scorer
+
+__all__ = ["FEWEST_ROWS", "OwnValues"]
+
+Numbers = NDArray[np.float64]
+
+FEWEST_ROWS = 4
+"""Fewest rows that are drawn again from themselves."""
+
+
+@dataclass(frozen=True)
+class OwnValues:
+    """Values of sampled training rows against sampled validation rows.
+
+    Attributes:
+        subject: whose settings they are.
+        model: whose tokens are valued.
+        retention: its retention term, or None.
+        rows: the rows valued.
+        validation: the rows that define the objective.
+        scorer: of the values.
+        values: as ``Subject.score`` returns them.
+        notes: what is to be said of all this.
+    """
+
+    subject: Subject
+    model: nn.Module
+    retention: FisherDrift | None
+    rows: list[Example]
+    validation: list[Example]
+    scorer: Scorer
+    values: dict[str, NDArray[Any]]
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, subject: Subject, most: int, *, fisher_layers: Sequence[int] | None = None
+    ) -> OwnValues:
+        """Sample and score.
+
+        Args:
+            subject: what is diagnosed.
+            most: validation rows that are used.
+            fisher_layers: of a Fisher that is fitted here. If they are given, the model after
+                fine-tuning is valued, where the retention term is not zero; else the model as
+                it was given.
+
+        Raises:
+            ConfigError: the objective has no validation side. InputError: too few tokens.
+            DataError: too few validation rows.
+        """
+        config = subject.config
+        if config.objective == "stability":
+            raise ConfigError(
+                "the run has no validation side that its decisions could depend on",
+                got="objective='stability'",
+                remedy="objective='both' or 'adaptation'",
+            )
+        rows = subject.sample()
+        subject.require_tokens(rows, 2 * FEWEST, "rankings and shares of decisions are compared")
+        validation, notes = _validation_sample(subject, most)
+        model, retention = subject.model, None
+        if fisher_layers is None:
+            retention = retention_term(subject)
+            if retention is None and config.objective == "both":
+                notes.append(
+                    "The model as given is its own reference, so its retention term is zero: these "
+                    "are adaptation values."
+                )
+        elif config.objective != "adaptation":
+            _, model, said = subject.before_and_after()
+            retention = subject.fisher or subject.fitted_fisher(
+                layers=fisher_layers, parameters=config.parameters
+            )
+            notes.append(f"Values are those of the model after fine-tuning. {said}")
+        scorer = scorer_for(subject, model=model, retention=retention, rows=validation)
+        values = subject.score(scorer, rows, "Values of the run")
+        counted = (
+            f"{subject.counted(rows)} were valued. All were ranked in one pool, unless it says "
+            "otherwise."
+        )
+        notes = [counted, *few_rows(len(rows)), *notes]
+        return cls(subject, model, retention, rows, validation, scorer, values, notes)
+
+    @property
+    def total(self) -> Numbers:
+        """(n,) values."""
+        return self.values["total"]
+
+    @property
+    def groups(self) -> NDArray[Any]:
+        """(n,) row of each token."""
+        return self.values["row"]
+
+    @property
+    def rest(self) -> Numbers:
+        """(n,) what no validation row changes: lambda times the stability value."""
+        stability = self.values.get("stability", np.zeros_like(self.total))
+        return stability * self.subject.config.stability_weight
+
+
+def _validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
+    """Validation rows that are used, at most ``most``, and what is to be said of them."""
+    usable = [row for row in subject.validation if row.response_tokens]
+    if len(usable) < FEWEST_ROWS:
+        raise DataError(
+            f"at least {FEWEST_ROWS} validation rows are needed",
+            got=f"{len(usable)} with a response",
+            why="rows are drawn again from themselves; fewer say nothing of each other",
+            remedy="give more validation rows",
+        )
+    if len(usable) > most:
+        chosen = sorted(np.random.default_rng(subject.seed).permutation(len(usable))[:most])
+        said = (
+            f"{most} of {len(usable)} validation rows were drawn, and stand for a run with {most}."
+        )
+        return [usable[place] for place in chosen], [said]
+    if len(usable) < 16:
+        return usable, [
+            f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."
+        ]
+    return usable, []
