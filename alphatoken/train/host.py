@@ -91,7 +91,7 @@ class TokenTrainer(Protocol):
         """The first tokenised rows, whole: on their prefixes labels are sampled anew."""
 
     def export_arguments(self) -> dict[str, Any]:
-        """How the trainer cuts long rows, for finding them again."""
+        """How the trainer cuts long rows, so that exported values find their rows again."""
 
     # --- transformers' own --------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
     """
 
-    # Of the trainers' own classes, which type each of these differently.
+    # Attributes of TRL's and transformers' trainers, which each of them types differently.
     args: Any
     model: Any
     processing_class: Any
@@ -144,6 +144,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
 
     def _refuse_virtual_tokens(self) -> None:
+        """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
                 "prompt learning does not work with token values",
@@ -164,7 +165,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Refuse training rows that are not of this kind, before the trainer below reads them."""
 
     def refuse_base(self) -> None:
-        """Refuse settings of the trainer below that leave no token log-probabilities."""
+        """Refuse settings of the trainer below with which no loss is made of log-probabilities."""
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""
@@ -245,14 +246,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Whatever validation and retention rows need that only the prepared model can give."""
 
     def export_arguments(self) -> dict[str, Any]:
-        """How the trainer cuts long rows, for finding them again."""
+        """How the trainer cuts long rows, so that exported values find their rows again."""
         return {}
 
     # --- what a user may look at ------------------------------------------------------------------
 
     @property
     def token_policy(self) -> TokenPolicy | None:
-        """The policy that is carried out; None where the trainer's own one is."""
+        """The policy whose weights are trained with; None where they come from values."""
         return self._policy
 
     @property

@@ -42,7 +42,7 @@ class RunRecords:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the ledger takes part, which adds up the components too."""
+        """Whether values go into the ledger, which adds up their components too."""
         return bool(self._trainer.args.export_values or self._trainer.args.reuse_values)
 
     def micro_batch(

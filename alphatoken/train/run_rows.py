@@ -1,4 +1,9 @@
-"""What values of a run are taken against: validation rows, retention rows or a Fisher."""
+"""What values of a run are taken against: validation rows, retention rows or a Fisher.
+
+``prepare_run_rows`` tokenises, checks and fits when the trainer is made, so that a run refuses what
+it cannot use before it trains. ``build_valuation`` makes the scorer of all that at the first
+training step, when model and optimizer are wrapped.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ def prepare_run_rows(
         trainer: whose run it is; its model is as it was before training.
         validation: validation data set, in any form that the trainer takes.
         retention: retention data set, likewise.
-        fisher: handed over, or None.
+        fisher: the Fisher that was handed over, or None to fit one.
         fisher_dataset: rows to fit it on; None for the training rows.
 
     Raises:
@@ -123,7 +128,7 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
 
 
 def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
-    """The valuation of a run whose model and optimizer are wrapped."""
+    """The valuation of a run; called when its model and optimizer are wrapped."""
     options, ranks = trainer.args, Ranks(trainer.accelerator)
     pool = None
     retention: FisherDrift | tuple[ValidationPool, Batches] | None = rows.fisher
