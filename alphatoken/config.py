@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, warn_caller
+from alphatoken.errors import ConfigError, require_choice, warn_caller
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
 
 __all__ = ["ScorerConfig"]
@@ -95,10 +95,7 @@ class ScorerConfig:
                 DeprecationWarning,
             )
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
+            require_choice(name, getattr(self, name), allowed)
         if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
             raise ConfigError("window must be None or at least 0", got=repr(self.window))
         if not abs(self.stability_weight) < float("inf"):

@@ -136,7 +136,7 @@ def test_values_are_the_same_to_the_bit(
             same_bits(observed_values(other, model, batch), alone)
     streams = isinstance(others[-1].builder.stability, Formed)
     assert streams == (estimator != "label")  # forward mode moves all weights: V is built whole
-    assert not isinstance(plain.target.stability, Formed)
+    assert not isinstance(plain.builder.stability, Formed)
 
 
 @given(setup=setups(), structure=st.sampled_from(["diagonal", "kronecker"]))
