@@ -7,8 +7,8 @@ response tokens, the room is read from a step of training:
 1. :mod:`~alphatoken.train.options`, ``given``, ``checks``, ``datasets``, ``run_rows``: before the
    first step. Fields that configurations gain, rows and layouts that are refused by name,
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
-2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` reads each micro-batch of a step
-   once (:mod:`~alphatoken.train.micro_batch`); ``compute_loss`` hands it to a weigher.
+2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
+   ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
 3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
    direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method

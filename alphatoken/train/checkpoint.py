@@ -72,14 +72,16 @@ class RunCheckpoints(TrainerCallback):
     Attributes:
         resuming: the checkpoint that this call goes on from, or None.
         staging: whether transformers is writing a checkpoint aside just now.
+        random_state_loaded: whether this attempt to train has taken up the random state of
+            ``resuming``; it is loaded once an attempt.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any] | None) -> None:
         self._trainer, self._identity = trainer, identity
         self._run = ""
-        self._random_state_loaded = False
         self.resuming: Path | None = None
         self.staging = False
+        self.random_state_loaded = False
 
     # --- going on ---------------------------------------------------------------------------------
 
@@ -125,14 +127,9 @@ class RunCheckpoints(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
-        self._random_state_loaded = False
+        self.random_state_loaded = False
         if self.resuming is not None:
             self._load_own(self.resuming)
-
-    def loads_random_state(self) -> bool:
-        """Whether it is still to be loaded; True once a resumed attempt."""
-        first, self._random_state_loaded = not self._random_state_loaded, True
-        return first
 
     def _load_own(self, folder: Path) -> None:
         trainer = self._trainer
@@ -351,11 +348,12 @@ class CheckpointMixin(_Base):
                 differ; names each.
         """
         self.remove_callback(RunCheckpoints)
-        found = RunCheckpoints(self, self.run_identity() if self.args.should_save else None)
-        found.begin(resume_from_checkpoint, allow_changed)
-        self._checkpoints = found
-        self.add_callback(found)
-        path = None if found.resuming is None else str(found.resuming)
+        identity = self.run_identity() if self.args.should_save else None
+        run_checkpoints = RunCheckpoints(self, identity)
+        run_checkpoints.begin(resume_from_checkpoint, allow_changed)
+        self._checkpoints = run_checkpoints
+        self.add_callback(run_checkpoints)
+        path = None if run_checkpoints.resuming is None else str(run_checkpoints.resuming)
         return super().train(path, trial, ignore_keys_for_eval)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -372,8 +370,9 @@ class CheckpointMixin(_Base):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Once a resumed run: see :meth:`get_batch_samples`."""
         assert self._checkpoints is not None
-        if checkpoint is not None and self._checkpoints.loads_random_state():
+        if checkpoint is not None and not self._checkpoints.random_state_loaded:
             super()._load_rng_state(checkpoint)
+            self._checkpoints.random_state_loaded = True
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, which trains one step more when it resumes a run that is complete."""

@@ -184,9 +184,9 @@ def _check_limit(args: Any, adapter: DecoderAdapter) -> None:
 def _check_policy(
     model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy, given: Given
 ) -> None:
-    kind, own = layout(accelerator), type(policy)
-    chooses = own.choose_rows is not TokenPolicy.choose_rows
-    passes = own.prepare is not TokenPolicy.prepare
+    kind, policy_class = layout(accelerator), type(policy)
+    chooses_rows = policy_class.choose_rows is not TokenPolicy.choose_rows
+    has_static_pass = policy_class.prepare is not TokenPolicy.prepare
     if runs_model(policy) and kind in SHARDED:
         raise UnsupportedError(
             f"policy '{policy.name}' runs the model itself, and the weights are sharded",
@@ -195,11 +195,11 @@ def _check_policy(
         )
     if policy.needs.attention:
         _check_attention(model, args, policy)
-    if chooses or passes:
+    if chooses_rows or has_static_pass:
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.
-        cut = any(weight.is_meta or weight.numel() == 0 for weight in model.parameters())
-        if kind == "zero3" and cut:
+        sharded = any(weight.is_meta or weight.numel() == 0 for weight in model.parameters())
+        if kind == "zero3" and sharded:
             raise UnsupportedError(
                 f"policy '{policy.name}' cannot run its pass over the rows on sharded weights",
                 got=f"layout {kind}",
@@ -207,7 +207,7 @@ def _check_policy(
             )
         require_validation(policy, given.validation)
         require_second_model(policy, args, given.second_model)
-    if chooses and getattr(args, "packing", False):
+    if chooses_rows and getattr(args, "packing", False):
         raise ConfigError(
             "samples cannot be chosen from packed rows",
             got=f"policy '{policy.name}', packing=True",
@@ -218,9 +218,11 @@ def _check_policy(
 
 def runs_model(policy: TokenPolicy) -> bool:
     """Whether it runs the model at every batch, not only in a pass before training."""
-    own = type(policy)
-    before = own.prepare is TokenPolicy.prepare and own.choose_rows is TokenPolicy.choose_rows
-    return policy.needs.model and before
+    kind = type(policy)
+    has_no_pass = (
+        kind.prepare is TokenPolicy.prepare and kind.choose_rows is TokenPolicy.choose_rows
+    )
+    return policy.needs.model and has_no_pass
 
 
 def require_validation(policy: TokenPolicy, given: bool) -> None:
@@ -258,10 +260,10 @@ def _check_attention(model: nn.Module, args: Any, policy: TokenPolicy) -> None:
     last = len(adapter.layers()) - 1
     mixers = adapter.other_mixers([last])
     if mixers:
-        name, other = next(iter(mixers.items()))
+        name, mixer = next(iter(mixers.items()))
         raise UnsupportedError(
             f"policy '{policy.name}' reads the attention of the last layer, which has none",
-            got=f"{name} ({other})",
+            got=f"{name} ({mixer})",
             remedy="a model with softmax attention there",
         )
     kwargs: Any = getattr(args, "gradient_checkpointing_kwargs", None) or {}

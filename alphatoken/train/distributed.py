@@ -104,9 +104,9 @@ class Ranks:
         """One picklable object of each process, in the order of ranks, on every process."""
         if self.world == 1:
             return [item]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, item)
-        return found
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, item)
+        return gathered
 
     def broadcast_object(self, item: Any) -> Any:
         """The first process's object, on every process."""

@@ -149,21 +149,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
     loss, margins and metrics are TRL's own.
 
-    Args:
-        *args: as for TRL's ``DPOTrainer``. ``args`` is an ``AlphaDPOConfig``, or whatever TRL takes
-            there (a ``DPOConfig``, None) or ``TrainingArguments``, with our options' defaults.
-        validation_dataset: preference pairs; the objective is DPO's own gradient on them.
-        retention_dataset: pairs for ``retention="data"``.
-        fisher: of the warm-started model; None fits one and caches it.
-        fisher_dataset: pairs on whose prompts it is fitted; they should be trained on nowhere.
-            None takes the prompts of the training pairs.
-        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
-        **kwargs: as for TRL's ``DPOTrainer``.
-
-    Raises:
-        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` may be an ``AlphaDPOConfig``, a
+    ``DPOConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
+    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the
+    validation objective is DPO's own gradient on them, and the Fisher is of the warm-started model.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
@@ -213,11 +203,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """With the reference's log-probabilities, so that the scoring graph sees one model."""
-        found = dict(inputs)
-        if _REFERENCE[0] not in found:
-            reference = self.compute_ref_log_probs(self._reference_model(), found)  # type: ignore[no-untyped-call]
-            found.update(zip(_REFERENCE, reference, strict=True))
-        return found
+        extended = dict(inputs)
+        if _REFERENCE[0] not in extended:
+            reference = self.compute_ref_log_probs(self._reference_model(), extended)  # type: ignore[no-untyped-call]
+            extended.update(zip(_REFERENCE, reference, strict=True))
+        return extended
 
     def reference_log_probs(
         self, inputs: Mapping[str, Any]
@@ -227,18 +217,19 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         A policy with a loss of its own that asks for no reference costs no reference forward; the
         logged rewards are then ``beta log p`` themselves.
         """
-        policy, found = self.token_policy, dict(inputs)
+        policy, extended = self.token_policy, dict(inputs)
         assert policy is not None
         if policy.needs.reference:
-            seen = _LogProbs(self._reference_model())
-            sums = self.compute_ref_log_probs(seen, found)  # type: ignore[no-untyped-call]
-            found.update(zip(_REFERENCE, sums, strict=True))
-            assert seen.log_probs is not None
-            return found, by_token(seen.log_probs)
+            recording = _LogProbs(self._reference_model())
+            summed = self.compute_ref_log_probs(recording, extended)  # type: ignore[no-untyped-call]
+            extended.update(zip(_REFERENCE, summed, strict=True))
+            assert recording.log_probs is not None
+            return extended, by_token(recording.log_probs)
         if type(policy).loss is not TokenPolicy.loss:
-            zeros = torch.zeros(len(found["input_ids"]) // 2, device=found["input_ids"].device)
-            found.update(dict.fromkeys(_REFERENCE, zeros))
-        return found, None
+            ids = extended["input_ids"]
+            zeros = torch.zeros(len(ids) // 2, device=ids.device)
+            extended.update(dict.fromkeys(_REFERENCE, zeros))
+        return extended, None
 
     def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
         """A plain forward of the reference model, for policies that need all its logits."""
@@ -247,12 +238,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             return None
 
         def logits(inputs: Mapping[str, Any]) -> Tensor:
-            seen = _Logits(self._reference_model())
+            recording = _Logits(self._reference_model())
             given = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
             given.pop("labels", None)
-            self.compute_ref_log_probs(seen, given)  # type: ignore[no-untyped-call]
-            assert seen.logits is not None
-            return seen.logits
+            self.compute_ref_log_probs(recording, given)  # type: ignore[no-untyped-call]
+            assert recording.logits is not None
+            return recording.logits
 
         return logits
 
@@ -282,13 +273,13 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if not self.args.masked_logit:
             return coefficients
         assert gate.log_probs is not None
-        seen = _LogProbs(self._reference_model())
-        self.compute_ref_log_probs(seen, dict(inputs))  # type: ignore[no-untyped-call]
-        assert seen.log_probs is not None
-        own, other = gate.log_probs.detach().chunk(2), seen.log_probs.chunk(2)
+        recording = _LogProbs(self._reference_model())
+        self.compute_ref_log_probs(recording, dict(inputs))  # type: ignore[no-untyped-call]
+        assert recording.log_probs is not None
+        current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
         kept = weights[:, 1:].to(gate.log_probs).chunk(2)
         omega = masked_dpo_coefficient(
-            own[0], own[1], other[0], other[1], kept[0], kept[1], self.beta
+            current[0], current[1], reference[0], reference[1], kept[0], kept[1], self.beta
         )
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
@@ -344,8 +335,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             if _REFERENCE[0] in part[0]:
                 continue
             batch = self._prepare_inputs(self.data_collator([dict(row) for row in part]))
-            found = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
-            for row, chosen, rejected in zip(part, *(f.tolist() for f in found), strict=True):
+            log_probs = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
+            for row, chosen, rejected in zip(part, *(f.tolist() for f in log_probs), strict=True):
                 row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
 
     def export_arguments(self) -> dict[str, Any]:
@@ -364,11 +355,13 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             if self.args.truncation_mode == "keep_start"
             else slice(-(limit or 0), None)
         )
-        found = []
+        sequences = []
         for row in islice(rows, samples):
             prompt, chosen = list(row["prompt_ids"]), list(row["chosen_ids"])
             ids, labels = prompt + chosen, [IGNORE] * len(prompt) + chosen
-            found.append({"input_ids": ids[place], "labels": labels[place]})
-        found = [row for row in found if any(label != IGNORE for label in row["labels"][1:])]
+            sequences.append({"input_ids": ids[place], "labels": labels[place]})
+        sequences = [
+            row for row in sequences if any(label != IGNORE for label in row["labels"][1:])
+        ]
         pad = getattr(self.processing_class, "pad_token_id", None) or 0
-        return padded_batch(found, pad, self.args.device) if found else []
+        return padded_batch(sequences, pad, self.args.device) if sequences else []

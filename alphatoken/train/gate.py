@@ -63,12 +63,15 @@ class TokenGate:
         return outputs
 
     def logits(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
-        """Run the model without labels; the leaf of its token log-probabilities."""
+        """Run the model without labels, and return the leaf of its token log-probabilities."""
         outputs = self._model(**inputs)
         return self.enter(-token_losses(outputs.logits, labels)[:, 1:])
 
     def enter(self, log_probs: Tensor) -> Tensor:
-        """Keep ``log_probs`` and return their leaf."""
+        """Keep ``log_probs``, which hang on the model's graph, and return a leaf of their values.
+
+        The trainer's loss is computed of the leaf: its graph ends there, and not in the model's.
+        """
         self.log_probs = log_probs
         self._leaf = log_probs.detach().requires_grad_()
         return self._leaf
@@ -104,8 +107,8 @@ class TokenGate:
     def coefficients(self, loss: Tensor) -> Tensor:
         """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
         assert self._leaf is not None
-        found = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(self._leaf) if found is None else found
+        gradient = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
+        return torch.zeros_like(self._leaf) if gradient is None else gradient
 
     def surrogate(self, loss: Tensor, coefficients: Tensor, weights: Tensor) -> Tensor:
         """Value of ``loss``, gradient of ``sum w c lp`` (plus that of router losses).

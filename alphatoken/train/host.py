@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from alphatoken.train.gate import TokenGate
-    from alphatoken.train.micro_batch import MicroBatch
+    from alphatoken.train.micro_batch import Carried, MicroBatch
     from alphatoken.train.policy import TokenPolicy
 
 __all__ = ["TokenTrainer"]
@@ -64,7 +64,9 @@ class TokenTrainer(Protocol):
     def check_policy(self, policy: TokenPolicy) -> None:
         """Refuse a policy that this kind of trainer cannot carry out with its options."""
 
-    def read_micro_batch(self, inputs: Mapping[str, Any], index: int = 0) -> MicroBatch:
+    def read_micro_batch(
+        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
+    ) -> MicroBatch:
         """Labels, mask and pools of a batch."""
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ class TokenTrainer(Protocol):
         """The first tokenised rows, whole: on their prefixes labels are sampled anew."""
 
     def export_arguments(self) -> dict[str, Any]:
-        """How the trainer cuts long rows, for finding them again."""
+        """How the trainer cuts long rows, so that exported values find their rows again."""
 
     # --- transformers' own --------------------------------------------------------------------
 

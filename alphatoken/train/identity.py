@@ -76,16 +76,16 @@ def differences(
     >>> differences({"data": {"n": 1}, "train": {"n": 2}}, {"data": {"n": 3}, "train": {"n": 2}})
     {'n': (1, 3)}
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
     for part in sorted({*before, *now}):
         old, new = before.get(part), now.get(part)
         if not isinstance(old, Mapping) or not isinstance(new, Mapping):
             old, new = {part: old}, {part: new}
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name) and name not in allowed:
-                key = f"{part}.{name}" if name in found else name
-                found[key] = (old.get(name), new.get(name))
-    return found
+                key = f"{part}.{name}" if name in differing else name
+                differing[key] = (old.get(name), new.get(name))
+    return differing
 
 
 def frozen_fingerprint(model: nn.Module) -> str | None:

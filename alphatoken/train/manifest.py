@@ -145,8 +145,8 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Folders ``checkpoint-N`` by step, complete or not."""
     if not output_dir.is_dir():
         return []
-    found = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir()]
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+    named = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir()]
+    return sorted((int(match[1]), path) for match, path in named if match and path.is_dir())
 
 
 def latest_complete(output_dir: Path, run: str | None = None) -> tuple[Path, Manifest] | None:
@@ -185,15 +185,15 @@ def set_aside(output_dir: Path, after: int) -> list[Path]:
     return moved
 
 
-def rotate(output_dir: Path, limit: int | None, keep: Path, best: str | None, bin: Path) -> None:
+def rotate(output_dir: Path, limit: int | None, newest: Path, best: str | None, bin: Path) -> None:
     """Delete the oldest checkpoints until ``limit`` are left, as transformers does.
 
-    ``keep`` (the newest) and ``best`` always stay. A folder is moved to ``bin`` first, so that one
-    with its usual name is never half deleted.
+    ``newest`` and ``best`` always stay. A folder is moved to ``bin`` first, so that one with its
+    usual name is never half deleted.
     """
     if limit is None or limit <= 0:
         return
-    protected = {keep.resolve()} | ({Path(best).resolve()} if best else set())
+    protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
     by_age = sorted(checkpoints(output_dir), key=lambda item: (item[1].stat().st_mtime, item[0]))
     surplus = len(by_age) - max(limit, len(protected))
     removable = [path for _, path in by_age if path.resolve() not in protected]

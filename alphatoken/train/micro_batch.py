@@ -1,14 +1,16 @@
-"""One micro-batch of a training step: read once, and handed from part to part.
+"""One micro-batch of a training step, as it is handed from part to part.
 
-The trainer's hooks cannot hand anything to each other but the batch itself. So what is read or
-decided where the batches of a step are gathered (``get_batch_samples``) travels inside the batch,
-under the key ``CARRIED``, to where it is trained on (``compute_loss``), which takes it out again.
+The trainer's hooks cannot hand anything to each other but the batch itself. So what is decided
+where the batches of a step are gathered (``get_batch_samples``) travels inside the batch, under the
+key ``CARRIED``, to where it is trained on. ``training_step`` takes it out again before anything
+else reads the batch: overrides of ``_prepare_inputs`` and ``compute_loss`` see what the collator
+made. Labels do not travel: they are read in ``compute_loss``, from the inputs of the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,10 +20,23 @@ from alphatoken.values import TokenValues
 if TYPE_CHECKING:
     from alphatoken.train.host import TokenTrainer
 
-__all__ = ["CARRIED", "MicroBatch", "Scored", "draw_seed", "normalised", "undivided"]
+__all__ = ["CARRIED", "Carried", "MicroBatch", "Scored", "draw_seed", "normalised", "undivided"]
 
-CARRIED = "alphatoken_micro_batch"
-"""Key of a batch under which its ``MicroBatch`` travels from one hook to the next."""
+CARRIED = "alphatoken_carried"
+"""Key of a batch under which its ``Carried`` travels from one hook to the next."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is known of a micro-batch when the batches of its step are gathered.
+
+    Attributes:
+        index: number of this micro-batch within its optimizer step.
+        plan: what the weigher decided ahead, for the whole step; it alone reads it.
+    """
+
+    index: int
+    plan: Any = None
 
 
 @dataclass(frozen=True)
@@ -33,11 +48,11 @@ class MicroBatch:
         labels: (b, t) unshifted labels, -100 off the response.
         mask: (b, t) response tokens.
         pools: rows that are ranked together; chosen, then rejected, in a preference trainer.
-        index: number of this micro-batch within its optimizer step.
-        num_items: transformers' count of the step's response tokens, or None.
         unit_of: (mask, num_items) -> ``unit``; asked only where it is needed, because its answer
             waits for the device.
-        plan: what a weigher decided ahead, for the whole step; it alone reads it.
+        index: number of this micro-batch within its optimizer step.
+        num_items: transformers' count of the step's response tokens, or None.
+        plan: of ``Carried``; None for a batch that came without its step.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -53,13 +68,6 @@ class MicroBatch:
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         return self.unit_of(self.mask, self.num_items)
-
-    def with_inputs(self, inputs: Mapping[str, Any]) -> MicroBatch:
-        """The same micro-batch, its labels and mask where these inputs are."""
-        device = inputs["input_ids"].device
-        return replace(
-            self, inputs=inputs, labels=self.labels.to(device), mask=self.mask.to(device)
-        )
 
 
 @dataclass(frozen=True)

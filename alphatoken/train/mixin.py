@@ -1,11 +1,12 @@
 """What makes a transformers trainer one that weighs tokens: its hooks, and the parts behind them.
 
-``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides six of the trainer's hooks::
+``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides these of its hooks::
 
     __init__            the configuration as one of ours, then the parts of the run
     train               afterwards, values and a page about the run are written
-    get_batch_samples   reads every micro-batch of a step once, and lets the weigher plan the step
-    compute_loss        hands the micro-batch to the weigher, whose loss the trainer descends
+    get_batch_samples   lets the weigher plan the step, and puts the plan into each micro-batch
+    training_step       takes the plan out of the micro-batch
+    compute_loss        hands both to the weigher, whose loss the trainer descends
     _clip_grad_norm     tells the weigher by how much the step was cut
     log                 adds the run's statistics to the trainer's own
 
@@ -18,7 +19,6 @@ is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.micro_batch import CARRIED, MicroBatch
+from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
@@ -59,18 +59,23 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     """Token valuation and selection for a trainer; see the module's text.
 
     Args:
-        *args: as for the trainer below.
+        *args: as for the trainer below in the bases. Its ``args`` may be a configuration of ours,
+            or whatever that trainer takes there; our options then have their defaults.
         validation_dataset: rows that training should serve.
         retention_dataset: rows for ``retention="data"``.
         fisher: of the reference model; None fits one and caches it.
-        fisher_dataset: rows on whose prompts it is fitted. None takes the training rows.
+        fisher_dataset: rows on whose prompts it is fitted; they should be trained on nowhere. None
+            takes the training rows.
         policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
         policy_reference: second model for policies that score with one, in place of
             ``policy_reference`` of the options.
-        **kwargs: as for the trainer below.
+        **kwargs: as for the trainer below in the bases.
+
+    Raises:
+        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
     """
 
-    # Of the trainers' own classes, which type each of these differently.
+    # Attributes of TRL's and transformers' trainers, which each of them types differently.
     args: Any
     model: Any
     processing_class: Any
@@ -80,11 +85,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     optimizer: Any
 
     BASE: ClassVar[type[Any]]
-    """The trainer below."""
+    """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
-    """Our configuration of it."""
+    """Our configuration of that trainer."""
     BASE_CONFIG: ClassVar[type[Any]]
-    """Its own configuration."""
+    """The configuration that the trainer itself takes."""
 
     def __init__(
         self,
@@ -113,15 +118,19 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.add_callback(self.records.monitor)
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         self.rows = RunRows()
+        # What the micro-batch that is in ``training_step`` just now came with; None outside it.
+        self._carried: Carried | None = None
+        # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
+        self._direct_calls = (-1, 0)
         if self._policy is None and options.policy == "all" and not options.needs_values:
             return
         self._refuse_virtual_tokens()
-        have = Given(
+        handed_over = Given(
             validation=validation_dataset is not None,
             retention=retention_dataset is not None,
             second_model=policy_reference is not None,
         )
-        check_run(self.model, self.accelerator, options, self._policy, have)
+        check_run(self.model, self.accelerator, options, self._policy, handed_over)
         if self._policy is not None:
             self.weigher = PolicyWeigher(
                 self, self.records, self._policy, validation_dataset, policy_reference
@@ -135,6 +144,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
 
     def _refuse_virtual_tokens(self) -> None:
+        """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
                 "prompt learning does not work with token values",
@@ -155,7 +165,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Refuse training rows that are not of this kind, before the trainer below reads them."""
 
     def refuse_base(self) -> None:
-        """Refuse settings of the trainer below that leave no token log-probabilities."""
+        """Refuse settings of the trainer below with which no loss is made of log-probabilities."""
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""
@@ -236,14 +246,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Whatever validation and retention rows need that only the prepared model can give."""
 
     def export_arguments(self) -> dict[str, Any]:
-        """How the trainer cuts long rows, for finding them again."""
+        """How the trainer cuts long rows, so that exported values find their rows again."""
         return {}
 
     # --- what a user may look at ------------------------------------------------------------------
 
     @property
     def token_policy(self) -> TokenPolicy | None:
-        """The policy that is carried out; None where the trainer's own one is."""
+        """The policy whose weights are trained with; None where they come from values."""
         return self._policy
 
     @property
@@ -289,25 +299,60 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Micro-batches of one step, each with what was read and decided of it ahead."""
+        """Micro-batches of one step, each with its number and with what was decided of it ahead."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.weigher is None or not samples:
             return samples, num_items
+        # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
-        batches = [self.read_micro_batch(sample, i) for i, sample in enumerate(samples)]
-        batches = [replace(batch, num_items=num_items) for batch in batches]
-        planned = [
-            replace(batch, plan=plan)
-            for batch, plan in zip(batches, self.weigher.plan(batches), strict=True)
+        plans = self.weigher.plan(samples, num_items)
+        carrying = [
+            {**sample, CARRIED: Carried(index, plan)}
+            for index, (sample, plan) in enumerate(zip(samples, plans, strict=True))
         ]
-        carried = [{**sample, CARRIED: b} for sample, b in zip(samples, planned, strict=True)]
-        return carried, num_items
+        return carrying, num_items
 
-    def read_micro_batch(self, inputs: Mapping[str, Any], index: int = 0) -> MicroBatch:
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; what the micro-batch carries is taken out for ``compute_loss``.
+
+        Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
+        """
+        if self.weigher is None or CARRIED not in inputs:
+            return super().training_step(model, inputs, *args, **kwargs)
+        self._carried = inputs[CARRIED]
+        inputs = {name: value for name, value in inputs.items() if name != CARRIED}
+        try:
+            return super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            self._carried = None
+
+    def read_micro_batch(
+        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
+    ) -> MicroBatch:
         """Labels, mask and pools of a batch."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
-        return MicroBatch(inputs, labels, mask, self.pools(len(mask)), self.loss_unit, index)
+        return MicroBatch(
+            inputs=inputs,
+            labels=labels,
+            mask=mask,
+            pools=self.pools(len(mask)),
+            unit_of=self.loss_unit,
+            index=carried.index,
+            num_items=num_items,
+            plan=carried.plan,
+        )
+
+    def _without_step(self) -> Carried:
+        """For a micro-batch that came without its step, from a training loop of the caller's own.
+
+        Such micro-batches are counted from the last optimizer step on, so that no two share their
+        random draws.
+        """
+        step, count = self._direct_calls
+        count = count + 1 if step == self.state.global_step else 0
+        self._direct_calls = self.state.global_step, count
+        return Carried(count)
 
     def compute_loss(
         self,
@@ -321,18 +366,16 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         Raises:
             NumericalError: the loss is not finite; the last checkpoint is as it was.
         """
-        carried = inputs.get(CARRIED)
-        inputs = {name: value for name, value in inputs.items() if name != CARRIED}
         if self.weigher is None or not self.model.training or return_outputs:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        batch = carried or self.read_micro_batch(inputs)
-        batch = replace(batch.with_inputs(inputs), num_items=num_items_in_batch)
+        carried = self._carried or self._without_step()
+        batch = self.read_micro_batch(inputs, carried, num_items_in_batch)
         return self.weigher.loss(model, batch)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; the weigher hears of the norm."""
+        """As in transformers; a weigher of values is handed the norm before the cut."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.gradient_cut(norm)

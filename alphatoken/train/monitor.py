@@ -46,8 +46,8 @@ def weight_drift(
         whole.append(start.norm())
     if not moved:
         return {"drift": 0.0, "relative_drift": 0.0}
-    apart, size = torch.stack([torch.stack(moved).norm(), torch.stack(whole).norm()]).tolist()
-    return {"drift": apart, "relative_drift": apart / size if size > 0 else 0.0}
+    distance, size = torch.stack([torch.stack(moved).norm(), torch.stack(whole).norm()]).tolist()
+    return {"drift": distance, "relative_drift": distance / size if size > 0 else 0.0}
 
 
 class TrainMonitor(TrainerCallback):
@@ -86,7 +86,7 @@ class TrainMonitor(TrainerCallback):
             if self._progress:
                 trainer.remove_callback(ProgressCallback)
 
-    # --- what is told -----------------------------------------------------------------------
+    # --- what is handed in -------------------------------------------------------------------
 
     def record(
         self,
@@ -122,10 +122,10 @@ class TrainMonitor(TrainerCallback):
         """
         self._direction += seconds
 
-    def gap(self, step: int, found: Mapping[str, float]) -> None:
+    def gap(self, step: int, objectives: Mapping[str, float]) -> None:
         """A look at the validation objective: ``pool``, ``held_out`` and ``gap``."""
-        if found:
-            self._looks.append({"step": float(step), **found})
+        if objectives:
+            self._looks.append({"step": float(step), **objectives})
 
     @property
     def looked_at(self) -> int | None:
@@ -154,37 +154,37 @@ class TrainMonitor(TrainerCallback):
     def logs(self) -> dict[str, float]:
         """Statistics since the last call, over all processes (each must call it); then empty."""
         now = time.monotonic()
-        own = {
+        mine = {
             "sums": self._sums.state(),
             "seconds": now - self._since + self._earlier,
             "scoring": self._scoring,
             "direction": self._direction,
         }
-        parts = gather_object([own])
-        found = summary([part["sums"] for part in parts])
+        parts = gather_object([mine])
+        statistics = summary([part["sums"] for part in parts])
         seconds = max(part["seconds"] for part in parts)
-        found["tokens_per_second"] = found.pop("tokens") / seconds if seconds > 0 else 0.0
+        statistics["tokens_per_second"] = statistics.pop("tokens") / seconds if seconds > 0 else 0.0
         for name in ("scoring", "direction"):
-            found[f"{name}_seconds"] = max(part[name] for part in parts)
+            statistics[f"{name}_seconds"] = max(part[name] for part in parts)
         if self._balance:
-            found["balance"] = median(self._balance.values())
+            statistics["balance"] = median(self._balance.values())
         if self._looks:
-            found |= self._validation()
+            statistics |= self._validation()
         if self.drift is not None:
-            found |= self.drift()
+            statistics |= self.drift()
         left = self._seconds_left(now)
         if left is not None:
-            found["seconds_left"] = left
+            statistics["seconds_left"] = left
         self._sums.clear()
         self._split = None
         self._since, self._earlier = now, 0.0
         self._scoring = self._direction = 0.0
-        return {f"alpha/{name}": float(value) for name, value in found.items()}
+        return {f"alpha/{name}": float(value) for name, value in statistics.items()}
 
     def _validation(self) -> dict[str, float]:
         last = self._looks[-1]
-        found = {f"validation_{k}": v for k, v in last.items() if k not in ("step", "gap")}
-        return {**found, "validation_gap": last["gap"], "validation_alarm": float(self.alarm)}
+        objectives = {f"validation_{k}": v for k, v in last.items() if k not in ("step", "gap")}
+        return {**objectives, "validation_gap": last["gap"], "validation_alarm": float(self.alarm)}
 
     @property
     def alarm(self) -> bool:

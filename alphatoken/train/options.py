@@ -207,7 +207,7 @@ class AlphaOptions:
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""
-        self._settle_policy()
+        self._resolve_policy()
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
         for name in ("keep_ratio", "keep_ratio_start"):
@@ -222,20 +222,21 @@ class AlphaOptions:
         self._check_combinations()
         self.scorer_config()
 
-    def _settle_policy(self) -> None:
+    def _resolve_policy(self) -> None:
         """Put what a name stands for in place of it, and check what it does not stand for."""
-        own = read_policy_options(self.policy_options)
+        arguments = read_policy_options(self.policy_options)
         if self.policy == "dpo" and self.FAMILY != "preference":
             raise ConfigError("policy='dpo' is DPO's own loss", remedy="AlphaDPOTrainer")
         if self.policy not in TRAINER_POLICIES:
-            fields = trainer_fields(self.policy, own)
+            fields = trainer_fields(self.policy, arguments)
             if fields is not None:
                 for name, value in fields.items():
                     setattr(self, name, value)
-                self.policy_options, own = None, {}
-        if self.policy in TRAINER_POLICIES and own:
+                self.policy_options, arguments = None, {}
+        if self.policy in TRAINER_POLICIES and arguments:
             raise ConfigError(
-                f"policy='{self.policy}' takes no options of its own", got=f"policy_options={own}"
+                f"policy='{self.policy}' takes no options of its own",
+                got=f"policy_options={arguments}",
             )
         self.policy_settings()
         chosen_policy(self, None, self.FAMILY)
@@ -281,11 +282,11 @@ class AlphaOptions:
             "packing": bool(getattr(self, "packing", False)),
             "padding_free": bool(getattr(self, "padding_free", False)),
         }
-        found = [name for name, present in reasons.items() if present]
-        if found:
+        obstacles = [name for name, present in reasons.items() if present]
+        if obstacles:
             raise ConfigError(
                 "value_unit='response' ranks whole responses, one a row, of a batch or a step",
-                got=", ".join(found),
+                got=", ".join(obstacles),
                 remedy="value_unit='token', or leave that out",
             )
 

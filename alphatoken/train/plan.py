@@ -51,16 +51,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        found = asdict(self)
+        values = asdict(self)
         memory = self.memory
-        found["memory"] |= {
+        values["memory"] |= {
             "total": memory.total,
             "valuation": memory.valuation,
             "peak": memory.peak,
             "moments": memory.moments,
         }
-        found["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
-        return found
+        values["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
+        return values
 
 
 def make_plan(
@@ -98,14 +98,14 @@ def make_plan(
         policy = chosen_policy(args, None, args.FAMILY)
         check_run(model, layout.accelerator(), args, policy, given or Given())
     length = args.max_length or adapter.max_positions() or 1024
-    own = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
+    own_forward = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
     batch = _batch(args, layout, command, length)
     share = args.validation_batch_size / batch["rows"]
     return Plan(
         command=command,
         model=_model_part(model, adapter, name),
         scored=_scored_part(model, scope, args),
-        layout={**asdict(layout), "own_forward": bool(own and args.needs_values)},
+        layout={**asdict(layout), "own_forward": bool(own_forward and args.needs_values)},
         batch=batch,
         validation=_validation_part(args, share),
         steps=_steps(args, batch["rows_per_micro_batch"], rows),
@@ -114,7 +114,7 @@ def make_plan(
             scope,
             args,
             validation_share=share,
-            own_forward=own,
+            own_forward=own_forward,
             reference_forward=command == "dpo" and not args.precompute_ref_log_probs,
         ),
         memory=memory_of(adapter, scope, args, layout, command=command, dtype=dtype),

@@ -274,16 +274,16 @@ class TokenPolicy:
             NumericalError: a weight of a response token that is not finite, or negative.
         """
         native = self.settings.mode == "native"
-        found = self.native_weights(batch) if native else self.budget_weights(batch)
-        found = torch.where(batch.mask, found.detach(), torch.zeros_like(found))
+        weights = self.native_weights(batch) if native else self.budget_weights(batch)
+        weights = torch.where(batch.mask, weights.detach(), torch.zeros_like(weights))
         refuse_first(
-            ~(found >= 0) | torch.isinf(found),
-            found,
+            ~(weights >= 0) | torch.isinf(weights),
+            weights,
             f"policy '{self.name}' gives a weight that is no weight",
             why="a NaN or a negative weight would train the model away from the token",
             remedy="look at its scores, and at the loss of that token",
         )
-        return found
+        return weights
 
     def kept_tokens(self, batch: PolicyBatch) -> Tensor | None:
         """Summed weights of a micro-batch before its forward; None where they are not known yet.

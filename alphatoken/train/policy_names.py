@@ -44,23 +44,23 @@ def read_policy_options(given: Any) -> dict[str, Any]:
     """
     if given is None:
         return {}
-    found = given
+    options = given
     if isinstance(given, str):
         try:
-            found = json.loads(given)
+            options = json.loads(given)
         except ValueError as problem:
             raise ConfigError(
                 "policy_options cannot be read",
                 got=f"{given!r}: {problem}",
                 remedy="""JSON with names in double quotes, such as '{"threshold": 2.5}'""",
             ) from None
-    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ConfigError(
             "policy_options are arguments by name",
             got=repr(given),
             remedy="a mapping, or a JSON object as text",
         )
-    return dict(found)
+    return dict(options)
 
 
 def trainer_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def chosen_policy(
     """The policy of a run; None where the trainer's own one is meant.
 
     Args:
-        options: ``AlphaOptions``, settled.
+        options: ``AlphaOptions``; a name that stands for options has been replaced by them.
         given: policy or class that was handed over; goes before the name in the options.
         family: "sft" or "preference", the trainer's.
         second_model: whether one was handed over, beside what the options name.
@@ -98,38 +98,38 @@ def chosen_policy(
             raise _unread_reference(options.policy)
         return None
     settings: PolicySettings = options.policy_settings()
-    own = read_policy_options(options.policy_options)
+    arguments = read_policy_options(options.policy_options)
     if isinstance(given, TokenPolicy):
-        found = given
-        found.bind(settings)
+        policy = given
+        policy.bind(settings)
     else:
-        wanted = options.policy if given is None else given
-        found = import_module("alphatoken.policies").policy(wanted, settings, **own)
-    if getattr(found, "only_by_name", False):
+        kind = options.policy if given is None else given
+        policy = import_module("alphatoken.policies").policy(kind, settings, **arguments)
+    if getattr(policy, "only_by_name", False):
         raise ConfigError(
-            f"policy '{found.name}' is the trainer's own",
-            got=f"policy={type(found).__name__}",
-            remedy=f"name it in the options: policy='{found.name}'",
+            f"policy '{policy.name}' is the trainer's own",
+            got=f"policy={type(policy).__name__}",
+            remedy=f"name it in the options: policy='{policy.name}'",
         )
-    if second_model and not _reads_reference(found):
-        raise _unread_reference(found.name)
-    _refuse(found, options, family)
-    return found
+    if second_model and not _reads_reference(policy):
+        raise _unread_reference(policy.name)
+    _refuse(policy, options, family)
+    return policy
 
 
-def _refuse_divisor(found: TokenPolicy, asked: str) -> None:
+def _refuse_divisor(policy: TokenPolicy, asked: str) -> None:
     """See that ``kept_normalization`` is not ignored."""
-    published = found.settings.mode == "native" and found.denominator != asked
-    own = type(found).loss is not TokenPolicy.loss
-    if asked == "response" or not (own or published):
+    published = policy.settings.mode == "native" and policy.denominator != asked
+    own_loss = type(policy).loss is not TokenPolicy.loss
+    if asked == "response" or not (own_loss or published):
         return
     raise ConfigError(
-        f"kept_normalization has no effect on policy '{found.name}'",
-        got=f"kept_normalization={asked!r}, policy_mode={found.settings.mode!r}",
+        f"kept_normalization has no effect on policy '{policy.name}'",
+        got=f"kept_normalization={asked!r}, policy_mode={policy.settings.mode!r}",
         why="it has a loss of its own"
-        if own
-        else f"its published rule divides by the {found.denominator} tokens",
-        remedy="leave it out" if own else "leave it out, or policy_mode='budget'",
+        if own_loss
+        else f"its published rule divides by the {policy.denominator} tokens",
+        remedy="leave it out" if own_loss else "leave it out, or policy_mode='budget'",
     )
 
 
@@ -149,29 +149,29 @@ def _unread_reference(name: str) -> ConfigError:
     )
 
 
-def _refuse(found: TokenPolicy, options: Any, family: str) -> None:
-    if found.family not in (family, "both"):
+def _refuse(policy: TokenPolicy, options: Any, family: str) -> None:
+    if policy.family not in (family, "both"):
         place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
         raise ConfigError(
-            f"policy '{found.name}' is made for {place[found.family]}",
+            f"policy '{policy.name}' is made for {place[policy.family]}",
             got=f"a trainer for {place[family]}",
             remedy="AlphaSFTTrainer or `alphatoken sft`"
-            if found.family == "sft"
+            if policy.family == "sft"
             else "AlphaDPOTrainer or `alphatoken dpo`",
         )
-    if found.needs.reference and family != "preference":
+    if policy.needs.reference and family != "preference":
         raise ConfigError(
-            f"policy '{found.name}' asks for reference log-probabilities",
+            f"policy '{policy.name}' asks for reference log-probabilities",
             got="a trainer without a reference model",
             remedy="a column of prepare(), made with policy_reference",
         )
-    _refuse_divisor(found, options.kept_normalization)
+    _refuse_divisor(policy, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
             raise ConfigError(
-                f"{name} belongs to token values, and policy '{found.name}' makes none",
+                f"{name} belongs to token values, and policy '{policy.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
                 remedy="policy_scope and keep_ratio are the settings of such a policy"
                 if name in ("keep_scope", "keep_ratio_start")
-                else f"leave it out, or policy='top' in place of '{found.name}'",
+                else f"leave it out, or policy='top' in place of '{policy.name}'",
             )

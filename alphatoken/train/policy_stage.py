@@ -70,8 +70,8 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
         row = self._dataset[index]
         if _PAIR[0] in row:
             return self._pair(row, index)
-        found = {name: row[name] for name in _ROW if row.get(name) is not None}
-        return {"labels": row["input_ids"], **found}
+        present = {name: row[name] for name in _ROW if row.get(name) is not None}
+        return {"labels": row["input_ids"], **present}
 
     def _pair(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         prompt, *responses = (list(row[name]) for name in _PAIR)
@@ -123,20 +123,19 @@ def make_stage(
             remedy="run it once in one process; the files in policy_cache are then found here",
         )
     require_validation(policy, validation is not None)
-    second = _second_model(trainer, policy, reference)
-    wanted = policy.needs.validation
-    limits = trainer.export_arguments()
-    alone = layout(trainer.accelerator) == "single" and policy.family != "preference"
+    reference_model = _second_model(trainer, policy, reference)
+    asks_for_validation = policy.needs.validation
+    can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
-        rows=TrainingRows(trainer.train_dataset, **limits),
-        validation=trainer.prepare_rows(validation, "validation") if wanted else (),
+        rows=TrainingRows(trainer.train_dataset, **trainer.export_arguments()),
+        validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
-        reference_model=second,
+        reference_model=reference_model,
         folder=_folder(options),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
-        train=partial(_train_copy, trainer) if alone else None,
+        train=partial(_train_copy, trainer) if can_train_copies else None,
         run=option_values(options),
         tokenizer=_tokenizer(trainer),
     )
@@ -206,12 +205,14 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
 
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy that can be trained by itself."""
-    found = copy.deepcopy(model)
-    for module in found.modules():  # TRL's fused head is bound to the model that it was made for
-        own = module.__dict__.get("forward")
-        if getattr(getattr(own, "__func__", own), "__wrapped__", None) is not None:
+    twin = copy.deepcopy(model)
+    # TRL puts its fused head on an instance as ``forward``. The copy's would still be bound to the
+    # model that it was copied from, so the copy goes back to the forward of its class.
+    for module in twin.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(getattr(forward, "__func__", forward), "__wrapped__", None) is not None:
             del module.__dict__["forward"]
-    return found
+    return twin
 
 
 def _train_copy(
@@ -231,7 +232,7 @@ def _train_copy(
         options: arguments of the run that differ, such as num_train_epochs or max_steps.
         model: trained in place of a copy of the trainer's.
         policy: of this training, which may need columns only; None for all tokens.
-        record: told mask and weights of each micro-batch of a policy.
+        record: is called with mask and weights of each micro-batch of a policy.
     """
     from datasets import Dataset
 
@@ -245,23 +246,17 @@ def _train_copy(
     if getattr(trainer.args, "packing", False):
         plain |= {"packing": False}
     args = dataclasses.replace(trainer.args, **{**plain, **options})
-    found = type(trainer)(
+    inner = type(trainer)(
         model=copied(trainer.model) if model is None else model,
         args=args,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
         processing_class=trainer.processing_class,
         policy=policy,
     )
-    if record is not None:
-        found.monitor.record = partial(_told, record, found.monitor.record)
+    inner.records.listener = record
     with kept_random_state():
-        found.train()
-    shutil.rmtree(own_folder, ignore_errors=True)  # what it says of itself; nothing else is there
-    trained = trainer.accelerator.unwrap_model(found.model)
+        inner.train()
+    shutil.rmtree(own_folder, ignore_errors=True)  # records and page of that training, no model
+    trained = trainer.accelerator.unwrap_model(inner.model)
     assert isinstance(trained, nn.Module)
     return trained
-
-
-def _told(record: Callable[[Tensor, Tensor], None], inner: Callable[..., None], **of: Any) -> None:
-    record(of["mask"], of["weights"])
-    inner(**of)

@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token, gated_loss, require_finite
 from alphatoken.train.host import TokenTrainer
-from alphatoken.train.micro_batch import MicroBatch, draw_seed, normalised
+from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
@@ -50,7 +50,7 @@ class _Plan:
 
     Attributes:
         kept: kept tokens of the whole step, where they divide the loss and can be counted.
-        columns: of the static pass, where they were looked up to count.
+        columns: what the static pass left of its tokens, where counting needed it already.
     """
 
     kept: Tensor | None = None
@@ -63,7 +63,7 @@ class PolicyWeigher:
     Args:
         trainer: whose run it is; rows that the policy does not choose are taken out of it.
         records: where each micro-batch is written down.
-        policy: that is carried out.
+        policy: the one that is carried out.
         validation: validation data set as it was handed over, or None.
         reference: second model that was handed over, or None.
 
@@ -105,9 +105,9 @@ class PolicyWeigher:
     def _prepare(self, validation: Any, reference: Any) -> None:
         """Let the policy choose rows and run its static pass, where it has them."""
         policy, kind = self.policy, type(self.policy)
-        chooses = kind.choose_rows is not TokenPolicy.choose_rows
-        passes = kind.prepare is not TokenPolicy.prepare
-        if not chooses and not passes:
+        chooses_rows = kind.choose_rows is not TokenPolicy.choose_rows
+        has_static_pass = kind.prepare is not TokenPolicy.prepare
+        if not chooses_rows and not has_static_pass:
             if policy.needs.columns:
                 raise ConfigError(
                     f"policy '{policy.name}' asks for columns and has no prepare() to make them",
@@ -116,11 +116,12 @@ class PolicyWeigher:
             return
         with kept_random_state():
             stage = make_stage(self._trainer, policy, validation, reference)
-            if chooses:
+            if chooses_rows:
                 rows = policy.choose_rows(stage)
+                # Processes that chose differently would train on different data sets.
                 rows = Ranks(self._trainer.accelerator).broadcast_object(rows)
                 if rows is not None:
-                    self._keep_rows(rows)
+                    self._train_on_rows(rows)
                     stage = make_stage(self._trainer, policy, validation, stage.reference_model)
             self._columns = policy.prepare(stage)
         missing = set(policy.needs.columns) - set(self._columns.columns if self._columns else ())
@@ -130,7 +131,8 @@ class PolicyWeigher:
                 got=", ".join(sorted(missing)),
             )
 
-    def _keep_rows(self, rows: Sequence[int]) -> None:
+    def _train_on_rows(self, rows: Sequence[int]) -> None:
+        """Take all other rows out of the trainer's data set."""
         trainer, name = self._trainer, self.policy.name
         if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
             raise ConfigError(
@@ -143,32 +145,44 @@ class PolicyWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
         """Kept tokens of the whole step, where they are known before the forward.
 
         Counted as the trainer counts ``num_items``: over the micro-batches, and over the processes
         under ``average_tokens_across_devices``.
+
+        Args:
+            samples: batches of the step, as the collator made them.
+            num_items: transformers' count of the step's response tokens, or None.
         """
-        trainer, nothing = self._trainer, [_Plan()] * len(batches)
-        if self._divisor != "kept" or not batches or batches[0].num_items is None:
-            return nothing
-        seen = [self._seen(batch) for batch in batches]
-        counts = [self.policy.kept_tokens(batch) for batch in seen]
+        trainer = self._trainer
+        if self._divisor != "kept" or num_items is None:
+            return [_Plan()] * len(samples)
+        batches = [
+            self._batch_before_forward(trainer.read_micro_batch(sample, Carried(index), num_items))
+            for index, sample in enumerate(samples)
+        ]
+        counts = [self.policy.kept_tokens(batch) for batch in batches]
         known = [count.double() for count in counts if count is not None]
         # One batch that cannot be counted leaves the step uncounted, on every process.
         ranks = Ranks(trainer.accelerator)
         if ranks.any(len(known) < len(counts)):
-            return [_Plan(None, batch.columns) for batch in seen]
+            return [_Plan(None, batch.columns) for batch in batches]
         kept = torch.stack([count.cpu() for count in known]).sum().to(trainer.args.device)
         if trainer.args.average_tokens_across_devices and ranks.world > 1:
             kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
-        return [_Plan(kept, batch.columns) for batch in seen]
+        return [_Plan(kept, batch.columns) for batch in batches]
 
-    def _seen(self, batch: MicroBatch, **more: Any) -> PolicyBatch:
-        """The micro-batch as the policy sees it; without a forward its log-probabilities are 0."""
-        plan = _plan_of(batch)
-        columns = self._looked_up(batch) if plan.columns is None else plan.columns
-        more.setdefault("log_probs", torch.zeros(batch.mask.shape, device=batch.mask.device))
+    def _batch_before_forward(self, batch: MicroBatch) -> PolicyBatch:
+        """The micro-batch as the policy sees it to count; its log-probabilities are 0."""
+        zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
+        return self._policy_batch(batch, log_probs=zeros)
+
+    def _policy_batch(self, batch: MicroBatch, **of_the_forward: Any) -> PolicyBatch:
+        """The micro-batch as the policy sees it, with what the forward gave."""
+        columns = _plan_of(batch).columns
+        if columns is None:
+            columns = self._static_columns(batch)
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
@@ -176,10 +190,11 @@ class PolicyWeigher:
             pools=batch.pools,
             columns={name: column.to(batch.mask.device) for name, column in columns.items()},
             step=self._trainer.state.global_step,
-            **more,
+            **of_the_forward,
         )
 
-    def _looked_up(self, batch: MicroBatch) -> Mapping[str, Tensor]:
+    def _static_columns(self, batch: MicroBatch) -> Mapping[str, Tensor]:
+        """What the static pass left of this micro-batch's tokens, by name."""
         if self._columns is None or not self.policy.needs.columns:
             return {}
         return self._columns.columns_of(batch.inputs, batch.mask, self.policy.needs.columns)
@@ -203,15 +218,15 @@ class PolicyWeigher:
         inputs, reference = self._trainer.reference_log_probs(batch.inputs)
         gate = TokenGate(model)
         with self._last_attention() as attention:
-            loss = gated_loss(self._trainer, gate, batch.with_inputs(inputs))
-        seen = self._seen_after(batch, gate, reference, attention)
+            loss = gated_loss(self._trainer, gate, replace(batch, inputs=inputs))
+        policy_batch = self._batch_after_forward(batch, gate, reference, attention)
         started = time.perf_counter()
-        weights = policy.weights(seen)
+        weights = policy.weights(policy_batch)
         self._records.micro_batch(batch, None, weights, time.perf_counter() - started)
-        log_probs = seen.log_probs.clone().requires_grad_()
-        own = policy.loss(seen, log_probs, weights)
-        if own is not None:
-            return self._own_loss(gate, own, log_probs)
+        log_probs = policy_batch.log_probs.clone().requires_grad_()
+        policy_loss = policy.loss(policy_batch, log_probs, weights)
+        if policy_loss is not None:
+            return self._loss_of_policy(gate, policy_loss, log_probs)
         if type(policy).loss is not TokenPolicy.loss and not policy.needs.reference:
             raise ConfigError(
                 f"policy '{policy.name}' gave no loss for a batch",
@@ -220,26 +235,31 @@ class PolicyWeigher:
             )
         return gate.surrogate(loss, gate.coefficients(loss), self._divided(weights, batch))
 
-    def _own_loss(self, gate: TokenGate, own: Tensor, log_probs: Tensor) -> Tensor:
-        """A loss of the policy's, as a surrogate on the model's graph.
+    def _loss_of_policy(self, gate: TokenGate, loss: Tensor, log_probs: Tensor) -> Tensor:
+        """A loss that the policy computed, as a surrogate on the model's graph.
 
         Its own graph stays: a term that reaches the model through another forward has its gradient
-        there. What it adds to the leaf is read by nobody.
+        there. What its backward adds to the gradient of ``log_probs`` is read by nobody.
+
+        Args:
+            gate: of the training forward.
+            loss: what the policy computed.
+            log_probs: the leaf that it was given.
         """
         if gate.auxiliary:
             raise UnsupportedError(
                 "a policy with its own loss does not add the router loss of mixtures of experts",
                 remedy="router_aux_loss_coef=0",
             )
-        require_finite(own, self._trainer.state.global_step)
+        require_finite(loss, self._trainer.state.global_step)
         coefficients = torch.zeros_like(log_probs)
-        if own.requires_grad:
-            grad = torch.autograd.grad(own, log_probs, retain_graph=True, allow_unused=True)[0]
+        if loss.requires_grad:
+            grad = torch.autograd.grad(loss, log_probs, retain_graph=True, allow_unused=True)[0]
             coefficients = coefficients if grad is None else grad
         ones = torch.ones_like(log_probs)
-        return gate.surrogate(own.detach(), coefficients[:, 1:], ones) + (own - own.detach())
+        return gate.surrogate(loss.detach(), coefficients[:, 1:], ones) + (loss - loss.detach())
 
-    def _seen_after(
+    def _batch_after_forward(
         self,
         batch: MicroBatch,
         gate: TokenGate,
@@ -255,7 +275,7 @@ class PolicyWeigher:
                 got=f"policy '{policy.name}'",
                 remedy="attn_implementation='sdpa' or 'eager'",
             )
-        return self._seen(
+        return self._policy_batch(
             batch,
             log_probs=by_token(gate.log_probs.detach()).masked_fill(~mask, 0.0),
             reference=None if reference is None else reference.masked_fill(~mask, 0.0),
@@ -267,23 +287,23 @@ class PolicyWeigher:
 
     @contextmanager
     def _last_attention(self) -> Iterator[list[AttentionStatistics]]:
-        """Inside, the attention of the last layer is kept as it is computed."""
-        seen: list[AttentionStatistics] = []
+        """The list yielded is filled with the last layer's attention as a forward computes it."""
+        attention: list[AttentionStatistics] = []
         if not self.policy.needs.attention:
-            yield seen
+            yield attention
             return
         adapter = find_adapter(self._trainer.model)
         last = len(adapter.layers()) - 1
 
         def record(call: AttentionCall, native: NativeAttention) -> Tensor:
-            seen.append(AttentionStatistics(call))
+            attention.append(AttentionStatistics(call))
             return native(call.query, call.key, call.value)
 
         with (
             adapter.pause_checkpointing([adapter.layers()[last]]),
             adapter.override_attention(adapter.attention_modules(last), record),
         ):
-            yield seen
+            yield attention
 
     def _divided(self, weights: Tensor, batch: MicroBatch) -> Tensor:
         """Weights under the policy's denominator."""
@@ -305,7 +325,11 @@ def policy_digest(policy: TokenPolicy | None) -> str | None:
     if policy is None:
         return None
     plain = (bool, int, float, str, tuple, list, dict, type(None))
-    own = {k: v for k, v in vars(policy).items() if isinstance(v, plain) and k[0] != "_"}
-    parts = {"class": type(policy).__qualname__, "own": own, "settings": asdict(policy.settings)}
+    arguments = {k: v for k, v in vars(policy).items() if isinstance(v, plain) and k[0] != "_"}
+    parts = {
+        "class": type(policy).__qualname__,
+        "own": arguments,
+        "settings": asdict(policy.settings),
+    }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class RunRecords:
         monitor: statistics between two logs; a callback of the trainer.
         ledger: values of every training token, summed over its visits.
         reference: scored weights before training, by name, which the drift is measured from.
+        listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
     def __init__(self, trainer: TokenTrainer) -> None:
@@ -37,10 +38,11 @@ class RunRecords:
         self.monitor = TrainMonitor(trainer, drift=self._drift)
         self.ledger = ValueLedger()
         self.reference: Mapping[str, Tensor] = {}
+        self.listener: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the ledger takes part, which adds up the components too."""
+        """Whether values go into the ledger, which adds up their components too."""
         return bool(self._trainer.args.export_values or self._trainer.args.reuse_values)
 
     def micro_batch(
@@ -49,11 +51,13 @@ class RunRecords:
         """Write down what one micro-batch is trained with.
 
         Args:
-            batch: it.
+            batch: the micro-batch.
             scored: its values, if it has any.
             weights: (b, t) of its tokens, before the loss is normalised.
-            seconds: spent on the weights, where they come of no values.
+            seconds: spent on the weights, where they do not come from values.
         """
+        if self.listener is not None:
+            self.listener(batch.mask, weights)
         values = None if scored is None else scored.values
         inputs = batch.inputs
         self.monitor.record(

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether it is the same run.
 
-Asked by one process before training; files are read and nothing of the trainer is.
+One process calls these functions before training. They read and write files of the run's folder,
+and know nothing of the trainer.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
 
 def _nothing_to_resume(output_dir: Path) -> DataError:
     other = latest_complete(output_dir)
-    there = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
+    folders = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
     return DataError(
         f"there is no complete checkpoint of this run in '{output_dir}'",
-        got=f"'{other[0]}' is of an earlier run" if other else f"checkpoints there: {there}",
+        got=f"'{other[0]}' is of an earlier run" if other else f"checkpoints there: {folders}",
         why="the run was stopped before its first save, or it is another folder",
         remedy="resume_from_checkpoint='auto' to start in this case"
         + (f", or give '{other[0]}' to go on with the earlier run" if other else ""),

@@ -1,4 +1,9 @@
-"""What values of a run are taken against: validation rows, retention rows or a Fisher."""
+"""What values of a run are taken against: validation rows, retention rows or a Fisher.
+
+``prepare_run_rows`` tokenises, checks and fits when the trainer is made, so that a run refuses what
+it cannot use before it trains. ``build_valuation`` makes the scorer of all that at the first
+training step, when model and optimizer are wrapped.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ def prepare_run_rows(
         trainer: whose run it is; its model is as it was before training.
         validation: validation data set, in any form that the trainer takes.
         retention: retention data set, likewise.
-        fisher: handed over, or None.
+        fisher: the Fisher that was handed over, or None to fit one.
         fisher_dataset: rows to fit it on; None for the training rows.
 
     Raises:
@@ -70,13 +75,14 @@ def prepare_run_rows(
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
-    stability = options.objective != "adaptation"
+    has_stability_term = options.objective != "adaptation"
     retention_rows: list[dict[str, Any]] = []
-    if options.retention == "data" and stability:
+    if options.retention == "data" and has_stability_term:
         retention_rows = trainer.prepare_rows(retention, "retention")
-    if options.retention in ("diagonal", "kronecker") and stability:
-        fisher = fisher or fit_or_load_fisher(trainer, fisher_dataset)
-        if reference:  # whole weights, as they are before training
+    if options.retention in ("diagonal", "kronecker") and has_stability_term:
+        if fisher is None:
+            fisher = fit_or_load_fisher(trainer, fisher_dataset)
+        if reference:  # no weights under ZeRO-3, which has cut them up already
             limit = options.max_relative_drift
             fisher.check(adapter, list(reference), max_relative_drift=limit)
         reference = fisher.reference
@@ -108,8 +114,8 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
     options = trainer.args
     rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
     by_token = options.fisher_labels == "token"
-    given = trainer.fisher_sequences if by_token else trainer.fisher_prompts
-    prompts = given(rows, options.fisher_samples)
+    sequences_of = trainer.fisher_sequences if by_token else trainer.fisher_prompts
+    prompts = sequences_of(rows, options.fisher_samples)
     if not prompts:
         raise ConfigError(
             "no row is left to fit the Fisher on",
@@ -122,7 +128,7 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
 
 
 def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
-    """The valuation of a run whose model and optimizer are wrapped."""
+    """The valuation of a run; called when its model and optimizer are wrapped."""
     options, ranks = trainer.args, Ranks(trainer.accelerator)
     pool = None
     retention: FisherDrift | tuple[ValidationPool, Batches] | None = rows.fisher

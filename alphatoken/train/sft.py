@@ -72,8 +72,8 @@ def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[
         ids[i, :n] = torch.as_tensor(row["input_ids"])
         labels[i, :n] = torch.as_tensor(row["labels"])
         attention[i, :n] = 1
-    found = {"input_ids": ids, "attention_mask": attention, "labels": labels}
-    return {name: tensor.to(device) for name, tensor in found.items()}
+    batch = {"input_ids": ids, "attention_mask": attention, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 class LabelledRows(AlphaTrainerMixin):
@@ -102,7 +102,7 @@ class LabelledRows(AlphaTrainerMixin):
         Raises:
             ConfigError: the rows are packed.
         """
-        found = []
+        sequences = []
         for row in islice(rows, samples):
             if len(row.get("seq_lengths") or ()) > 1:
                 raise ConfigError(
@@ -110,8 +110,8 @@ class LabelledRows(AlphaTrainerMixin):
                     why="a document would be read after another one",
                     remedy="fisher_dataset=..., whose rows are never packed",
                 )
-            found.append({"labels": row["input_ids"], **row})
-        return self.row_batch(found) if found else []
+            sequences.append({"labels": row["input_ids"], **row})
+        return self.row_batch(sequences) if sequences else []
 
 
 def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -120,15 +120,15 @@ def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]
     Raises:
         InputError: none has.
     """
-    kept = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
-    if not kept:
+    usable = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
+    if not usable:
         raise InputError(
             f"no row of the {name} dataset has a response token",
             got=f"{len(rows)} rows",
             why="there is no objective to value tokens against",
             remedy="check the prompt/completion split and max_length",
         )
-    return kept
+    return usable
 
 
 class AlphaSFTTrainer(LabelledRows, SFTTrainer):
@@ -139,21 +139,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     The reported loss is TRL's own over all response tokens. With ``keep_ratio=1`` (or
     ``policy="all"``) every step equals TRL's, bit for bit.
 
-    Args:
-        *args: as for TRL's ``SFTTrainer``. ``args`` is an ``AlphaSFTConfig``, or whatever TRL takes
-            there (an ``SFTConfig``, ``TrainingArguments``, None), with our options' defaults.
-        validation_dataset: rows in any form that TRL takes; what training should serve.
-        retention_dataset: rows for ``retention="data"``.
-        fisher: of the reference model; None fits one and caches it.
-        fisher_dataset: rows on whose prompts it is fitted, in any form that TRL takes; they should
-            be trained on nowhere. None takes those of the training rows.
-        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
-        **kwargs: as for TRL's ``SFTTrainer``.
-
-    Raises:
-        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` may be an ``AlphaSFTConfig``, an
+    ``SFTConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
+    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL takes.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """

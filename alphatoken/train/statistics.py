@@ -55,7 +55,7 @@ class ValueSums:
         """
         wide, response = _wide(mask.device), mask.sum()
         kept = weights.detach() * mask
-        found = [
+        columns = [
             torch.full_like(response, tokens) if isinstance(tokens, int) else tokens,
             response,
             (kept > 0).sum(),
@@ -63,7 +63,7 @@ class ValueSums:
             response * int(reused),
             kept.to(wide).square().sum(),
         ]
-        counts = torch.stack([count.to(mask.device, wide) for count in found])
+        counts = torch.stack([count.to(mask.device, wide) for count in columns])
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
         if values is not None:
             self._add_values(values, wide)
@@ -78,9 +78,9 @@ class ValueSums:
         rows = table.flatten(1).to(wide)
         count = values.mask.sum().to(wide).expand(len(rows))
         moments = torch.stack([count, rows.sum(1), rows.square().sum(1), rows.abs().sum(1)], 1)
-        for name, found in zip(parts, moments, strict=True):
+        for name, moment in zip(parts, moments, strict=True):
             before = self._moments.get(name)
-            self._moments[name] = found if before is None else before.to(found) + found
+            self._moments[name] = moment if before is None else before.to(moment) + moment
         self._add_sample(rows[0].to(torch.float32), values.mask.flatten())
 
     def _add_sample(self, totals: Tensor, mask: Tensor) -> None:
@@ -121,8 +121,8 @@ class ValueSums:
         missing = [0.0] * (len(_COUNTS) - len(state["counts"]))  # of an earlier release
         self._counts = torch.tensor([*state["counts"], *missing], dtype=torch.float64)
         self._moments = {
-            name: torch.tensor(found, dtype=torch.float64)
-            for name, found in state["moments"].items()
+            name: torch.tensor(moments, dtype=torch.float64)
+            for name, moments in state["moments"].items()
         }
         self._sample = [torch.tensor(part, dtype=torch.float32) for part in state["sample"]]
 
@@ -144,38 +144,38 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
     counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
-    found = {"response_tokens": counts["response"]}
+    statistics = {"response_tokens": counts["response"]}
     if counts["response"]:
-        found["kept_share"] = counts["kept"] / counts["response"]
-        found["weight_share"] = counts["weight"] / counts["response"]
-        found["reused_share"] = counts["reused"] / counts["response"]
+        statistics["kept_share"] = counts["kept"] / counts["response"]
+        statistics["weight_share"] = counts["weight"] / counts["response"]
+        statistics["reused_share"] = counts["reused"] / counts["response"]
         if counts["square"]:
             effective = counts["weight"] ** 2 / counts["square"]
-            found["effective_share"] = effective / counts["response"]
+            statistics["effective_share"] = effective / counts["response"]
     moments: dict[str, Tensor] = {}
     for name, part in (item for state in states for item in state["moments"].items()):
         moments[name] = moments.get(name, 0) + torch.tensor(part, dtype=torch.float64)
     samples = torch.tensor([v for state in states for part in state["sample"] for v in part])
-    found |= _by_component({name: part.tolist() for name, part in moments.items()}, samples)
-    return {"tokens": counts["tokens"], **found}
+    statistics |= _by_component({name: part.tolist() for name, part in moments.items()}, samples)
+    return {"tokens": counts["tokens"], **statistics}
 
 
 def _by_component(moments: Mapping[str, Sequence[float]], samples: Tensor) -> dict[str, float]:
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     whole = sum(part[3] for name, part in moments.items() if name != "total")
     for name, (count, total, square, size) in moments.items():
         if not count:
             continue
         mean = total / count
-        found[f"{name}_mean"] = mean
-        found[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
+        statistics[f"{name}_mean"] = mean
+        statistics[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
         if name != "total":
-            found[f"{name}_share"] = size / whole if whole > 0 else 0.0
+            statistics[f"{name}_share"] = size / whole if whole > 0 else 0.0
     if samples.numel():
         levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
         quantiles = torch.quantile(samples.double(), levels).tolist()
-        found |= {f"total_{q}": x for q, x in zip(_QUANTILES, quantiles, strict=True)}
-    return found
+        statistics |= {f"total_{q}": x for q, x in zip(_QUANTILES, quantiles, strict=True)}
+    return statistics
 
 
 def _wide(device: torch.device) -> torch.dtype:

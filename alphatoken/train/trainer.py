@@ -38,21 +38,11 @@ class AlphaTrainer(LabelledRows, Trainer):
     Batches need ``input_ids`` and ``labels`` (unshifted, -100 where nothing is learned). The loss
     is the cross-entropy that causal models compute themselves, built here of the logits.
 
-    Args:
-        *args: as for ``Trainer``. ``args`` is an ``AlphaConfig``; or ``TrainingArguments`` or
-            None, with our options' defaults.
-        validation_dataset: tokenised rows with ``input_ids`` and ``labels``.
-        retention_dataset: the same, for ``retention="data"``.
-        fisher: of the reference model; None fits one and caches it.
-        fisher_dataset: tokenised rows on whose prompts it is fitted; they should be trained on
-            nowhere. None takes those of the training rows.
-        policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
-        **kwargs: as for ``Trainer``.
-
-    Raises:
-        ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
+    Its arguments are those of ``Trainer``, where ``args`` may be an ``AlphaConfig``,
+    ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``, ``fisher``,
+    ``fisher_dataset``, ``policy`` and ``policy_reference`` of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are tokenised rows with
+    ``input_ids`` and ``labels``.
     """
 
     BASE, CONFIG, BASE_CONFIG = Trainer, AlphaConfig, TrainingArguments

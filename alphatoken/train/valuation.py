@@ -106,7 +106,8 @@ class Valuation:
         self._step = step
         options = self.options
         self.scorer.set_stability_weight(options.scheduled("stability_weight", step, total))
-        if self._built is not None and step - self._built < options.direction_steps:
+        # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
+        if self._built is not None and 0 <= step - self._built < options.direction_steps:
             return
         self._built = step
         if self.pool is not None:
@@ -124,16 +125,16 @@ class Valuation:
         if self.pool is None or not self.pool.held_out:
             return {}
         sides = {"pool": self.pool.rows(step), "held_out": self.pool.held_out}
-        found = {name: self._objective(rows) for name, rows in sides.items()}
-        return {**found, "gap": found["held_out"] - found["pool"]}
+        objectives = {name: self._objective(rows) for name, rows in sides.items()}
+        return {**objectives, "gap": objectives["held_out"] - objectives["pool"]}
 
     @torch.no_grad()
     def _objective(self, rows: Sequence[int]) -> float:
         """Mean token loss, or mean preference loss, over the ranks' rows."""
         total = count = 0.0
         for item in self._batches(self._validation, rows):
-            found, weight = objective_value(self.adapter, item)
-            total, count = total + found, count + weight
+            value, weight = objective_value(self.adapter, item)
+            total, count = total + value, count + weight
         loss = torch.tensor(total, dtype=torch.float64, device=self.ranks.device)
         summed, count = self.ranks.sum_gradients({"loss": loss}, count)
         return float(summed["loss"]) / max(count, 1.0)

@@ -9,8 +9,8 @@ One micro-batch, with a forward that scoring and training share::
     choose         weights of the values
     surrogate      the trainer's loss in value, the sum of w c lp in gradient
 
-Where scoring needs a forward of its own (DeepSpeed, or ``keep_scope="global"``) the first four run
-without a backward, and the trainer's step follows with the weights at hand.
+Where scoring needs a forward of its own (DeepSpeed, or ``keep_scope="global"``), the first four run
+on that forward. The trainer's own forward and the surrogate follow, with weights that are known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,14 @@ from alphatoken.select.weights import token_weights
 from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
 from alphatoken.train.gate import TokenGate, by_token, gated_loss
 from alphatoken.train.host import TokenTrainer
-from alphatoken.train.micro_batch import MicroBatch, Scored, draw_seed, normalised, undivided
+from alphatoken.train.micro_batch import (
+    Carried,
+    MicroBatch,
+    Scored,
+    draw_seed,
+    normalised,
+    undivided,
+)
 from alphatoken.train.records import RunRecords
 from alphatoken.train.valuation import Valuation
 
@@ -49,7 +56,7 @@ class _Plan:
     Attributes:
         kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
         weights: (b, t), where a threshold over the whole step decided them; None otherwise.
-        scored: the values that they came from, if any.
+        scored: the values that the weights came from, if any.
         extra: inputs that scoring added, such as the reference's log-probabilities.
     """
 
@@ -67,7 +74,8 @@ class ValueWeigher:
         records: where each micro-batch is written down, and values of earlier visits are found.
         build: makes the valuation, at the first step that needs one.
 
-    Its state: the valuation with its running mean, and the norm of the last step's gradient.
+    Two things of a weigher outlive a step: the valuation, whose running mean grows, and the norm of
+    the step's gradient, which the next step's values need. Both are in checkpoints.
     """
 
     def __init__(
@@ -75,13 +83,10 @@ class ValueWeigher:
     ) -> None:
         self._trainer, self._records, self._build = trainer, records, build
         self._valuation: Valuation | None = None
-        self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
-        self._norm: Any = None  # of the last step's gradient, before it was cut; None for none
-
-    @property
-    def built(self) -> bool:
-        """Whether the valuation exists already."""
-        return self._valuation is not None
+        # The running mean of a checkpoint, from when it is loaded to when the valuation is built.
+        self._resumed: dict[str, Tensor] = {}
+        # Norm of the last step's gradient before it was cut; None where it was not taken.
+        self._norm: Any = None
 
     @property
     def valuation(self) -> Valuation:
@@ -103,21 +108,37 @@ class ValueWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
         """What is decided for a whole step before its first training forward.
 
         Under a global threshold all micro-batches are scored and weighed here.
+
+        Args:
+            samples: batches of the step, as the collator made them.
+            num_items: transformers' count of the step's response tokens, or None.
         """
-        found = [_Plan()] * len(batches)
-        if self._options.keep_scope == "global" and batches:
-            found = self._weigh_globally(batches)
-        if self._options.kept_normalization == "kept":
-            share = self._kept_share(batches, [plan.weights for plan in found])
-            found = [_Plan(share, plan.weights, plan.scored, plan.extra) for plan in found]
-        return found
+        options, plans = self._options, [_Plan()] * len(samples)
+        threshold_of_step = options.keep_scope == "global"
+        if threshold_of_step:
+            samples = [self._trainer._prepare_inputs(sample) for sample in samples]
+        elif options.kept_normalization != "kept":
+            return plans
+        batches = [
+            self._trainer.read_micro_batch(sample, Carried(index), num_items)
+            for index, sample in enumerate(samples)
+        ]
+        if threshold_of_step:
+            plans = self._weigh_globally(batches)
+        if options.kept_normalization == "kept":
+            share = self._kept_share(batches, [plan.weights for plan in plans])
+            plans = [replace(plan, kept_share=share) for plan in plans]
+        return plans
 
     def _begin(self) -> None:
-        """Enter the current optimizer step: a new direction where one is due."""
+        """Enter the current optimizer step: a new direction where one is due.
+
+        Called for every micro-batch; only the first of a step does anything.
+        """
         if not self._options.needs_values:
             return
         options, monitor = self._options, self._records.monitor
@@ -139,17 +160,17 @@ class ValueWeigher:
         self._begin()
         plan = _plan_of(batch)
         if plan.weights is not None:
-            batch = batch.with_inputs({**batch.inputs, **plan.extra})
-            return self._weighted(model, batch, plan.scored, plan.weights)
-        scored = self._known(batch)
+            batch = replace(batch, inputs={**batch.inputs, **plan.extra})
+            return self._train_with(model, batch, plan.scored, plan.weights)
+        scored = self._reused(batch)
         if self._must_score(scored, batch):
             if not needs_own_forward(self._trainer.accelerator, self._options):
-                return self._shared(model, batch)
-            batch = batch.with_inputs(self._trainer.own_inputs(batch.inputs))
+                return self._score_and_train(model, batch)
+            batch = replace(batch, inputs=self._trainer.own_inputs(batch.inputs))
             scored = self._own_pass(batch)
-        return self._weighted(model, batch, scored, self.choose(batch, scored))
+        return self._train_with(model, batch, scored, self.choose(batch, scored))
 
-    def _known(self, batch: MicroBatch) -> Scored | None:
+    def _reused(self, batch: MicroBatch) -> Scored | None:
         """Values of an earlier visit, if they may be reused."""
         if not self._options.reuse_values or not self._options.needs_values:
             return None
@@ -158,14 +179,14 @@ class ValueWeigher:
         )
         return None if totals is None else Scored(totals.to(batch.mask.device))
 
-    def _must_score(self, known: Scored | None, batch: MicroBatch) -> bool:
+    def _must_score(self, reused: Scored | None, batch: MicroBatch) -> bool:
         """Whether this micro-batch is scored. Where one process must, all do: it is collective."""
         if not self._options.needs_values:
             return False
         ranks = Ranks(self._trainer.accelerator)
-        return ranks.any(known is None and bool(batch.mask.any()))
+        return ranks.any(reused is None and bool(batch.mask.any()))
 
-    def _shared(self, model: Any, batch: MicroBatch) -> Tensor:
+    def _score_and_train(self, model: Any, batch: MicroBatch) -> Tensor:
         """Score and train on one forward."""
         gate = TokenGate(model)
         with self._observing() as observed:
@@ -175,10 +196,10 @@ class ValueWeigher:
         weights = self.choose(batch, scored)
         return self._surrogate(gate, loss, coefficients, batch, scored, weights)
 
-    def _weighted(
+    def _train_with(
         self, model: Any, batch: MicroBatch, scored: Scored | None, weights: Tensor
     ) -> Tensor:
-        """Train with weights that are known already."""
+        """Train with weights that are known before the forward."""
         gate = TokenGate(model)
         loss = gated_loss(self._trainer, gate, batch)
         return self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights)
@@ -192,6 +213,7 @@ class ValueWeigher:
         scored: Scored | None,
         weights: Tensor,
     ) -> Tensor:
+        """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
         self._records.micro_batch(batch, scored, weights)
         kind = self._options.kept_normalization
         divided = normalised(weights.to(coefficients), batch, kind, _plan_of(batch).kept_share)
@@ -202,7 +224,11 @@ class ValueWeigher:
 
     @contextmanager
     def _observing(self) -> Iterator[Observed]:
-        """The scorer's own, entered with the gradients that values are taken against."""
+        """The scorer's ``observe``, the time on entering it logged as the direction's.
+
+        On entering, the scorer builds the direction that this step's values are taken against,
+        where it is new.
+        """
         started = time.perf_counter()
         with self.valuation.scorer.observe(interaction=self._interacts) as observed:
             self._records.monitor.direction(time.perf_counter() - started)
@@ -211,6 +237,7 @@ class ValueWeigher:
     def _score(
         self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
     ) -> Scored:
+        """Values of the micro-batch whose forward ``observed`` saw."""
         started = time.perf_counter()
         labels, mask = batch.labels, batch.mask
         empty = not bool(mask.any())
@@ -218,7 +245,8 @@ class ValueWeigher:
             labels = _with_one_label(labels, batch.inputs)
             mask = label_mask(labels)
         assert gate.log_probs is not None
-        wants, keeps = self._records.monitor.wants_components, self._records.keeps_values
+        logs_components = self._records.monitor.wants_components
+        keeps_components = self._records.keeps_values
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.valuation.scorer.builder.first is not None
         with gate.errors_only() if below else nullcontext():
@@ -227,10 +255,10 @@ class ValueWeigher:
                 labels,
                 token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),
-                components=keeps,
-                keep_errors=wants and not keeps,
+                components=keeps_components,
+                keep_errors=logs_components and not keeps_components,
             )
-            if wants:  # the totals keep their bits: no log moves a mask
+            if logs_components:  # the totals keep their bits: no log moves a mask
                 values = observed.components()
         if empty:
             return Scored(torch.zeros_like(values.total))
@@ -247,9 +275,10 @@ class ValueWeigher:
             return self._score(observed, gate, gate.coefficients(loss), batch)
 
     def _step_weights(self, coefficients: Tensor, batch: MicroBatch) -> Tensor | None:
-        """Of each token's gradient in that of the step, all tokens kept, as the optimizer gets it.
+        """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
 
-        This micro-batch stands for the whole step, and the last step's clipping for this one's.
+        It is that of a step in which all tokens are kept. The step's gradient is estimated from
+        this micro-batch, and its clipping is taken to be the last step's.
         """
         if self._options.preconditioner != "full":
             return None
@@ -260,15 +289,15 @@ class ValueWeigher:
     def gradient_cut(self, norm: Any) -> None:
         """Take the norm that the step's gradient had before it was cut.
 
-        Kept where values of the next step are of a full step; not read yet, which would wait for
-        the device.
+        It is stored where values of the next step are of a full step, and not read here, because
+        reading it waits for the device.
         """
         if self._options.preconditioner == "full":
             self._norm = norm
 
     @property
     def clip_factor(self) -> float:
-        """By which the last step's gradient was cut; reading it waits for the device."""
+        """Factor by which the last step's gradient was cut; reading it waits for the device."""
         if self._norm is None:
             return 1.0
         self._norm = float(self._norm)
@@ -286,7 +315,7 @@ class ValueWeigher:
         used = 0
         for rows in batch.pools:
             tokens = slice(used, used := used + int(mask[rows].sum()))
-            kept = select_diverse(
+            mask_of_pool = select_diverse(
                 totals[rows],
                 mask[rows],
                 self._ratio,
@@ -295,7 +324,7 @@ class ValueWeigher:
                 scope=self._options.keep_scope,
                 units="relative",
             )
-            parts.append(kept.to(totals.dtype))
+            parts.append(mask_of_pool.to(totals.dtype))
         return torch.cat(parts)
 
     def _ranked(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
@@ -334,12 +363,7 @@ class ValueWeigher:
     def _weigh_globally(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
         """Score all micro-batches of this step; rank over accumulation and processes."""
         self._begin()
-        scores: list[Scored | None] = []
-        extras: list[Mapping[str, Any]] = []
-        for batch in batches:
-            scored, extra = self._scored_ahead(batch)
-            scores.append(scored)
-            extras.append(extra)
+        scores, extras = zip(*(self._scored_ahead(batch) for batch in batches), strict=True)
         weights = self._choose_globally(batches, scores)
         return [
             _Plan(None, weight, scored, extra)
@@ -350,20 +374,16 @@ class ValueWeigher:
         """Values of one micro-batch, and the inputs that scoring added to it."""
         if not self._must_score(None, batch):
             return None, {}
-        batch = batch.with_inputs(self._trainer._prepare_inputs(dict(batch.inputs)))
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)
-            scored = self._own_pass(batch.with_inputs(own))
+            scored = self._own_pass(replace(batch, inputs=own))
         return scored, {k: v for k, v in own.items() if k not in batch.inputs}
 
     def _choose_globally(
         self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
     ) -> list[Tensor]:
-        device = self._trainer.args.device
-        masks = [batch.mask.to(device) for batch in batches]
-        totals = [
-            self._ranked(batch, one).to(device) for batch, one in zip(batches, scores, strict=True)
-        ]
+        """Weights of all micro-batches, each pool ranked over the whole step."""
+        totals = [self._ranked(batch, one) for batch, one in zip(batches, scores, strict=True)]
         weights = [torch.zeros_like(total) for total in totals]
         for pool in range(len(batches[0].pools)):
             rows = [batch.pools[pool] for batch in batches]
@@ -371,7 +391,7 @@ class ValueWeigher:
             chosen = global_selection(
                 Ranks(self._trainer.accelerator),
                 [total[r] for total, r in zip(totals, rows, strict=True)],
-                [mask[r] for mask, r in zip(masks, rows, strict=True)],
+                [batch.mask[r] for batch, r in zip(batches, rows, strict=True)],
                 partial(self._weigh, generator=torch.Generator().manual_seed(seed)),
             )
             for weight, part, r in zip(weights, chosen, rows, strict=True):
@@ -385,13 +405,14 @@ class ValueWeigher:
     ) -> float | None:
         """Kept tokens over response tokens of the whole step, over all processes.
 
-        The budget says how many are kept before any is scored; so this costs nothing.
+        The budget says how many are kept before any is scored, so this costs no forward.
         """
         ranks = Ranks(self._trainer.accelerator)
         count = sum(int(batch.mask.sum()) for batch in batches)
-        kept = float(sum(self._budget(batch) for batch in batches))
         if self._options.keep_scope == "global":
             kept = sum((float(weight.sum()) for weight in weights if weight is not None), 0.0)
+        else:
+            kept = float(sum(self._budget(batch) for batch in batches))
         totals = torch.tensor([kept, count], dtype=torch.float64, device=ranks.device)
         kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"].tolist()
         return kept / count if kept > 0 else None
@@ -418,12 +439,16 @@ class ValueWeigher:
         return tensors, None if self._norm is None else float(self._norm)
 
     def load(self, running: dict[str, Tensor], norm: Any) -> None:
-        """Take back what ``state`` gave."""
-        self._resumed, self._norm = running, norm
+        """Take back what ``state`` gave.
+
+        A valuation that an earlier call or attempt of ``train`` built goes: its direction and its
+        running mean are of other steps.
+        """
+        self._valuation, self._resumed, self._norm = None, running, norm
 
 
 def _plan_of(batch: MicroBatch) -> _Plan:
-    """What was decided ahead; nothing for a batch that came without its step."""
+    """What was decided ahead; an empty plan for a batch that came without its step."""
     return batch.plan if isinstance(batch.plan, _Plan) else _Plan()
 
 

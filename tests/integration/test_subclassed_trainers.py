@@ -1,0 +1,141 @@
+"""Trainers that a user subclasses or calls from a loop of their own, as transformers allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alphatoken.model.batch import IGNORE, label_mask
+from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
+from tests.integration.tiny_training import ALPHA, model, options, sft_rows, tokenizer, weights
+
+SCOPES = ["batch", "global"]
+
+
+def first_half(labels: Tensor) -> Tensor:
+    """Labels of the first half of the columns only."""
+    labels = labels.clone()
+    labels[:, labels.shape[1] // 2 :] = IGNORE
+    return labels
+
+
+def recorded_masks(trainer: Any) -> list[Tensor]:
+    """Filled while the trainer runs: the response tokens of each recorded micro-batch."""
+    masks: list[Tensor] = []
+    record = trainer.monitor.record
+
+    def listen(**kwargs: Any) -> None:
+        masks.append(kwargs["mask"])
+        record(**kwargs)
+
+    trainer.monitor.record = listen
+    return masks
+
+
+def sft(kind: type[AlphaSFTTrainer], folder: Path, **more: Any) -> AlphaSFTTrainer:
+    return kind(
+        model=model(),
+        args=AlphaSFTConfig(**options(folder, **{"max_steps": 2, **ALPHA, **more})),
+        train_dataset=sft_rows(32),
+        validation_dataset=sft_rows(12, seed=5) if more.get("policy") != "random" else None,
+        processing_class=tokenizer(),
+    )
+
+
+def test_weights_are_of_the_labels_that_compute_loss_is_given(tmp_path: Path) -> None:
+    given: list[Tensor] = []
+
+    class HalfOfEachResponse(AlphaSFTTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            assert all(isinstance(value, Tensor) for value in inputs.values())
+            inputs = {**inputs, "labels": first_half(inputs["labels"])}
+            given.append(label_mask(inputs["labels"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = sft(HalfOfEachResponse, tmp_path)
+    masks = recorded_masks(trainer)
+    trainer.train()
+    assert len(masks) == len(given) == 2
+    assert all(torch.equal(mask, own) for mask, own in zip(masks, given, strict=True))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_labels_may_be_made_when_inputs_are_prepared(tmp_path: Path, scope: str) -> None:
+    """A batch has neither labels nor token ids until ``_prepare_inputs`` adds what is needed."""
+
+    class Embedded(AlphaTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            inputs = super()._prepare_inputs(inputs)
+            if "tokens" in inputs:
+                tokens = inputs.pop("tokens")
+                inputs["labels"] = tokens
+                inputs["inputs_embeds"] = self.model.get_input_embeddings()(tokens).detach()
+            return inputs
+
+    def collate(rows: Any) -> dict[str, Tensor]:
+        return {"tokens": torch.tensor([row["input_ids"] for row in rows])}
+
+    rows = [{"input_ids": [4 + (i + j) % 26 for j in range(9)]} for i in range(16)]
+    arguments = options(tmp_path, max_steps=2, remove_unused_columns=False)
+    del arguments["max_length"]
+    trainer = Embedded(
+        model(),
+        AlphaConfig(**arguments, policy="random", keep_scope=scope, export_values=False),
+        collate,
+        rows,
+        processing_class=tokenizer(),
+    )
+    masks = recorded_masks(trainer)
+    trainer.train()
+    assert [int(mask.sum()) for mask in masks] == [32, 32]
+
+
+def test_direct_calls_draw_anew(tmp_path: Path) -> None:
+    """In a loop that calls ``compute_loss`` itself, no two micro-batches share their draws."""
+    trainer = sft(AlphaSFTTrainer, tmp_path, policy="random")
+    chosen: list[Tensor] = []
+    record = trainer.monitor.record
+
+    def listen(**kwargs: Any) -> None:
+        chosen.append(kwargs["weights"])
+        record(**kwargs)
+
+    trainer.monitor.record = listen
+    batch = dict(next(iter(trainer.get_train_dataloader())))
+    for _ in range(2):
+        trainer.compute_loss(trainer.model.train(), dict(batch))
+    assert not torch.equal(*chosen)
+
+
+@pytest.mark.parametrize("more", [{"running_mean": 0.9}, {"preconditioner": "frozen"}], ids=str)
+def test_one_trainer_that_trains_again_from_its_checkpoint(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """What the first call left in the trainer is not taken for the checkpoint's state."""
+    more = {**more, "precondition_after": 1, "export_values": False}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer = sft(AlphaSFTTrainer, tmp_path, retention="none", **{**saving, **more, "max_steps": 4})
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = weights(trainer.model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_run_that_starts_over_builds_its_direction_anew(tmp_path: Path) -> None:
+    """``auto_find_batch_size`` goes back to step 0 when a step has run out of memory."""
+    trainer = sft(AlphaSFTTrainer, tmp_path, retention="none", direction_steps=4)
+    versions: list[Any] = []
+    valuation = trainer.valuation
+    pin = valuation.scorer.pin
+    valuation.scorer.pin = lambda version: (versions.append(version), pin(version))
+    for step in (0, 1, 2, 4, 0, 1):
+        valuation.begin(step, 10)
+    assert versions == [("step", 0), ("step", 4), ("step", 0)]
