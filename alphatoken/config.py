@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice, warn_caller
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
 
 __all__ = ["ScorerConfig"]
@@ -19,7 +19,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
     "parameters": ("linears", "all"),
-    "contraction": ("auto", "projected", "gram"),
     "uncovered": ("error", "skip"),
     "offload": ("none", "stream"),
 }
@@ -51,7 +50,7 @@ class ScorerConfig:
             wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         score_bias: biases of the scored linears take part.
         parameters: "linears", or "all" trainable parameters (``label`` only).
-        contraction: "auto" picks the cheaper route; "projected" or "gram" forces one.
+        contraction: deprecated, and without effect.
         uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
             routers, DoRA), or "skip" to leave such matrices out of scope and name them in
             ``Scorer.coverage``.
@@ -83,18 +82,20 @@ class ScorerConfig:
     precondition_after: int = 30
     score_bias: bool = False
     parameters: str = "linears"
-    contraction: str = "auto"
+    contraction: InitVar[str | None] = None
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
     offload: str = "none"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, contraction: str | None) -> None:
         """Check every option."""
+        if contraction is not None:
+            warn_caller(
+                "ScorerConfig(contraction=...) has no effect: there is one way to contract",
+                DeprecationWarning,
+            )
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
+            require_choice(name, getattr(self, name), allowed)
         if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
             raise ConfigError("window must be None or at least 0", got=repr(self.window))
         if not abs(self.stability_weight) < float("inf"):
@@ -133,13 +134,4 @@ class ScorerConfig:
                 "parameters='all' is defined for estimator='label' only",
                 got=f"estimator={self.estimator!r}",
                 why="embeddings, norms and the head are not linears whose errors are captured",
-            )
-        if self.contraction == "gram" and (
-            self.preconditioner is not None or self.estimator == "label"
-        ):
-            raise ConfigError(
-                "the gram route needs P = 1 and a captured estimator",
-                got=f"estimator={self.estimator!r}, preconditioner={self.preconditioner!r:.40}",
-                why="P o G has no rank-1 factors, and label values contract no errors",
-                remedy="contraction='auto' or 'projected'",
             )

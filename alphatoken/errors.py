@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 
 __all__ = [
     "AlphaTokenError",
@@ -22,6 +23,7 @@ __all__ = [
     "ModelError",
     "NumericalError",
     "UnsupportedError",
+    "require_choice",
     "warn_caller",
 ]
 
@@ -88,7 +90,7 @@ class CoverageError(AlphaTokenError):
 
 
 class UnsupportedError(AlphaTokenError):
-    """The estimator is not defined on a layer of this model; the message names one that is."""
+    """There is no rule for a layer or an optimizer; the message names what does work."""
 
 
 class FisherError(AlphaTokenError, ValueError):
@@ -105,3 +107,15 @@ class ModelError(AlphaTokenError):
 
 class DataError(AlphaTokenError, ValueError):
     """A data file cannot be read; the message names file and line."""
+
+
+def require_choice(
+    name: str,
+    given: object,
+    allowed: Iterable[object],
+    error: type[AlphaTokenError] = ConfigError,
+) -> None:
+    """Raise ``error`` if the option's value is none of its choices; the same words everywhere."""
+    choices = list(allowed)
+    if given not in choices:
+        raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(given))

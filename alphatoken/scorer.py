@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction
-from alphatoken.direction.current import Target
+from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import GradientReducer
-from alphatoken.errors import AlphaTokenWarning
+from alphatoken.errors import AlphaTokenWarning, warn_caller
 from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
     SWITCHED,
@@ -89,7 +89,7 @@ class Scorer:
 
     Attributes:
         adapter: of the model.
-        target: scope, and M at the current parameters.
+        builder: scope, and M at the current parameters.
         valuer: what turns a pass into values.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
@@ -120,7 +120,7 @@ class Scorer:
         whole = reduce is None and sharding is None
         self.given = Given(model, validation, retention, config, optimizer, adapter, whole)
         self.adapter = adapter or find_adapter(model)
-        self.target = Target(
+        self.builder = DirectionBuilder(
             self.adapter,
             () if validation is None else as_batches(validation),
             retention,
@@ -129,22 +129,28 @@ class Scorer:
             reduce=reduce,
             sharding=sharding,
         )
-        scope = self.target.scope
+        scope = self.builder.scope
         witness = Witness(
             self.adapter,
             scope,
-            self.target.parameters,
-            self.target.names,
+            self.builder.parameters,
+            self.builder.names,
             config.estimator,
             skipped=scope.uncovered if config.uncovered == "skip" else {},
             sharding=sharding,
         )
-        self.valuer = Valuer(self.adapter, self.target, witness)
+        self.valuer = Valuer(self.adapter, self.builder, witness)
+
+    @property
+    def target(self) -> DirectionBuilder:
+        """The former name of ``builder``."""
+        warn_caller("Scorer.target is Scorer.builder now", DeprecationWarning)
+        return self.builder
 
     @property
     def config(self) -> ScorerConfig:
         """The options."""
-        return self.target.config
+        return self.builder.config
 
     @property
     def warn(self) -> bool:
@@ -158,7 +164,7 @@ class Scorer:
     @property
     def validation(self) -> Sequence[Any]:
         """The validation batches."""
-        return self.target.validation
+        return self.builder.validation
 
     @property
     def coverage(self) -> CoverageReport:
@@ -168,12 +174,12 @@ class Scorer:
     @property
     def scope(self) -> Scope:
         """The scored layers and their linears."""
-        return self.target.scope
+        return self.builder.scope
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Parameter name -> parameter, everything that values are inner products over."""
-        return self.target.parameters
+        return self.builder.parameters
 
     @property
     def direction(self) -> Direction:
@@ -181,13 +187,13 @@ class Scorer:
 
         With ``preconditioner="full"`` M depends on the batch as well: this is it with P = 1.
         """
-        return self.target.direction()
+        return self.builder.direction()
 
     # --- what changes over a run -----------------------------------------------------------------
 
     def refresh(self) -> None:
         """Drop G and V; the next use builds them anew."""
-        self.target.invalidate()
+        self.builder.invalidate()
 
     def set_validation(
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]
@@ -195,19 +201,19 @@ class Scorer:
         """Value against other validation batches from now on; the next use builds G anew."""
         if isinstance(validation, Iterator):
             validation = list(validation)
-        self.target.set_validation(as_batches(validation))
+        self.builder.set_validation(as_batches(validation))
         self.given = replace(self.given, validation=validation)
 
     def set_retention(
         self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
     ) -> None:
         """Use another retention term from now on; the next use builds V anew."""
-        self.target.set_retention(retention)
+        self.builder.set_retention(retention)
         self.given = replace(self.given, retention=retention)
 
     def set_stability_weight(self, stability_weight: float) -> None:
         """Change lambda; nothing is built anew."""
-        self.target.config = replace(self.config, stability_weight=stability_weight)
+        self.builder.config = replace(self.config, stability_weight=stability_weight)
         config = replace(self.given.config, stability_weight=stability_weight)
         self.given = replace(self.given, config=config)
 
@@ -217,7 +223,7 @@ class Scorer:
         For weights that change without their version counters (through ``.data``, or in shards),
         and to keep a direction over several steps.
         """
-        self.target.pin(version)
+        self.builder.pin(version)
 
     # --- values --------------------------------------------------------------------------------
 
@@ -243,11 +249,11 @@ class Scorer:
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
-        valuer.prepare(checked.labels.numel())
+        valuer.prepare()
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
-            return valuer.values(valuer.keeping(seen), components=components)
+            return valuer.values(valuer.with_kept_errors(seen), components=components)
 
     @contextmanager
     def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
@@ -263,9 +269,9 @@ class Scorer:
             interaction: keep what ``Observed.interaction`` needs; of no consequence for
                 estimators with self-only errors, which have it anyway.
         """
-        self.valuer.prepare(tokens=None)
+        self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
-        sharding = self.target.sharding
+        sharding = self.builder.sharding
         with record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder:
             yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
 
@@ -280,7 +286,7 @@ class Scorer:
             return self.direction
         valuer = self.valuer
         checked, weights = valuer.read(batch, None, step_weights)
-        valuer.prepare(tokens=None)
+        valuer.prepare()
         with valuer.forward(checked, weights) as seen:
             return valuer.at_step(seen)
 
@@ -303,7 +309,7 @@ class Scorer:
         side = Side(self.direction.total() if direction is None else direction)
         with self.valuer.forward(batch, Weights(weights, None)) as seen:
             errors = self.valuer.errors(seen)
-            return contract_columns(seen.recorded[0], errors, [side], self.target.names)[0]
+            return contract_columns(seen.recorded[0], errors, [side], self.builder.names)[0]
 
     def verify(
         self,

@@ -33,7 +33,7 @@ class TokenValues:
             exactly so for path.
         estimator: the name of the estimator.
         stability_weight: lambda.
-        balance: ``||lambda V|| / ||G||`` per parameter (empty also under the gram route).
+        balance: ``||lambda V|| / ||G||`` per parameter.
     """
 
     total: Tensor

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.estimate.contraction import contract, contract_gram, outer_sum, plan_contraction
+from alphatoken.estimate.contraction import contract, outer_sum
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
 from benchmarks.floors import Shape
+from benchmarks.gram import contract_gram, gram_flops, projected_flops
 from benchmarks.measure import Run, alternate, flops
 from benchmarks.models import DEEP, TINY, Size
 from benchmarks.peak import LAYERS, fresh_peak, length_size, observed_step, plain_step, scorer_for
@@ -61,7 +62,7 @@ def _routes(
 
     delta, x = random(1, tokens), random(1, tokens)
     delta_v, x_v = random(count), random(count)
-    plan = plan_contraction(tokens, count, width, width)
+    sizes = tokens, count, width, width
     m = outer_sum(delta_v[None], x_v[None])
 
     def at_hand() -> Any:
@@ -78,19 +79,18 @@ def _routes(
     contraction = 2 * tokens * width**2
     for name, ours, work, pairs, which in (
         ("projected_vs_gram", at_hand, contraction, 7, "G at hand"),
-        ("projected_vs_gram_built", built, plan.projected_flops, built_pairs, "G built anew"),
+        ("projected_vs_gram_built", built, projected_flops(*sizes), built_pairs, "G built anew"),
     ):
         yield {
             "name": name + suffix,
             "size": f"{size}, {which}",
             **alternate(ours, gram, repeats=run.pairs(pairs)),
-            "floor": work / plan.gram_flops,
+            "floor": work / gram_flops(*sizes),
             "flops": work,
-            "flops_other": plan.gram_flops,
+            "flops_other": gram_flops(*sizes),
             "tokens": tokens,
             "validation_tokens": count,
-            "note": f"{which}; floor: FLOP ratio; for one batch the plan picks {plan.route}; the "
-            f"routes differ by {difference:.0e} of their norm",
+            "note": f"{which}; floor: FLOP ratio; both differ by {difference:.0e} of their norm",
         }
 
 
@@ -206,7 +206,7 @@ def score_overhead_small(run: Run) -> Iterator[Row]:
     model = size.model(run.device)
     for layers in (1, 3, size.depth):
         for estimator in ("alphatoken", "path", "label"):
-            config = ScorerConfig(estimator=estimator, layers=layers, contraction="projected")
+            config = ScorerConfig(estimator=estimator, layers=layers)
             scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
             name = f"score_overhead_small_k{'all' if layers == size.depth else layers}"
             yield overhead_row(run, name, (model, size, f"{estimator}, K={layers}"), scorer)

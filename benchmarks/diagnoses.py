@@ -33,7 +33,7 @@ KINDS = {
     "near": (
         "text like the model's own",
         ["tinystories/stories.jsonl"],
-        ["--response-field", "text"],
+        ["--response_column", "text"],
     ),
     "far": ("grade-school mathematics", ["gsm8k/train.jsonl"], []),
 }
@@ -42,13 +42,14 @@ KINDS = {
 def command(kind: str, out: str) -> list[str]:
     """The command line; ``$DATA`` stands for the folder of data."""
     _, (train,), more = KINDS[kind]
-    words = ["alphatoken", "diagnose", "all", "--model", "$DATA/stories260K/transformers"]
-    words += ["--train", f"$DATA/{train}", *more, "--validation-rows", "32"]
+    words = ["alphatoken", "diagnose", "all"]
+    words += ["--model_name_or_path", "$DATA/stories260K/transformers"]
+    words += ["--train_file", f"$DATA/{train}", *more, "--validation_rows", "32"]
     for name, place in RETENTION.items():
         if place.split(",")[0] == train:
             continue
         words += ["--retention", f"{name}=$DATA/{place}"]
-    return [*words, "--max-length", "256", "--on-empty", "skip", "--out", out]
+    return [*words, "--max_length", "256", "--on_empty", "skip", "--output_dir", out]
 
 
 def run(kind: str, out: Path, *, resume: bool) -> None:

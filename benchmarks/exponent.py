@@ -115,7 +115,7 @@ def _subject(run: Run, length: int, estimator: str) -> tuple[Scorer, Any, Attent
     model = size.model(run.device)
     adapter = find_adapter(model)
     clock = AttentionClock(adapter)
-    config = ScorerConfig(estimator=estimator, layers="all", contraction="projected")
+    config = ScorerConfig(estimator=estimator, layers="all")
     validation = _size(run, 64).batch(run.device, seed=1)
     scorer = Scorer(model, validation, None, config, adapter=adapter)
     return scorer, size.batch(run.device), clock
@@ -147,7 +147,7 @@ def time_against_validation(run: Run) -> Iterator[Row]:
     """Scoring against 16 times the validation rows, G built: as fast as against one."""
     size = _size(run, 64 if run.quick else 1024)
     model, batch = size.model(run.device), size.batch(run.device)
-    config = ScorerConfig(layers="all", contraction="projected")
+    config = ScorerConfig(layers="all")
     one, many = (
         Scorer(model, _size(run, 64).batch(run.device, rows=rows, seed=1), None, config)
         for rows in (4, 64)

@@ -18,7 +18,7 @@ def layer_3b(run: Run) -> Iterator[dict[str, Any]]:
     size = TINY if run.quick else LLAMA_3B_LAYER.on(run.device)
     model = size.model(run.device)
     for estimator in ("alphatoken", "label"):
-        config = ScorerConfig(estimator=estimator, layers=1, contraction="projected")
+        config = ScorerConfig(estimator=estimator, layers=1)
         scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
         subject = (model, size, f"{estimator}, K=1")
         yield overhead_row(run, f"layer_3b_{estimator}", subject, scorer, pairs=3)

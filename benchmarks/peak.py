@@ -80,7 +80,7 @@ def scorer_for(
         drift.save(folder / "fisher.safetensors")
         drift = FisherDrift.open(folder / "fisher.safetensors")
     offload = "none" if folder is None else "stream"
-    config = ScorerConfig(layers=layers, contraction="projected", offload=offload)
+    config = ScorerConfig(layers=layers, offload=offload)
     return Scorer(model, size.batch(device, seed=1), drift, config)
 
 

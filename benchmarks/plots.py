@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas
+from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas, save
 from benchmarks.exponent import fitted_exponent
 
 __all__ = ["draw"]
@@ -50,8 +50,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[tuple[str, str]]:
             if not paint(figure, rows):
                 continue
             folder.mkdir(parents=True, exist_ok=True)
-            metadata = {"Date": None, "Creator": None}
-            figure.savefig(folder / name, format="svg", metadata=metadata)
+            save(figure, folder / name)
         drawn.append((name, caption))
     return drawn
 

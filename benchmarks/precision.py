@@ -93,7 +93,7 @@ def arithmetic(precision: str) -> Iterator[torch.dtype]:
 
 def _config(estimator: str, model: Any) -> ScorerConfig:
     layers = min(LAYERS, model.config.num_hidden_layers)
-    return ScorerConfig(estimator=estimator, layers=layers, contraction="projected")
+    return ScorerConfig(estimator=estimator, layers=layers)
 
 
 # --- the ladder ----------------------------------------------------------------------------------

@@ -1,58 +1,94 @@
 """The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``diagnose`` and others.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
-arguments or input, 130 interrupted. An error is one line on stderr; ``--debug`` (``--traceback``
-for ``sft`` and ``dpo``) shows where it came from.
+arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it
+came from. Options have the names that TRL's have; underscores and dashes in them are the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
-from alphatoken.cli.parser import ELSEWHERE, build_parser
+from alphatoken.cli.common import FORMER
+from alphatoken.cli.options import present_names
 from alphatoken.errors import AlphaTokenError
 
 __all__ = ["main"]
+
+_COMMANDS = {
+    "score": ("score.run", "value the response tokens of a training file"),
+    "fisher": ("fisher.run", "fit and save the Fisher of the reference model"),
+    "sft": ("training.run_sft", "train on responses, weighted by token value (TRL's options)"),
+    "dpo": ("training.run_dpo", "the same on preference pairs"),
+    "diagnose": ("diagnose.run", "show how far to trust the values on your own model"),
+    "compare": ("compare.run", "train and measure a grid of policies and seeds"),
+    "merge": ("merge.run", "a model between two: before and after training (WiSE-FT)"),
+    "policies": ("policies.run", "list the methods that can choose or weigh tokens"),
+    "recipes": ("recipes.run", "list the packaged recipes of sft and dpo"),
+}
+"""Command -> where it is, and its line in the help. Nothing is imported before it is asked for."""
+
+_TRL = ("sft", "dpo")
+"""Commands whose flags are TRL's own, among which ``--debug`` means another thing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in ELSEWHERE:
-        name, debug = words[0], ELSEWHERE[words[0]] in words
+    if not words or words[0] not in _COMMANDS:
+        _parser().parse_args(words)  # --help, --version, or no such command: it ends here
+    name, *rest = words
+    former = {"out": "output_file"} if name == "fisher" else {}
+    rest = present_names(rest, {} if name in _TRL else {**FORMER, **former})
 
-        def command() -> int | None:
-            status: int | None = import_module(f"alphatoken.cli.{name}").run(words[1:])
-            return status
+    def command() -> int:
+        module, _, function = _COMMANDS[name][0].partition(".")
+        status: int = getattr(import_module(f"alphatoken.cli.{module}"), function)(rest)
+        return status
 
-    else:
-        options = build_parser().parse_args(words)
-        debug = options.debug
-
-        def command() -> int | None:
-            import_module(f"alphatoken.cli.{options.command}").run(options)
-            return 0
-
-    return _guarded(command, debug)
+    return _guarded(command, "--traceback" in rest)
 
 
-def _guarded(command: Callable[[], int | None], debug: bool) -> int:
+def _parser() -> argparse.ArgumentParser:
+    """Knows the names of the commands only."""
+    parser = argparse.ArgumentParser(
+        prog="alphatoken",
+        description="Values of response tokens for fine-tuning language models.",
+        epilog="alphatoken COMMAND --help explains one command.",
+    )
+    parser.add_argument("--version", action="version", version=f"alphatoken {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("alphatoken")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _guarded(command: Callable[[], int], traceback: bool) -> int:
     """Run it; an error becomes one line and a status."""
     try:
-        return command() or 0
+        return command()
     except KeyboardInterrupt as interrupt:
         _say(f"interrupted: {interrupt}" if str(interrupt) else "interrupted")
         return 130
     except AlphaTokenError as error:
-        if debug:
+        if traceback:
             raise
         _say(str(error))
         return 1 if isinstance(error.__cause__, OSError) else 2
     except OSError as error:
-        if debug:
+        if traceback:
             raise
         _say(str(error))
         return 1

@@ -11,21 +11,18 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_type_hints
 
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
+from alphatoken.cli.options import option
 from alphatoken.cli.recipes import Recipe, close_to, find_recipe, packaged_file
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import AlphaOptions
 
 __all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -36,94 +33,82 @@ class DataArguments(ScriptArguments):
     ``name``, ``name:split`` or ``name#config:split``.
     """
 
-    train_file: str | None = _option(
+    train_file: str | None = option(
         None, "Local rows to train on: .jsonl, .json or .parquet (instead of dataset_name)."
     )
-    train_limit: int | None = _option(None, "Use at most this many training rows, the first ones.")
-    validation_data: str | None = _option(
+    train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
+    validation_data: str | None = option(
         None, "SOURCE of the validation rows; without it they are drawn from the training rows."
     )
-    validation_rows: int | None = _option(
+    validation_rows: int | None = option(
         None,
         "Validation rows to draw from the training rows. Default: what one validation batch needs "
         "beside the held-out share; eight times that with validation_mode='pool'.",
     )
-    retention_data: str | None = _option(None, "SOURCE of the rows for retention='data'.")
-    fisher_data: str | None = _option(None, "SOURCE of the prompts that the Fisher is fitted on.")
-    fisher_prompts: int | None = _option(
+    retention_data: str | None = option(None, "SOURCE of the rows for retention='data'.")
+    fisher_data: str | None = option(None, "SOURCE of the prompts that the Fisher is fitted on.")
+    fisher_prompts: int | None = option(
         None,
         "Prompts for the Fisher to draw from the training rows, which then are not trained on. "
         "Default: fisher_samples, if a Fisher is fitted and no fisher_data given; 0 fits it on "
         "training prompts.",
     )
-    fisher_file: str | None = _option(None, "A Fisher fitted earlier, by `alphatoken fisher`.")
-    eval_data: str | None = _option(
+    fisher_file: str | None = option(None, "A Fisher fitted earlier, by `alphatoken fisher`.")
+    eval_data: str | None = option(
         None, "SOURCE of rows for TRL's own evaluation; default: dataset_test_split of the hub."
     )
-    prompt_column: str | None = _option(None, "Column of the prompt, where it has another name.")
-    response_column: str | None = _option(None, "Column of the response (SFT).")
-    messages_column: str | None = _option(None, "Column of the chat (SFT).")
-    chosen_column: str | None = _option(None, "Column of the chosen response (DPO).")
-    rejected_column: str | None = _option(None, "Column of the rejected response (DPO).")
-    row_format: str = field(
-        default="auto",
-        metadata={
-            "help": "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
-            "text; 'auto': chat where there is a template.",
-            "choices": ["auto", "chat", "text"],
-        },
+    prompt_column: str | None = option(None, "Column of the prompt, where it has another name.")
+    response_column: str | None = option(None, "Column of the response (SFT).")
+    messages_column: str | None = option(None, "Column of the chat (SFT).")
+    chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
+    rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
+    row_format: Literal["auto", "chat", "text"] = option(
+        "auto",
+        "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
+        "text; 'auto': chat where there is a template.",
     )
-    turns: str = field(
-        default="all",
-        metadata={
-            "help": "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
-            "choices": ["all", "last"],
-        },
+    turns: Literal["all", "last"] = option(
+        "all",
+        "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
     )
-    separator: str = _option("\n", "What ends a prompt in plain text.")
-    max_prompt_length: int | None = _option(
+    separator: str = option("\n", "What ends a prompt in plain text.")
+    max_prompt_length: int | None = option(
         None, "Longest prompt in tokens (DPO); pairs with a longer one count as bad rows."
     )
-    on_bad_rows: str = field(
-        default="drop",
-        metadata={
-            "help": "Rows without a response, pairs with equal responses, prompts too long: 'drop' "
-            "and count them, or stop with an 'error'.",
-            "choices": ["drop", "error"],
-        },
+    on_bad_rows: Literal["drop", "error"] = option(
+        "drop",
+        "Rows without a response, pairs with equal responses, prompts too long: 'drop' "
+        "and count them, or stop with an 'error'.",
     )
-    on_leak: str = field(
-        default="remove",
-        metadata={
-            "help": "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
-            "count them, or stop with an 'error'.",
-            "choices": ["remove", "error"],
-        },
+    on_leak: Literal["remove", "error"] = option(
+        "remove",
+        "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
+        "count them, or stop with an 'error'.",
     )
-    split_seed: int = _option(0, "Seed of what is drawn from the training rows.")
+    split_seed: int = option(0, "Seed of what is drawn from the training rows.")
 
 
 @dataclass
 class RunArguments:
     """What the command does beside training."""
 
-    dry_run: bool = _option(
+    dry_run: bool = option(
         False, "Print the plan and stop: no network, no weights, no training data."
     )
-    json: bool = _option(False, "Print the plan as JSON.")
-    resume: bool = _option(
+    json: bool = option(False, "Print the plan as JSON.")
+    resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )
-    overwrite_output: bool = _option(
+    overwrite_output: bool = option(
         False, "Start anew in an output_dir that is not empty; its checkpoints are removed."
     )
-    accelerate_config: str | None = _option(
+    accelerate_config: str | None = option(
         None,
         "Launch on several processes: an accelerate YAML file, one of ours (fsdp2, zero2) or of "
         "TRL's; 'none' for one process.",
     )
-    num_processes: int | None = _option(None, "Number of processes, instead of the file's.")
-    traceback: bool = _option(False, "Show the whole traceback of an error.")
+    num_processes: int | None = option(None, "Number of processes, instead of the file's.")
+    traceback: bool = option(False, "Show the whole traceback of an error.")
 
 
 @dataclass(frozen=True)
@@ -170,9 +155,9 @@ class _Parser(TrlParser):
             if not chosen:
                 continue
             group: Any = self.add_argument_group(groups[name])
-            for option in chosen:
-                option.type = hints[option.name]
-                self._parse_dataclass_field(group, option)
+            for one in chosen:
+                one.type = hints[one.name]
+                self._parse_dataclass_field(group, one)
 
 
 _TITLES: dict[Any, str] = {
@@ -220,7 +205,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     found, unknown = parser.parse_known_args(list(words))
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
-    _settle(found, words)
+    _apply_null_and_source(found, words)
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
@@ -232,12 +217,12 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     return Arguments(command, data, config, model, mixture, run, recipe, changed, tuple(words))
 
 
-def _settle(found: argparse.Namespace, words: Sequence[str]) -> None:
+def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> None:
     """Text "null" where an option may be none; and rows named here instead of the recipe's."""
     ours = (*dataclasses.fields(AlphaOptions), *dataclasses.fields(DataArguments))
-    for option in ours:
-        if option.default is None and getattr(found, option.name) in ("null", "none"):
-            setattr(found, option.name, None)
+    for one in ours:
+        if one.default is None and getattr(found, one.name) in ("null", "none"):
+            setattr(found, one.name, None)
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word[:2] == "--"}
     for name, other in (("train_file", "dataset_name"), ("dataset_name", "train_file")):
         if name in given and other not in given and getattr(found, name) is not None:

@@ -6,22 +6,26 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.compare_grid import GridRequest, read_grid
+from alphatoken.cli.compare_grid import GridOptions, read_grid
+from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import AlphaTokenError, ConfigError
 
 if TYPE_CHECKING:
     from alphatoken.compare.folder import Status
-    from alphatoken.compare.grid import Cell
+    from alphatoken.compare.grid import Cell, Grid
 
-__all__ = ["parse", "run"]
+__all__ = ["CompareOptions", "parse", "run"]
 
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
 cell of the grid (method, mode, seed) is a process of its own; a cell that fails is a line in the
-table. The same command again goes on with what is missing."""
+table. The same command again goes on with what is missing.
+
+usage: alphatoken compare (--config GRID.yaml | --recipe NAME) [options] [options of the trainer]"""
 
 _MORE = """\
 output
@@ -35,6 +39,26 @@ a grid without a file
 
 Any other option of the trainer is passed on to every cell: --max_steps 100. docs/compare.md
 explains the grid's file, evaluation by lm-eval, executed code and judges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """How to run."""
+
+    output_dir: str = option("runs/compare", "folder for cells and tables")
+    processes: int = option(1, "cells at a time")
+    only: str = option("", "cells whose name contains it, and their needs")
+    dry_run: bool = option(False, "list the cells and stop")
+    report: bool = option(False, "write the tables of what is there, run nothing")
+    allow_code_execution: bool = option(False, "execute generated code, sandboxed")
+    quiet: bool = option(False, "no progress")
+    traceback: bool = option(False, "show the whole traceback of an error")
+    cell: str | None = option(None, argparse.SUPPRESS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(GridOptions, _Running):
+    """Everything that ``alphatoken compare`` itself is told."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -51,58 +75,23 @@ def run(words: Sequence[str]) -> int:
     from alphatoken.compare.folder import GridFolder
     from alphatoken.compare.grid import all_cells
 
-    request = read_grid(options, more)
-    cells = all_cells(request.grid)
+    grid = read_grid(options, more)
+    cells = all_cells(grid)
     folder = GridFolder(Path(options.output_dir))
     if options.dry_run:
         return _show(cells, folder)
     if not options.report:
         _check_files(cells)
         _run(options, cells, folder)
-    return _report(request, cells, folder)
+    return _report(grid, cells, folder)
 
 
-def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(words: Sequence[str]) -> tuple[CompareOptions, list[str]]:
     """Options of the command, and the words that are options of the trainer."""
-    return _parser().parse_known_args(list(words))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="alphatoken compare",
-        description=_ABOUT,
-        epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = parser.add_argument_group("what to compare").add_argument
-    what("--config", metavar="FILE", help="YAML file of a whole grid")
-    what("--recipe", metavar="NAME", help="recipe of sft or dpo that every cell trains with")
-    what("--policies", nargs="+", metavar="NAME", help="methods; 'all' (default) for all of them")
-    what("--modes", nargs="+", choices=("native", "budget"), help="default: both")
-    what("--tasks", nargs="+", metavar="NAME", help="of the file; default: all of them")
-    what("--seeds", nargs="+", type=int, help="default: 0 1 2")
-    what("--keep_ratio", type=float, help="budget of budget cells (default 0.5)")
-    data = parser.add_argument_group("model and rows, instead of the file's").add_argument
-    data("--model_name_or_path", metavar="PATH")
-    data("--train_file", metavar="FILE")
-    data("--validation_file", metavar="FILE", help="rows that values are measured against")
-    data("--target_file", metavar="FILE", help="held-out rows: the target loss")
-    data("--retention_file", metavar="FILE", help="rows that must not be forgotten")
-    data("--evaluate", nargs="+", metavar="TASK", help="lm-eval tasks as target (name:metric)")
-    data("--evaluate_retention", nargs="+", metavar="TASK", help="lm-eval tasks as retention")
-    data("--task_path", metavar="FOLDER", help="YAML files of local lm-eval tasks")
-    how = parser.add_argument_group("how to run").add_argument
-    how("--output_dir", default="runs/compare", metavar="DIR", help="default runs/compare")
-    how("--processes", type=int, default=1, metavar="N", help="cells at a time (default 1)")
-    how("--only", default="", metavar="TEXT", help="cells whose name contains it, and their needs")
-    how("--dry-run", "--dry_run", action="store_true", help="list the cells and stop")
-    how("--report", action="store_true", help="write the tables of what is there, run nothing")
-    how("--allow_code_execution", action="store_true", help="execute generated code, sandboxed")
-    how("--quiet", action="store_true", help="no progress")
-    how("--debug", action="store_true", help="show the whole traceback of an error")
-    how("--cell", help=argparse.SUPPRESS)
-    return parser
+    parser = CommandParser("compare", description=_ABOUT, epilog=_MORE, allow_abbrev=False)
+    add_options(parser, CompareOptions)
+    known, more = parser.parse_known_args(list(words))
+    return CompareOptions(**vars(known)), more
 
 
 # --- the grid -----------------------------------------------------------------------------------
@@ -128,7 +117,7 @@ def _check_files(cells: Sequence[Cell]) -> None:
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
 
 
-def _run(options: argparse.Namespace, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
+def _run(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
     from alphatoken.compare.running import run_grid
 
     if options.processes < 1:
@@ -163,11 +152,11 @@ def _only(cells: Sequence[Cell], text: str) -> list[Cell]:
     return [cell for cell in cells if cell.name in wanted]
 
 
-def _report(request: GridRequest, cells: Sequence[Cell], folder: Any) -> int:
+def _report(grid: Grid, cells: Sequence[Cell], folder: Any) -> int:
     from alphatoken.compare.page import collect, write_results
 
     found = collect(cells, folder)
-    page = write_results(request.grid, found, folder.path, variants=request.variants)
+    page = write_results(grid, found, folder.path, variants=grid.variants)
     done = sum(record["status"] == "done" for record in found)
     print(f"{done} of {len(found)} cells have a result: {page}")
     for name, status in folder.status(cells).items():
@@ -190,10 +179,10 @@ def _cell(path: Path, *, allow_code: bool) -> int:
     from transformers.utils import logging
 
     from alphatoken.compare.cell import run_cell
-    from alphatoken.compare.folder import locked
+    from alphatoken.compare.folder import try_lock
 
     logging.disable_progress_bar()
-    if locked(path / "lock") is None:
+    if try_lock(path / "lock") is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:
         run_cell(
@@ -215,7 +204,7 @@ def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.training import build_trainer, check_files
+    from alphatoken.cli.training import build_trainer, check_files, trainer_of
 
     shared = path.parent.parent
     own = {
@@ -226,20 +215,10 @@ def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     }
     recipe = path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
-    configuration, kind = _trainer_of(command)
+    configuration, kind = trainer_of(command)
     arguments = read_arguments(command, ["--config", str(recipe)], configuration)
     check_files(arguments)
     trainer, notes = build_trainer(arguments, kind)
     for note in notes:
         print(f"note: {note}")
     return trainer
-
-
-def _trainer_of(command: str) -> tuple[Any, Any]:
-    if command == "dpo":
-        from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
-
-        return AlphaDPOConfig, AlphaDPOTrainer
-    from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
-
-    return AlphaSFTConfig, AlphaSFTTrainer

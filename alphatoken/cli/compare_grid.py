@@ -23,21 +23,21 @@ References:
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from alphatoken.cli.options import option
 from alphatoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from alphatoken.compare.grid import Grid, Measures, TaskSpec
     from alphatoken.compare.methods import Method
 
-__all__ = ["GridRequest", "read_grid"]
+__all__ = ["GridOptions", "read_grid"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -47,20 +47,39 @@ _TASK_KEYS = {"command", "options", "measures"}
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 
-@dataclass(frozen=True)
-class GridRequest:
-    """A grid, and which of its methods are variants of one another.
+@dataclass(frozen=True, kw_only=True)
+class _What:
+    """What to compare."""
 
-    Attributes:
-        grid: what is compared.
-        variants: axis -> names of methods, for the ablation table.
-    """
+    config: str | None = option(None, "YAML file of a whole grid")
+    recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
+    policies: list[str] | None = option(None, "methods; 'all' (default) for all of them")
+    modes: list[Literal["native", "budget"]] | None = option(None, "default: both")
+    tasks: list[str] | None = option(None, "of the file; default: all of them")
+    seeds: list[int] | None = option(None, "default: 0 1 2")
+    keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")
 
-    grid: Grid
-    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Model and rows, instead of the file's."""
+
+    model_name_or_path: str | None = option(None)
+    train_file: str | None = option(None)
+    validation_file: str | None = option(None, "rows that values are measured against")
+    target_file: str | None = option(None, "held-out rows: the target loss")
+    retention_file: str | None = option(None, "rows that must not be forgotten")
+    evaluate: list[str] | None = option(None, "lm-eval tasks as target (name:metric)")
+    evaluate_retention: list[str] | None = option(None, "lm-eval tasks as retention")
+    task_path: str | None = option(None, "YAML files of local lm-eval tasks")
 
 
-def read_grid(options: argparse.Namespace, more: Sequence[str]) -> GridRequest:
+@dataclass(frozen=True, kw_only=True)
+class GridOptions(_What, _Rows):
+    """What of a grid the command line may say."""
+
+
+def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
     """The grid of a command line.
 
     Args:
@@ -83,7 +102,7 @@ def read_grid(options: argparse.Namespace, more: Sequence[str]) -> GridRequest:
         for name, given in named.items()
         if name in (options.tasks or named)
     )
-    grid = Grid(
+    return Grid(
         tasks=tasks,
         methods=_methods(content, options.policies),
         seeds=tuple(options.seeds or content.get("seeds", (0, 1, 2))),
@@ -93,8 +112,8 @@ def read_grid(options: argparse.Namespace, more: Sequence[str]) -> GridRequest:
         ),
         references=_references(content, options, extra),
         about=str(content.get("about", "")),
+        variants=dict(content.get("ablation") or {}),
     )
-    return GridRequest(grid, dict(content.get("ablation") or {}))
 
 
 def _ratio(value: Any) -> float:
@@ -103,7 +122,7 @@ def _ratio(value: Any) -> float:
     return float(value)
 
 
-def _content(options: argparse.Namespace) -> dict[str, Any]:
+def _content(options: GridOptions) -> dict[str, Any]:
     """Of the file, or of a recipe as the only task."""
     from alphatoken.cli.recipes import find_recipe
 
@@ -120,7 +139,7 @@ def _content(options: argparse.Namespace) -> dict[str, Any]:
             "about": recipe.about,
             "tasks": {recipe.name: {"command": command, "options": dict(recipe.options)}},
         }
-    path = Path(options.config).expanduser()
+    path = Path(str(options.config)).expanduser()
     if not path.is_file():
         raise ConfigError("the grid's file is not there", got=str(path))
     recipe = find_recipe(str(path))
@@ -192,7 +211,7 @@ def _task(
     name: str,
     given: Any,
     content: Mapping[str, Any],
-    options: argparse.Namespace,
+    options: GridOptions,
     extra: Mapping[str, Any],
 ) -> TaskSpec:
     from alphatoken.compare.grid import TaskSpec
@@ -209,27 +228,27 @@ def _task(
     return TaskSpec(name, str(given.get("command", "sft")), own, _measures(measures, options))
 
 
-def _base(content: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def _base(content: Mapping[str, Any], options: GridOptions) -> dict[str, Any]:
     """Options of every cell, the model among them."""
     model = content.get("model_name_or_path")
     named = {} if model is None else {"model_name_or_path": model}
     return {**_mapping(content, "options"), **named}
 
 
-def _files(options: argparse.Namespace) -> dict[str, Any]:
+def _files(options: GridOptions) -> dict[str, Any]:
     """What the command line names instead."""
     given = {
         "model_name_or_path": options.model_name_or_path,
         "train_file": options.train_file,
         "validation_data": options.validation_file,
     }
-    found = {name: value for name, value in given.items() if value is not None}
+    found: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
     if "train_file" in found:
         found["dataset_name"] = None
     return found
 
 
-def _measures(given: Mapping[str, Any], options: argparse.Namespace) -> Measures:
+def _measures(given: Mapping[str, Any], options: GridOptions) -> Measures:
     from alphatoken.compare.grid import Measures
 
     _require_known(given, {one.name for one in fields(Measures)}, "measures")
@@ -265,7 +284,7 @@ def _methods(content: Mapping[str, Any], asked: Sequence[str] | None) -> tuple[M
 
 
 def _references(
-    content: Mapping[str, Any], options: argparse.Namespace, extra: Mapping[str, Any]
+    content: Mapping[str, Any], options: GridOptions, extra: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     from alphatoken.compare.grid import ON_ALL, Reference
 

@@ -8,11 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from alphatoken.cli.diagnose_parser import ALL, overview, read_request
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 
-__all__ = ["run"]
+__all__ = ["ALL", "overview", "run"]
+
+ALL = "all"
+
+
+def overview() -> str:
+    """What ``alphatoken diagnose --help`` says; no diagnostic is loaded for it."""
+    width = max(len(entry.name) for entry in DIAGNOSTICS) + 2
+    lines = [
+        "How far can I trust the values on my own model? Each diagnostic answers one question:",
+        "",
+        *(f"  {entry.name:{width}}{entry.question}" for entry in DIAGNOSTICS),
+        f"  {ALL:{width}}all of these, in one report",
+        "",
+        "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
+        "           --validation_file FILE --output_dir DIR ...",
+        "       alphatoken diagnose NAME --help    what one of them writes, and its options",
+        "       alphatoken diagnose --list         the names, one a line",
+    ]
+    return "\n".join(lines)
 
 
 def run(words: Sequence[str]) -> int:
@@ -35,6 +53,8 @@ def run(words: Sequence[str]) -> int:
             remedy="alphatoken diagnose --list names them; or: all",
         )
     entries = DIAGNOSTICS if first == ALL else (find(first),)
-    request = read_request(first, entries, words[1:])
+    request = import_module("alphatoken.cli.diagnose_options").read_request(
+        first, entries, words[1:]
+    )
     status: int = import_module("alphatoken.cli.diagnose_run").run(request)
     return status

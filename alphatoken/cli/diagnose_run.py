@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -10,20 +9,20 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alphatoken.cli.diagnose_parser import Request
+from alphatoken.cli.diagnose_options import DiagnoseOptions, Request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.cli.folder import collected_warnings, read_manifest, same_settings
+from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.subject import Subject
+from alphatoken.report.page import missing_libraries
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -41,13 +40,15 @@ def run(request: Request) -> int:
     options = request.shared
     _check_libraries()
     check_files(options)
-    _check_out(Path(options.out), options)
+    _check_out(Path(options.output_dir), options)
     prepared = prepare(options)
     try:
-        folder = _Folder.open(Path(options.out), prepared, request)
+        folder = _Folder.open(Path(options.output_dir), prepared, request)
         _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
-        done = sum(Diagnosis.finished(Path(options.out) / entry.name) for entry in request.entries)
+        done = sum(
+            Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
+        )
         raise KeyboardInterrupt(
             f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
             "with --resume runs the rest"
@@ -75,7 +76,7 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
         try:
             diagnosis = _diagnosed(entry, subject, request.options[entry.name])
         except Exception as error:
-            if count == 1 or isinstance(error, OSError) or request.shared.debug:
+            if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
             reason = _reason(error)
             print(f"alphatoken: {entry.name} could not run: {reason}", file=sys.stderr)
@@ -95,7 +96,7 @@ def _diagnosed(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
-            remedy="a smaller --batch-size, --tokens or --max-length",
+            remedy="a smaller --batch_size, --tokens or --max_length",
         ) from None
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
     return replace(diagnosis, notes=(*diagnosis.notes, *more))
@@ -121,38 +122,24 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 
 
 def _check_libraries() -> None:
-    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-    if missing:
+    if missing := missing_libraries():
         raise ConfigError(
             f"diagnoses need {' and '.join(missing)}", remedy="pip install 'alphatoken[diagnose]'"
         )
 
 
-def _check_out(path: Path, options: argparse.Namespace) -> None:
+def _check_out(path: Path, options: DiagnoseOptions) -> None:
     """See that the folder can be written, and holds nothing that would be mixed up."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise DataError(
-            "the output folder cannot be written", got=str(error), remedy="give another --out"
+            "the output folder cannot be written",
+            got=str(error),
+            remedy="give another --output_dir",
         ) from error
-    if (path / _MANIFEST).exists():
-        if not (options.resume or options.overwrite):
-            raise ConfigError(
-                "the output folder holds an earlier run",
-                got=str(path),
-                remedy="--resume to continue it or to add to it, --overwrite to replace it, or "
-                "another --out",
-            )
-        return
-    foreign = [entry.name for entry in DIAGNOSTICS if (path / entry.name).exists()]
-    if foreign:
-        raise ConfigError(
-            "the output folder holds something else",
-            got=str(path / foreign[0]),
-            remedy="give another --out",
-        )
+    refuse_foreign(path / _MANIFEST, options, [path / entry.name for entry in DIAGNOSTICS])
 
 
 # --- the folder -----------------------------------------------------------------------------------
@@ -185,7 +172,7 @@ class _Folder:
         """
         known: dict[str, dict[str, Any]] = {}
         manifest = path / _MANIFEST
-        if manifest.exists() and request.shared.overwrite:
+        if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
         if manifest.exists():
             earlier = read_manifest(manifest)

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from alphatoken import FisherDrift, ScorerConfig
+from alphatoken import FisherDrift
+from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.folder import examples_digest, file_digest
-from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
-from alphatoken.cli.reading import options_of, read_file, window_of
+from alphatoken.cli.notes import about_encoding, about_pools
+from alphatoken.cli.reading import (
+    encode_some,
+    encoding,
+    read_file,
+    read_model,
+    read_tokenizer,
+    scorer_config,
+)
 from alphatoken.data import (
     EncodeOptions,
     Example,
     Fields,
     Pools,
     Row,
-    encode_rows,
     read_rows,
     split_pools,
 )
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.subject import Subject
-from alphatoken.model.layer_choice import read_layers
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import weights_digest
 
@@ -105,50 +110,55 @@ def _retention_file(text: str) -> RetentionFile:
     )
 
 
-def check_files(options: argparse.Namespace) -> None:
+def check_files(options: DiagnoseOptions) -> None:
     """See that each file named is there, and each number has a meaning, before anything is loaded.
 
     Raises:
         DataError: one is not. ConfigError: no validation rows at all, a bad number.
     """
-    if options.validation is None and options.validation_rows is None:
+    if options.validation_file is None and options.validation_rows is None:
         raise ConfigError(
             "there are no validation rows",
             why="values are measured against them",
-            remedy="--validation FILE, or --validation-rows N to draw them from the training rows",
+            remedy="--validation_file FILE, or --validation_rows N to draw them from the training "
+            "rows",
         )
     keep_count(options.ratio, 1)  # its own error
-    _config(options)
-    named = [("training", options.train), ("validation", options.validation)]
+    scorer_config(options)
+    named = [("training", options.train_file), ("validation", options.validation_file)]
     named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
-    named.append(("Fisher", options.fisher))
+    named.append(("Fisher", options.fisher_file))
     for what, path in named:
         if path is not None and not Path(path).is_file():
             raise DataError(f"there is no {what} file", got=path, remedy="check the path")
 
 
-def prepare(options: argparse.Namespace) -> Prepared:
+def prepare(options: DiagnoseOptions) -> Prepared:
     """Read rows, load models, encode: everything that the diagnostics look at.
 
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    config = _config(options)
-    tokenizer = load_tokenizer(options)
-    fisher = None if options.fisher is None else FisherDrift.load(options.fisher)
+    config = scorer_config(options)
+    tokenizer = read_tokenizer(options)
+    fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention)
     pools, retention, notes = _read(options, sets, fisher)
-    model = load_model(options)
+    model = read_model(options)
     reference = _reference(model, options)
-    encoding = options_of(options, longest_allowed(model, options.max_length))
-    encode = _Encoder(tokenizer, encoding, notes)
+    encode = _Encoder(tokenizer, encoding(options, model), notes)
     train = encode(pools.train, "training")
     validation = encode(pools.validation, "validation")
     encode.skip_empty()
     held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
-    names = {"model": options.model, "train": options.train}
-    names |= {"validation": options.validation or "rows of the training file"}
-    names |= {key: getattr(options, key) for key in ("adapter", "reference", "fisher")}
+    names = {
+        "model": options.model_name_or_path,
+        "train": options.train_file,
+        "validation": options.validation_file or "rows of the training file",
+        "adapter": options.adapter,
+        "reference": options.reference,
+        "fisher": options.fisher_file,
+    }
     subject = Subject(
         model=model,
         train=train,
@@ -167,41 +177,32 @@ def prepare(options: argparse.Namespace) -> Prepared:
         tuning_rate=options.tuning_rate,
         seed=options.seed,
         progress=not options.quiet,
-        names={key: str(name) for key, name in names.items() if name is not None},
+        names={key: name for key, name in names.items() if name is not None},
     )
     return Prepared(subject, _settings(subject, options), tuple(notes))
-
-
-def _config(options: argparse.Namespace) -> ScorerConfig:
-    return ScorerConfig(
-        estimator=options.estimator,
-        layers=read_layers(options.layers, "--layers"),
-        window=window_of(options),
-        stability_weight=options.stability_weight,
-    )
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
 def _read(
-    options: argparse.Namespace, sets: Sequence[RetentionFile], fisher: FisherDrift | None
+    options: DiagnoseOptions, sets: Sequence[RetentionFile], fisher: FisherDrift | None
 ) -> tuple[Pools, dict[str, list[Row]], list[str]]:
     """Rows of all pools, drawn and kept apart; and sentences on what was drawn and removed."""
     notes: list[str] = []
-    data = read_file(options.train, options, limit=options.limit)
+    data = read_file(options.train_file, options, limit=options.limit)
     held = None
-    if options.validation is not None:
-        held = read_file(options.validation, options, limit=None)
+    if options.validation_file is not None:
+        held = read_file(options.validation_file, options, limit=None)
         most = options.validation_rows or VALIDATION_ROWS
-        held = _drawn(held, most, options.seed, "validation rows", "--validation-rows", notes)
+        held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
     retention = {
         one.name: _drawn(
             read_rows(one.path, fields=one.fields),
             options.retention_rows,
             options.seed,
             f"retention rows of {one.name}",
-            "--retention-rows",
+            "--retention_rows",
             notes,
         )
         for one in sets
@@ -209,7 +210,7 @@ def _read(
     pools = split_pools(
         data,
         validation=held,
-        validation_rows=0 if held is not None else options.validation_rows,
+        validation_rows=0 if held is not None else options.validation_rows or 0,
         fisher=[row for rows in retention.values() for row in rows],
         fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
         on_leak=options.on_leak,
@@ -217,9 +218,9 @@ def _read(
     )
     kept = {id(row) for row in pools.fisher}
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
-    notes += _about_pools(pools)
+    notes += about_pools(pools.counts)
     train = _drawn(
-        pools.train, options.train_rows, options.seed, "training rows", "--train-rows", notes
+        pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
     )
     return Pools(train, pools.validation, pools.fisher, pools.counts), retention, notes
 
@@ -235,19 +236,6 @@ def _drawn(
     return [rows[index] for index in chosen]
 
 
-def _about_pools(pools: Pools) -> list[str]:
-    said = {
-        "removed_same_as_validation": "training rows repeat a validation row or prompt",
-        "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
-        "fisher_removed_same_as_validation": "retention rows repeat a validation row or prompt",
-    }
-    return [
-        f"{pools.counts[key]} {what} and were removed."
-        for key, what in said.items()
-        if pools.counts[key]
-    ]
-
-
 class _Encoder:
     """Rows to examples, with a sentence on each loss."""
 
@@ -256,42 +244,22 @@ class _Encoder:
 
     def skip_empty(self) -> None:
         """From now on rows without a response token are dropped and counted, never an error."""
-        from dataclasses import replace
-
         self._options = replace(self._options, on_empty="skip")
 
     def __call__(self, rows: Sequence[Row], what: str) -> list[Example]:
-        examples, report = encode_rows(rows, self._tokenizer, self._options)
-        if not examples:
-            raise DataError(
-                f"no {what} row is left",
-                got=f"{len(rows)} rows, {report.skipped_long} too long, "
-                f"{report.skipped_empty} without response within the length",
-                remedy="look at --max-length, --on-long and --on-empty, or give other rows",
-            )
-        for count, said in (
-            (report.truncated_rows, f"were cut ({report.truncated_tokens} tokens)"),
-            (report.skipped_long, "were skipped"),
-        ):
-            if count:
-                self._notes.append(f"{count} {what} rows are longer than allowed and {said}.")
-        if report.skipped_empty:
-            self._notes.append(
-                f"{report.skipped_empty} {what} rows have no response within the length and were "
-                "skipped."
-            )
+        examples, report = encode_some(rows, self._tokenizer, self._options, what)
+        self._notes += about_encoding(what, report)
         return examples
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
-def _reference(model: nn.Module, options: argparse.Namespace) -> nn.Module | None:
+def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
     """The model before fine-tuning, if one is given; it must have the same weights by name."""
     if options.reference is None:
         return None
-    given = vars(options) | {"model": options.reference, "adapter": None}
-    reference = load_model(argparse.Namespace(**given))
+    reference = read_model(replace(options, model_name_or_path=options.reference, adapter=None))
     if options.adapter is None:
         ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
         theirs = {name: tuple(p.shape) for name, p in reference.named_parameters()}
@@ -306,10 +274,10 @@ def _reference(model: nn.Module, options: argparse.Namespace) -> nn.Module | Non
     return reference
 
 
-def _settings(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
     """What the numbers depend on, by name; a resumed run must have the same."""
     settings = subject.settings()
-    reference = subject.reference
+    reference, fisher = subject.reference, options.fisher_file
     return {
         **settings,
         **{
@@ -322,7 +290,7 @@ def _settings(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
         "max_length": options.max_length,
         "model_sha256": weights_digest(subject.model),
         "reference_sha256": "none" if reference is None else weights_digest(reference),
-        "fisher_sha256": "none" if options.fisher is None else file_digest(options.fisher),
+        "fisher_sha256": "none" if fisher is None else file_digest(fisher),
         "train_sha256": examples_digest(subject.train),
         "validation_sha256": examples_digest(subject.validation),
         **{

@@ -1,98 +1,53 @@
-"""``alphatoken fisher``: fit the Fisher of the reference model and save it."""
+"""``alphatoken fisher``: its options; ``fisher_run`` does the work, and loads torch."""
 
 from __future__ import annotations
 
-import argparse
-import random
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
 
-import torch
+from alphatoken.cli.common import LAYERS, ModelOptions, ReadingOptions, RunningOptions
+from alphatoken.cli.options import option, read_options
 
-from alphatoken import fit_fisher
-from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
-from alphatoken.cli.reading import options_of, read_file
-from alphatoken.data import (
-    EncodeOptions,
-    Row,
-    collate,
-    encode_prompt,
-    encode_rows,
-    leak_keys,
-)
-from alphatoken.errors import DataError
-from alphatoken.model.layer_choice import read_layers
+__all__ = ["FisherOptions", "run"]
 
-__all__ = ["run"]
+_ABOUT = """\
+Fit the Fisher of the reference model (the one that training starts from) on responses that it
+samples itself to the prompts of a held-out file, and save it with the reference weights.
+
+usage: alphatoken fisher --model_name_or_path PATH --data FILE --output_file FILE [options]"""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Fit on the prompts of ``options.data`` and write ``options.out``, whole or not at all.
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """What to fit."""
 
-    The file's metadata holds digests of the rows, by which ``alphatoken score`` keeps them out
-    of the training rows.
+    data: str = option(help="file with held-out prompts")
+    output_file: str = option(help="to write (safetensors)")
+    samples: int = option(1000, "sequences", least=1)
+    layers: str = option("3", LAYERS)
+    structure: Literal["diagonal", "kronecker"] = option("diagonal", "of the Fisher")
+    labels: Literal["sequence", "token"] = option(
+        "sequence", "sample whole responses (the paper), or labels on the given responses"
+    )
+    max_new_tokens: int = option(256, "longest sampled response", least=1)
+    checkpoint: str | None = option(
+        None, "file to keep the state in; the same command resumes from it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
+    """Everything that ``alphatoken fisher`` is told."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run what ``words``, the arguments after ``alphatoken fisher``, ask for; the exit status.
 
     Raises:
-        AlphaTokenError: wrong input, with what and where.
+        AlphaTokenError: wrong arguments or input, with what and where.
     """
-    layers = read_layers(options.layers, "--layers")
-    tokenizer = load_tokenizer(options)
-    prompt_only = options.labels == "sequence"  # the model writes the responses
-    rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
-    random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
-    model = load_model(options)
-    encoding = options_of(options, longest_allowed(model, options.max_length))
-    given = _sequences if options.labels == "token" else _prompts
-    prompts, used = given(rows, tokenizer, encoding)
-    fisher = fit_fisher(
-        model,
-        prompts,
-        samples=options.samples,
-        layers=layers,
-        structure=options.structure,
-        labels=options.labels,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        checkpoint=options.checkpoint,
-        progress=not options.quiet,
-    )
-    left_out, used = len(rows) - len(used), used[: options.samples]
-    keys = sorted({key for row in used for key in leak_keys(row)})
-    fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys}, exact_names=True)
-    fisher.save(options.out)
-    if left_out:
-        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
-    print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.out}")
-
-
-Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
-
-
-def _prompts(
-    rows: Sequence[Row], tokenizer: Any, encoding: EncodeOptions
-) -> tuple[Prompts, list[Row]]:
-    """Prompts that leave room for at least one new token."""
-    prompts, used = [], []
-    for row in rows:
-        ids = encode_prompt(row, tokenizer, encoding)
-        if encoding.max_length is None or len(ids) < encoding.max_length:
-            prompts.append(torch.tensor(ids))
-            used.append(row)
-    if not used:
-        raise DataError(
-            "no prompt leaves room for a response",
-            got=f"{len(rows)} prompts, limit {encoding.max_length} tokens",
-            remedy="give shorter prompts",
-        )
-    return prompts, used
-
-
-def _sequences(
-    rows: Sequence[Row], tokenizer: Any, encoding: EncodeOptions
-) -> tuple[Prompts, list[Row]]:
-    """Whole sequences whose response positions get resampled labels."""
-    examples, _ = encode_rows(rows, tokenizer, encoding)
-    return collate(examples), [example.row for example in examples]
+    options = read_options("fisher", FisherOptions, words, description=_ABOUT)
+    import_module("alphatoken.cli.fisher_run").run(options)
+    return 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from alphatoken.cli.common import EarlierOptions
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.scorer import AlphaTokenWarning
@@ -19,6 +20,7 @@ __all__ = [
     "examples_digest",
     "file_digest",
     "read_manifest",
+    "refuse_foreign",
     "same_settings",
 ]
 
@@ -33,11 +35,8 @@ def examples_digest(examples: Sequence[Example]) -> str:
 
 def file_digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -52,6 +51,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError("the earlier run cannot be read", got=f"{path}: {error}") from None
     return manifest
+
+
+def refuse_foreign(manifest: Path, options: EarlierOptions, made: Iterable[Path]) -> None:
+    """See that an output folder holds nothing that a new run would be mixed up with.
+
+    Args:
+        manifest: of an earlier run, if there was one.
+        options: what to do with it.
+        made: what a run makes in the folder.
+
+    Raises:
+        ConfigError: an earlier run and no word on it, or files of something else.
+    """
+    remedy = "another --output_dir"
+    if not manifest.exists():
+        foreign = [path for path in made if path.exists()]
+        if foreign:
+            what = "the output folder holds something else"
+            raise ConfigError(what, got=str(foreign[0]), remedy=f"give {remedy}")
+    elif not (options.resume or options.overwrite_output):
+        raise ConfigError(
+            "the output folder holds an earlier run",
+            got=str(manifest.parent),
+            remedy=f"--resume to continue it, --overwrite_output to replace it, or {remedy}",
+        )
 
 
 def same_settings(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alphatoken.cli.options import option, read_options
 from alphatoken.errors import ConfigError, FisherError
 
 if TYPE_CHECKING:
     from alphatoken.policies.merge import Fishers
 
-__all__ = ["run"]
+__all__ = ["MergeOptions", "run"]
 
 _ABOUT = """\
 Write theta = (1 - alpha) theta_before + alpha theta_after (WiSE-FT) as a model folder, for one
-alpha or several. Arithmetic is float32; alpha 0 and 1 give the two models to the bit."""
+alpha or several. Arithmetic is float32; alpha 0 and 1 give the two models to the bit.
+
+usage: alphatoken merge --before FOLDER (--after FOLDER | --adapter FOLDER) --output_dir FOLDER
+           [options]"""
 
 _MORE = """\
 LoRA
@@ -33,10 +37,30 @@ a sweep
   measured, and OUT/sweep.json holds the losses.
 
 examples
-  alphatoken merge --before base --after runs/sft --alpha 0.5 --out runs/wise
-  alphatoken merge --before base --adapter runs/lora --alpha 0.25 0.5 0.75 --out runs/sweep \\
-      --target_file target.jsonl --retention_file retention.jsonl
+  alphatoken merge --before base --after runs/sft --alpha 0.5 --output_dir runs/wise
+  alphatoken merge --before base --adapter runs/lora --alpha 0.25 0.5 0.75 \\
+      --output_dir runs/sweep --target_file target.jsonl --retention_file retention.jsonl
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """What to merge, and how."""
+
+    before: str = option(help="model that training started from")
+    after: str | None = option(None, "trained model", either="trained", required=True)
+    adapter: str | None = option(
+        None, "LoRA adapter trained on --before", either="trained", required=True
+    )
+    alpha: list[float] = option([0.5], "in [0, 1] (default 0.5)")
+    output_dir: str = option(help="to be written; must not exist")
+    fisher_before: str | None = option(None, "Fisher of --before")
+    fisher_after: str | None = option(None, "Fisher of --after")
+    fisher_floor: float = option(1e-8, "least entry")
+    target_file: str | None = option(None, "rows that training was for: measured on each")
+    retention_file: str | None = option(None, "rows that must not be forgotten: likewise")
+    max_length: int | None = option(None, "cut measured rows to N tokens")
+    traceback: bool = option(False, "show the whole traceback of an error")
 
 
 def run(words: Sequence[str]) -> int:
@@ -45,15 +69,19 @@ def run(words: Sequence[str]) -> int:
     Raises:
         AlphaTokenError: wrong arguments or input, with what and where.
     """
-    options = _parser().parse_args(list(words))
+    options = read_options(
+        "merge", MergeOptions, words, description=_ABOUT, epilog=_MORE, allow_abbrev=False
+    )
     from alphatoken.policies.merge import check_alpha
 
     alphas = [check_alpha(alpha) for alpha in options.alpha]
     if len(set(alphas)) != len(alphas):
         raise ConfigError("an alpha is named twice", got=" ".join(map(str, alphas)))
-    out = Path(options.out)
+    out = Path(options.output_dir)
     if out.exists():
-        raise ConfigError("the output folder exists", got=str(out), remedy="give another --out")
+        raise ConfigError(
+            "the output folder exists", got=str(out), remedy="give another --output_dir"
+        )
     fishers = _fishers(options)
     if len(alphas) == 1:
         _merge(options, out, alphas[0], fishers)
@@ -67,32 +95,7 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="alphatoken merge",
-        description=_ABOUT,
-        epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--before", required=True, metavar="FOLDER", help="model that training started from")
-    trained = parser.add_mutually_exclusive_group(required=True)
-    trained.add_argument("--after", metavar="FOLDER", help="trained model")
-    trained.add_argument("--adapter", metavar="FOLDER", help="LoRA adapter trained on --before")
-    add("--alpha", type=float, nargs="+", default=[0.5], help="in [0, 1] (default 0.5)")
-    add("--out", required=True, metavar="FOLDER", help="to be written; must not exist")
-    add("--fisher_before", metavar="FILE", help="Fisher of --before")
-    add("--fisher_after", metavar="FILE", help="Fisher of --after")
-    add("--fisher_floor", type=float, default=1e-8, help="least entry (default 1e-8)")
-    add("--target_file", metavar="FILE", help="rows that training was for: measured on each")
-    add("--retention_file", metavar="FILE", help="rows that must not be forgotten: likewise")
-    add("--max_length", type=int, metavar="N", help="cut measured rows to N tokens")
-    add("--debug", action="store_true", help="show the whole traceback of an error")
-    return parser
-
-
-def _fishers(options: argparse.Namespace) -> Fishers | None:
+def _fishers(options: MergeOptions) -> Fishers | None:
     if options.fisher_before is None and options.fisher_after is None:
         return None
     if options.fisher_before is None or options.fisher_after is None or options.adapter:
@@ -117,45 +120,38 @@ def _fishers(options: argparse.Namespace) -> Fishers | None:
     return Fishers(found[0], found[1], options.fisher_floor)
 
 
-def _merge(options: argparse.Namespace, out: Path, alpha: float, fishers: Fishers | None) -> None:
+def _merge(options: MergeOptions, out: Path, alpha: float, fishers: Fishers | None) -> None:
     from alphatoken.policies.merge import merge_folders
 
     if options.adapter is not None:
         _merge_adapter(options, out, alpha)
     else:
-        weighed = merge_folders(options.before, options.after, out, alpha, fishers)
+        weighed = merge_folders(options.before, str(options.after), out, alpha, fishers)
         if fishers is not None:
             print(f"{weighed} weights interpolated by Fisher, the others plainly")
     print(f"alpha {alpha:g}: {out}")
 
 
-def _merge_adapter(options: argparse.Namespace, out: Path, alpha: float) -> None:
+def _merge_adapter(options: MergeOptions, out: Path, alpha: float) -> None:
     """The base plus alpha times the delta: peft merges, the formula does the rest."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from alphatoken.cli.loading import loaded, no_progress_bar
     from alphatoken.policies.merge import merge_models
+    from alphatoken.train.loading import load_causal_model, load_tokenizer, no_progress_bar
 
-    def model() -> Any:
-        return AutoModelForCausalLM.from_pretrained(options.before)
-
-    with no_progress_bar(), torch.no_grad():
-        before = loaded("model", options.before, model)
-        wide = model().float()  # the delta is small: bfloat16 would round it away twice
-        adapted = loaded(
-            "adapter", options.adapter, lambda: PeftModel.from_pretrained(wide, options.adapter)
-        )
-        merged: Any = merge_models(before.float(), adapted.merge_and_unload(), alpha)
-        merged.to(_stored(options.before))
-        tokenizer = loaded(
-            "tokenizer", options.before, lambda: AutoTokenizer.from_pretrained(options.before)
-        )
-        partial = out.with_name(out.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+    # The delta is small: bfloat16 would round it away twice.
+    before, adapted = (
+        load_causal_model(options.before, adapter=adapter, device="cpu", dtype=torch.float32)
+        for adapter in (None, options.adapter)
+    )
+    whole: Any = adapted
+    merged: Any = merge_models(before, whole.merge_and_unload(), alpha)
+    merged.to(_stored(options.before))
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with no_progress_bar():
         merged.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+    load_tokenizer(options.before).save_pretrained(partial)
     os.rename(partial, out)
 
 
@@ -168,21 +164,19 @@ def _stored(name: str) -> Any:
     return torch.float32 if found is None else found
 
 
-def _measure(options: argparse.Namespace, folders: dict[float, Path], path: Path) -> None:
+def _measure(options: MergeOptions, folders: dict[float, Path], path: Path) -> None:
     """Losses of each merged model, printed and written."""
     named = {"target": options.target_file, "retention": options.retention_file}
     files = {name: file for name, file in named.items() if file is not None}
     if not files:
         return
-    from alphatoken.cli.loading import no_progress_bar
     from alphatoken.compare.evaluate import mean_response_loss, read_examples
-    from alphatoken.compare.loading import load_causal_model
     from alphatoken.support.storage import write_json
+    from alphatoken.train.loading import load_with_tokenizer
 
     found = []
     for alpha, folder in folders.items():
-        with no_progress_bar():
-            model, tokenizer = load_causal_model(folder)
+        model, tokenizer = load_with_tokenizer(folder)
         losses = {
             name: mean_response_loss(model, read_examples(file, tokenizer, options.max_length))
             for name, file in files.items()

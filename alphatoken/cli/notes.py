@@ -9,7 +9,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.data import EncodeReport, Pools
 from alphatoken.report import ValueSummary
 
-__all__ = ["balance_by_layer", "write_notes"]
+__all__ = ["about_encoding", "about_pools", "balance_by_layer", "write_notes"]
 
 _KINDS = {
     "alphatoken": "The estimator is the paper's: the direct part is exact, the causal part "
@@ -40,14 +40,9 @@ def write_notes(
         f"Adaptation is measured against {validation.response_tokens} response tokens of "
         f"{validation.examples} validation rows."
     )
-    removed = pools.counts["removed_same_as_validation"]
-    if removed:
-        notes.append(f"{removed} training rows repeat a validation row or prompt and were removed.")
-    removed = pools.counts["removed_same_as_fisher"]
-    if removed:
-        notes.append(f"{removed} training rows repeat a prompt of the Fisher and were removed.")
+    notes += about_pools(pools.counts)
     for name, report in encoded.items():
-        notes += _about_reading(name, report)
+        notes += about_encoding(name, report)
     return [*notes, *warned]
 
 
@@ -69,18 +64,28 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     return notes
 
 
-def _about_reading(name: str, report: EncodeReport) -> list[str]:
-    notes = []
-    if report.truncated_rows:
-        notes.append(
-            f"{report.truncated_rows} {name} rows are longer than allowed and were cut "
-            f"({report.truncated_tokens} tokens)."
-        )
-    if report.skipped_long:
-        notes.append(f"{report.skipped_long} {name} rows are longer than allowed and were skipped.")
-    if report.skipped_empty:
-        notes.append(f"{report.skipped_empty} {name} rows have no response and were skipped.")
-    return notes
+def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list[str]:
+    """What was removed so that pools share nothing, in sentences; ``held`` is the Fisher's pool."""
+    removed = {
+        "removed_same_as_validation": "training rows repeat a validation row or prompt",
+        "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
+        "fisher_removed_same_as_validation": f"{held} repeat a validation row or prompt",
+    }
+    return [
+        f"{counts[key]} {what} and were removed." for key, what in removed.items() if counts[key]
+    ]
+
+
+def about_encoding(name: str, report: EncodeReport) -> list[str]:
+    """What was cut or skipped of the rows called ``name``, in sentences."""
+    lost = {
+        f"are longer than allowed and were cut ({report.truncated_tokens} tokens)": (
+            report.truncated_rows
+        ),
+        "are longer than allowed and were skipped": report.skipped_long,
+        "have no response within the length and were skipped": report.skipped_empty,
+    }
+    return [f"{count} {name} rows {what}." for what, count in lost.items() if count]
 
 
 def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.loading import text_only
 from alphatoken.cli.training_data import check_rows, count_rows, held_out
 from alphatoken.cli.training_rows import check_source
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.train.cost import Layout
+from alphatoken.train.loading import freeze_unreached
 from alphatoken.train.plan import Plan, make_plan
 
 __all__ = ["meta_model", "plan_run", "show_plan"]
@@ -96,7 +96,7 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
         config = _config(json.dumps(shape, sort_keys=True))
         source = f"model_shape of {recipe.path.name}"
     model = _on_meta(config)
-    text_only(model)
+    freeze_unreached(model)
     return _with_adapters(model, arguments), source
 
 
@@ -306,13 +306,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"about {memory.total / gib:.3g} GiB a process at most, when {memory.peak}; valuation "
         f"keeps {memory.valuation / gib:.3g}",
     )
-    for name in (
-        "weights", "gradients", "optimizer", "reference", "fisher", "directions", "activations",
-        "validation", "valuing", "backward",
-    ):  # fmt: skip
+    for name, what in _HOLDS.items():
         value = getattr(memory, name)
         if value:
-            yield _line("", f"{value / gib:7.3f}  {_HOLDS[name]}")
+            yield _line("", f"{value / gib:7.3f}  {what}")
 
 
 _HOLDS = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from alphatoken.cli.options import CommandParser
 from alphatoken.policies import POLICIES, find_policy
 from alphatoken.train.policy import Needs, TokenPolicy
 
@@ -21,31 +22,40 @@ _NEEDS = {
 }
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the list, or one policy.
+def run(words: Sequence[str]) -> int:
+    """Print the list, or one policy; the exit status.
 
     Raises:
         ConfigError: no such policy.
     """
-    if options.name is not None:
-        found = description(options.name)
-        print(json.dumps(found, indent=1) if options.json else _whole(found))
-        return
-    every = [description(name) for name in POLICIES]
+    about = "usage: alphatoken policies [NAME]\n\nThe methods that --policy takes, or one of them."
+    parser = CommandParser("policies", description=about)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
+    for flag, text in (("--json", "print JSON"), ("--traceback", "of an error")):
+        parser.add_argument(flag, action="store_true", help=text)
+    options = parser.parse_args(list(words))
+    every = [description(name) for name in ([options.name] if options.name else POLICIES)]
     if options.json:
-        print(json.dumps(every, indent=1))
-        return
+        print(json.dumps(every[0] if options.name else every, indent=1))
+    else:
+        print(_whole(every[0]) if options.name else _list(every))
+    return 0
+
+
+def _list(every: Sequence[dict[str, Any]]) -> str:
+    """A table of all."""
     heads = ("name", "trainer", "loss", "needs", "what it does")
     rows = [
         (d["name"], d["family"], d["published_loss"], ", ".join(d["needs"]) or "-", d["about"])
         for d in every
     ]
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads) - 1)]
+    lines = []
     for row in (heads, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[-1]]))
-    print(
-        "\nalso: top, bottom (by token value) and all; merging with the initial model is "
+        lines.append("  ".join([*cells, row[-1]]))
+    return "\n".join(lines) + (
+        "\n\nalso: top, bottom (by token value) and all; merging with the initial model is "
         "`alphatoken merge`\nuse: alphatoken sft --policy NAME [--policy_mode budget --keep_ratio "
         "0.5] [--policy_options JSON]"
     )

@@ -1,47 +1,129 @@
-"""How the commands read rows and common options."""
+"""What the commands make of options that they share: a model, rows, and how rows become tokens."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from typing import Any
 
-from alphatoken.data import EncodeOptions, Fields, Row, read_rows
-from alphatoken.errors import ConfigError
+from torch import nn
 
-__all__ = ["options_of", "read_file", "window_of"]
+from alphatoken.cli.common import (
+    ModelOptions,
+    ReadingOptions,
+    TrainingRowOptions,
+    ValuationOptions,
+)
+from alphatoken.config import ScorerConfig
+from alphatoken.data import (
+    EncodeOptions,
+    EncodeReport,
+    Example,
+    Fields,
+    Row,
+    encode_rows,
+    read_rows,
+)
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.protocol import find_adapter
+from alphatoken.train.loading import load_causal_model, load_tokenizer
+
+__all__ = [
+    "encode_some",
+    "encoding",
+    "read_file",
+    "read_model",
+    "read_tokenizer",
+    "scorer_config",
+]
+
+
+def read_model(options: ModelOptions) -> nn.Module:
+    """The model in evaluation mode on its device, with its LoRA adapter if one is named.
+
+    Raises:
+        ModelError: it is missing or unreadable. ConfigError: no such device.
+    """
+    return load_causal_model(
+        options.model_name_or_path,
+        adapter=options.adapter,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def read_tokenizer(options: ModelOptions) -> Any:
+    """The tokenizer that belongs to the model.
+
+    Raises:
+        ModelError: it is missing or unreadable.
+    """
+    return load_tokenizer(options.model_name_or_path, trust_remote_code=options.trust_remote_code)
 
 
 def read_file(
-    path: str, options: argparse.Namespace, *, limit: int | None, prompt_only: bool = False
+    path: str, options: ReadingOptions, *, limit: int | None, prompt_only: bool = False
 ) -> list[Row]:
-    """Rows of ``path`` with the field names of the command line."""
-    fields = Fields(
-        options.prompt_field, options.response_field, options.messages_field, prompt_only
-    )
-    return read_rows(path, fields=fields, limit=limit)
+    """Rows of ``path`` with the columns that the command line names."""
+    columns = (options.prompt_column, options.response_column, options.messages_column)
+    return read_rows(path, fields=Fields(*columns, prompt_only), limit=limit)
 
 
-def options_of(options: argparse.Namespace, max_length: int | None) -> EncodeOptions:
-    """How rows become tokens; a command without an option takes its default."""
-    default = EncodeOptions()
-    return EncodeOptions(
-        max_length=max_length,
-        on_long=getattr(options, "on_long", default.on_long),
-        on_empty=getattr(options, "on_empty", default.on_empty),
-        turns=getattr(options, "turns", default.turns),
-        chat_template=not options.no_chat_template,
-        end_token=not getattr(options, "no_end_token", False),
-    )
-
-
-def window_of(options: argparse.Namespace) -> int | None:
-    """``--window``: a number of tokens, or "none" for no limit.
+def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
+    """How rows become tokens: as long as the model allows, or shorter where that is asked for.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: sequences longer than the model allows.
     """
-    try:
-        return None if options.window.lower() == "none" else int(options.window)
-    except ValueError:
+    limit, asked = find_adapter(model).max_positions(), options.max_length
+    if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
-            "--window cannot be read", got=repr(options.window), remedy="32, or none"
-        ) from None
+            "--max_length is more than the model allows",
+            got=f"{asked}, limit {limit}",
+            why="positions past the limit have no meaning to the model",
+            remedy=f"at most --max_length {limit}",
+        )
+    rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
+    return EncodeOptions(
+        max_length=limit if asked is None else asked,
+        on_long=rows.on_long,
+        on_empty=rows.on_empty,
+        turns=rows.turns,
+        chat_template=options.chat_template,
+        end_token=rows.end_token,
+    )
+
+
+def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
+    """What to compute; ``more`` are options of the scorer that one command only has.
+
+    Raises:
+        ConfigError: options without a meaning.
+    """
+    return ScorerConfig(
+        estimator=options.estimator,
+        layers=read_layers(options.layers, "--layers"),
+        window=options.window,
+        stability_weight=options.stability_weight,
+        **more,
+    )
+
+
+def encode_some(
+    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions, what: str
+) -> tuple[list[Example], EncodeReport]:
+    """Rows to examples, of which there must be some.
+
+    Raises:
+        DataError: none is left; the message says of what.
+    """
+    examples, report = encode_rows(rows, tokenizer, how)
+    if not examples:
+        raise DataError(
+            f"no {what} row is left",
+            got=f"{len(rows)} rows, {report.skipped_long} too long, "
+            f"{report.skipped_empty} without response within the length",
+            remedy="look at --max_length, --on_long and --on_empty, or give other rows",
+        )
+    return examples, report

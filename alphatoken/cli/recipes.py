@@ -8,16 +8,16 @@ data can be reached; and ``env``, TRL's, environment variables to set.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from alphatoken.cli.options import CommandParser
 from alphatoken.errors import ConfigError
 
 __all__ = [
@@ -60,13 +60,17 @@ class Recipe:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the packaged recipes, one a line."""
+def run(words: Sequence[str]) -> int:
+    """Print the packaged recipes, one a line; the exit status."""
+    parser = CommandParser("recipes", description="List the packaged recipes of sft and dpo.")
+    parser.add_argument("--traceback", action="store_true", help="of an error")
+    parser.parse_args(list(words))
     recipes = list(packaged_recipes())
     width = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
         print(f"{recipe.name:<{width}}  {recipe.command}  {recipe.about}")
     print(f"\nfiles: {_FOLDER}\nuse: alphatoken {recipes[0].command} --config {recipes[0].name}")
+    return 0
 
 
 def packaged_recipes() -> Iterator[Recipe]:

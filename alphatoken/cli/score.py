@@ -1,388 +1,127 @@
-"""``alphatoken score``: read, value shard by shard, summarise, report."""
+"""``alphatoken score``: its options; ``score_run`` does the work, and loads torch."""
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
 
-import torch
-from torch import nn
-
-from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
-from alphatoken.cli.folder import (
-    collected_warnings,
-    examples_digest,
-    file_digest,
-    read_manifest,
-    same_settings,
+from alphatoken.cli.common import (
+    EarlierOptions,
+    ModelOptions,
+    ReadingOptions,
+    RunningOptions,
+    TrainingRowOptions,
+    ValuationOptions,
 )
-from alphatoken.cli.loading import load_model, load_tokenizer, longest_allowed
-from alphatoken.cli.notes import balance_by_layer, write_notes
-from alphatoken.cli.reading import options_of, read_file, window_of
-from alphatoken.data import (
-    EncodeOptions,
-    EncodeReport,
-    Example,
-    Pools,
-    batches,
-    encode_rows,
-    split_pools,
-    token_texts,
-)
-from alphatoken.errors import ConfigError, DataError, ModelError
-from alphatoken.fidelity.certificate import Certificate
-from alphatoken.model.layer_choice import read_layers
-from alphatoken.report import (
-    COMPONENTS,
-    ScoredExample,
-    read_values,
-    summarise,
-    value_files,
-    write_report,
-    write_values,
-)
-from alphatoken.select.masks import keep_count
-from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.cli.options import option, read_options
 
-__all__ = ["run"]
+__all__ = ["ScoreOptions", "run"]
 
+_ABOUT = """\
+Value every response token of a training file: how much training on it lowers the loss on the
+validation rows (adaptation), and how far it keeps the model near what it was (stability; needs a
+Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir.
 
-@dataclass(frozen=True)
-class Job:
-    """Everything that the values depend on, read and checked."""
+usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR
+           (--validation_file FILE | --validation_rows N) [options]"""
 
-    model: nn.Module
-    tokenizer: Any
-    fisher: FisherDrift | None
-    pools: Pools
-    train: list[Example]
-    validation: list[Example]
-    encoded: dict[str, EncodeReport]
-    max_length: int | None
+_MORE = """\
+data
+  JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
+  question/answer), or chats under "messages". Chats go through the tokenizer's chat template; a
+  tokenizer without one gets: start token, prompt, line break, response, end token. Training rows
+  that repeat a validation row or prompt, or a prompt of the Fisher, are removed and counted.
+
+output
+  OUT/values/part-*.parquet (or .jsonl)  one record a token: row, place, position, token_id, token,
+                                         label, total and its components, kept
+  OUT/summary.json                       settings, counts, distributions
+  OUT/report.html                        heatmaps, distributions, highest and lowest tokens
+  OUT/run.json                           what --resume compares
+
+  Every file is written whole or not at all. Stop at any time; the same command with --resume
+  continues after the last finished part.
+
+examples
+  alphatoken score --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
+      --output_dir values
+  alphatoken fisher --model_name_or_path ./model --data held_out.jsonl \\
+      --output_file fisher.safetensors
+  alphatoken score --model_name_or_path ./model-now --train_file train.jsonl \\
+      --validation_file dev.jsonl --fisher_file fisher.safetensors --output_dir values
+"""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Value ``options.train`` and write everything to ``options.out``.
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What to value."""
+
+    train_file: str = option(help="rows to value")
+    validation_file: str | None = option(
+        None, "rows that define the objective", either="validation", required=True
+    )
+    validation_rows: int | None = option(
+        None, "draw them from the training rows", least=1, either="validation"
+    )
+    fisher_file: str | None = option(None, "of the reference model; without it: no stability")
+    output_dir: str = option(help="folder for the results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finer:
+    """How to value, further."""
+
+    parameters: Literal["linears", "all"] = option(
+        "linears", "'all': embeddings, norms and head too (--estimator label only)"
+    )
+    head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
+    causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
+    scope: Literal["batch", "sequence", "dataset"] = option(
+        "batch", "rank tokens within a batch (the paper), a sequence, or all of them"
+    )
+    verify: int | None = option(
+        None, "certify so many tokens by the slow oracle; exit status 2 if a number is off", least=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """How to write."""
+
+    format: Literal["parquet", "jsonl"] | None = option(
+        None, "default: parquet if pyarrow is there"
+    )
+    shard_size: int = option(64, "rows a file", least=1)
+    report_rows: int = option(40, "rows shown", least=1)
+    report: bool = option(True, "write an HTML report")
+    offload: bool = option(
+        False, "leave the Fisher on disk and read it one matrix at a time; the same values"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(
+    ModelOptions,
+    _Rows,
+    ValuationOptions,
+    _Finer,
+    ReadingOptions,
+    TrainingRowOptions,
+    _Output,
+    EarlierOptions,
+    RunningOptions,
+):
+    """Everything that ``alphatoken score`` is told."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run what ``words``, the arguments after ``alphatoken score``, ask for; the exit status.
 
     Raises:
-        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
+        AlphaTokenError: wrong arguments or input, with what and where.
     """
-    start = time.monotonic()
-    config = _config(options)
-    keep_count(options.ratio, 1)  # its error now, not after the first batch
-    kind = _kind(options)
-    job = _read(options)
-    folder, settings = Path(options.out), _settings(options, config, kind, job)
-    _open(folder, settings, options)
-    with collected_warnings() as warned:
-        scorer = _scorer(job, config, options)
-        _score(folder, kind, scorer, job, options)
-        certificate = _certificate(scorer, job, options)
-        balance = balance_by_layer(scorer)
-    if options.scope == "dataset":
-        _keep_over_all(folder, options.ratio)
-    summary = summarise(
-        _checked(folder, job),
-        stability_weight=config.stability_weight,
-        sample=options.report_rows,
-        seed=options.seed,
-    )
-    notes = write_notes(job.pools, job.encoded, job.fisher, config, summary, warned)
-    document = {
-        "settings": settings,
-        "pools": job.pools.counts,
-        "encoded": {name: report.as_dict() for name, report in job.encoded.items()},
-        "values": summary.as_dict(),
-        "balance": balance,
-        "certificate": None if certificate is None else str(certificate),
-        "notes": notes,
-        "seconds": round(time.monotonic() - start, 3),
-    }
-    write_json(folder / "summary.json", document, default=str)
-    if not options.no_report:
-        shown = settings if certificate is None else settings | {"certificate": str(certificate)}
-        title = f"Token values of {Path(options.train).name}"
-        write_report(
-            folder / "report.html",
-            summary,
-            title=title,
-            settings=shown,
-            notes=notes,
-            balance=balance,
-        )
-    if certificate is not None:
-        print(certificate)
-    _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
-    if certificate is not None and not certificate.passed:
-        raise ModelError(
-            "the values do not agree with the oracle",
-            got="; ".join(str(check) for check in certificate.failures),
-            why="what is wrong for the verified tokens is wrong for others too",
-            remedy="do not use these values; report the certificate above, which is in "
-            f"{folder / 'summary.json'} as well",
-        )
-
-
-def _kind(options: argparse.Namespace) -> str:
-    """The format of the value files; what is not installed is missed now, not after the work."""
-    arrow = find_spec("pyarrow") is not None
-    if options.format == "parquet" and not arrow:
-        raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
-    if not options.no_report and find_spec("jinja2") is None:
-        raise ConfigError(
-            "the HTML report needs jinja2",
-            remedy="pip install jinja2, or leave it out: --no-report",
-        )
-    return options.format or ("parquet" if arrow else "jsonl")
-
-
-def _config(options: argparse.Namespace) -> ScorerConfig:
-    return ScorerConfig(
-        estimator=options.estimator,
-        layers=read_layers(options.layers, "--layers"),
-        window=window_of(options),
-        stability_weight=options.stability_weight,
-        head_reduction=options.head_reduction,
-        causal_position=options.causal_position,
-        parameters=options.parameters,
-        contraction="projected",  # one direction serves the whole file
-        offload="stream" if options.offload else "none",
-    )
-
-
-def _read(options: argparse.Namespace) -> Job:
-    tokenizer = load_tokenizer(options)
-    rows = read_file(options.train, options, limit=options.limit)
-    held = None
-    if options.validation is not None:
-        held = read_file(options.validation, options, limit=None)
-    read_fisher = FisherDrift.open if options.offload else FisherDrift.load
-    fisher = None if options.fisher is None else read_fisher(options.fisher)
-    known = [] if fisher is None else list(fisher.metadata.get("row_keys", []))
-    pools = split_pools(
-        rows,
-        validation=held,
-        validation_rows=options.validation_rows or 0,
-        fisher_keys=known,
-        on_leak=options.on_leak,
-        seed=options.seed,
-    )
-    model = load_model(options)
-    longest = longest_allowed(model, options.max_length)
-    encoding = options_of(options, longest)
-    train, train_report = _encode(pools.train, tokenizer, encoding, "training")
-    validation, validation_report = _encode(pools.validation, tokenizer, encoding, "validation")
-    encoded = {"train": train_report, "validation": validation_report}
-    return Job(model, tokenizer, fisher, pools, train, validation, encoded, longest)
-
-
-def _encode(
-    rows: Sequence[Any], tokenizer: Any, encoding: EncodeOptions, what: str
-) -> tuple[list[Example], EncodeReport]:
-    examples, report = encode_rows(rows, tokenizer, encoding)
-    if not examples:
-        raise DataError(
-            f"no {what} row is left",
-            got=f"{len(rows)} rows, {report.skipped_long} too long, {report.skipped_empty} empty",
-            remedy="look at --max-length, --on-long and --on-empty",
-        )
-    return examples, report
-
-
-def _settings(
-    options: argparse.Namespace, config: ScorerConfig, kind: str, job: Job
-) -> dict[str, Any]:
-    """What the values depend on, by name; a resumed run must have the same."""
-    valued = asdict(config)
-    del valued["preconditioner"], valued["offload"]  # of no consequence for the values
-    return {
-        "model": options.model,
-        "train": options.train,
-        "validation": options.validation or f"{options.validation_rows} rows of the training file",
-        "fisher": options.fisher or "none",
-        **valued,
-        "layers": config.layers if isinstance(config.layers, (int, str)) else list(config.layers),
-        "ratio": options.ratio,
-        "scope": options.scope,
-        "batch_size": options.batch_size,
-        "shard_size": options.shard_size,
-        "max_length": job.max_length,
-        "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
-        "format": kind,
-        "seed": options.seed,
-        "row_format": job.encoded["train"].format,
-        "model_sha256": weights_digest(job.model),
-        "fisher_sha256": "none" if options.fisher is None else file_digest(options.fisher),
-        "train_sha256": examples_digest(job.train),
-        "validation_sha256": examples_digest(job.validation),
-    }
-
-
-def _open(folder: Path, settings: dict[str, Any], options: argparse.Namespace) -> None:
-    """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
-    manifest = folder / "run.json"
-    if options.overwrite and manifest.exists():
-        manifest.unlink()
-        shutil.rmtree(folder / "values", ignore_errors=True)
-        for name in ("summary.json", "report.html"):
-            (folder / name).unlink(missing_ok=True)
-    if manifest.exists():
-        if not options.resume:
-            raise ConfigError(
-                "the output folder holds an earlier run",
-                got=str(folder),
-                remedy="--resume to continue it, --overwrite to replace it, or another --out",
-            )
-        same_settings(read_manifest(manifest)["settings"], settings)
-    elif (folder / "values").exists():
-        raise ConfigError(
-            "the output folder holds something else", got=str(folder / "values"),
-            remedy="give another --out",
-        )  # fmt: skip
-    (folder / "values").mkdir(parents=True, exist_ok=True)
-    for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
-        leftover.unlink()
-    if not manifest.exists():
-        write_json(manifest, {"settings": settings}, default=str)
-
-
-def _scorer(job: Job, config: ScorerConfig, options: argparse.Namespace) -> Scorer:
-    held = [_moved(batch, job.model) for batch in batches(job.validation, options.batch_size)]
-    return Scorer(job.model, validation=held, retention=job.fisher, config=config)
-
-
-def _moved(batch: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    device = next(model.parameters()).device
-    return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-def _score(folder: Path, kind: str, scorer: Scorer, job: Job, options: argparse.Namespace) -> None:
-    """Value what no finished file holds yet, file by file."""
-    size, total = options.shard_size, len(job.train)
-    tracker = Tracker("Scoring", total, not options.quiet)
-    done = 0
-    try:
-        for number, start in enumerate(range(0, total, size)):
-            shard = job.train[start : start + size]
-            path = folder / "values" / f"part-{number:05d}.{kind}"
-            if path.exists():
-                done += len(shard)
-                tracker.resume(done)
-                continue
-            scored = []
-            for example in _scored(shard, scorer, job, options):
-                scored.append(example)
-                if len(scored) % options.batch_size == 0 and done + len(scored) < total:
-                    tracker.report(done + len(scored))
-            write_values(path, scored)
-            done += len(shard)
-        tracker.report(total)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"{done} of {total} rows are finished and kept; the same command with --resume "
-            "continues after them"
-        ) from None
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            "out of memory", got=str(error)[:200], remedy="a smaller --batch-size or --max-length"
-        ) from None
-
-
-def _scored(
-    shard: Sequence[Example], scorer: Scorer, job: Job, options: argparse.Namespace
-) -> Iterator[ScoredExample]:
-    size = options.batch_size
-    scope = "batch" if options.scope == "dataset" else options.scope
-    for number, batch in enumerate(batches(shard, size)):
-        values = scorer.score(_moved(batch, job.model))
-        kept = select_top(values.total, values.mask, options.ratio, scope=scope)
-        for index, example in enumerate(shard[number * size : (number + 1) * size]):
-            yield _one(example, index, values, kept, job.tokenizer)
-
-
-def _one(
-    example: Example, index: int, values: TokenValues, kept: torch.Tensor, tokenizer: Any
-) -> ScoredExample:
-    length = len(example.input_ids)
-    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
-    return ScoredExample(
-        row=example.row.index,
-        place=example.row.place,
-        tokens=[piece.text for piece in token_texts(tokenizer, example.input_ids)],
-        ids=example.input_ids,
-        labels=example.labels,
-        kept=kept[index, :length].cpu().numpy(),
-        values={
-            key: column[index, :length].double().cpu().numpy()
-            for key, column in columns.items()
-            if column is not None
-        },
-    )
-
-
-def _keep_over_all(folder: Path, ratio: float) -> None:
-    """Rank all tokens of all files together and write the files again, each whole or not."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    totals, masks = [], []
-    for example in read_values(folder / "values"):
-        totals.append(example.values["total"])
-        masks.append(example.response)
-    everything = torch.from_numpy(np.concatenate(totals))[None]
-    kept = select_top(everything, torch.from_numpy(np.concatenate(masks))[None], ratio)[0].numpy()
-    cursor = 0
-    for path in value_files(folder / "values"):
-        examples = []
-        for example in read_values(path):
-            length = len(example.ids)
-            examples.append(replace(example, kept=kept[cursor : cursor + length]))
-            cursor += length
-        write_values(path, examples)
-
-
-def _checked(folder: Path, job: Job) -> Iterator[ScoredExample]:
-    """Read everything back, and see that it is what was to be valued, row by row."""
-    expected = iter(job.train)
-    for example in read_values(folder / "values"):
-        due = next(expected, None)
-        if due is None or (due.row.index, due.input_ids) != (example.row, list(example.ids)):
-            raise DataError(
-                "the value files do not hold the training rows",
-                got=f"row {example.row} in {folder / 'values'}",
-                remedy="score again with --overwrite",
-            )
-        yield example
-    if next(expected, None) is not None:
-        raise DataError("value files are missing", got=str(folder / "values"))
-
-
-def _certificate(scorer: Scorer, job: Job, options: argparse.Namespace) -> Certificate | None:
-    if options.verify is None:
-        return None
-    batch = next(batches(job.train, min(options.batch_size, 2)))
-    return scorer.verify(
-        _moved(batch, job.model),
-        tokens=options.verify,
-        seed=options.seed,
-        fisher_file=options.fisher,
-        progress=not options.quiet,
-    )
-
-
-def _say(
-    options: argparse.Namespace, folder: Path, tokens: int, kept: int, notes: Sequence[str]
-) -> None:
-    for note in () if options.quiet else notes:
-        print(f"note: {note}", file=sys.stderr)
-    report = "" if options.no_report else f"; report: {folder / 'report.html'}"
-    print(f"{tokens} response tokens valued, {kept} kept; values: {folder / 'values'}{report}")
+    options = read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
+    import_module("alphatoken.cli.score_run").run(options)
+    return 0

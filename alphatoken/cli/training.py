@@ -14,7 +14,7 @@ from typing import Any
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["require_libraries", "run_training"]
+__all__ = ["build_trainer", "check_files", "require_libraries", "run_dpo", "run_sft", "trainer_of"]
 
 _NEEDED = ("accelerate", "datasets", "trl")
 
@@ -38,20 +38,38 @@ def require_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def run_training(
-    command: str, words: Sequence[str], configuration: type[Any], trainer: type[Any]
-) -> int:
-    """Do what the command line asks; the exit status.
-
-    Args:
-        command: "sft" or "dpo".
-        words: what follows it.
-        configuration: ``AlphaSFTConfig`` or ``AlphaDPOConfig``.
-        trainer: ``AlphaSFTTrainer`` or ``AlphaDPOTrainer``.
+def run_sft(words: Sequence[str]) -> int:
+    """``alphatoken sft``: train with TRL's SFTTrainer and token values; the exit status.
 
     Raises:
         AlphaTokenError: wrong arguments or input. KeyboardInterrupt: says how to go on.
     """
+    return _run("sft", words)
+
+
+def run_dpo(words: Sequence[str]) -> int:
+    """``alphatoken dpo``: the same with TRL's DPOTrainer."""
+    return _run("dpo", words)
+
+
+def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
+    """Configuration and trainer of "sft" or "dpo".
+
+    Raises:
+        ConfigError: their libraries are not installed.
+    """
+    require_libraries()
+    if command == "dpo":
+        from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+
+        return AlphaDPOConfig, AlphaDPOTrainer
+    from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+
+    return AlphaSFTConfig, AlphaSFTTrainer
+
+
+def _run(command: str, words: Sequence[str]) -> int:
+    configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.launching import launch, layout_of, wants_launch
 
@@ -195,8 +213,8 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
     from alphatoken import FisherDrift
-    from alphatoken.cli.loading import text_only
     from alphatoken.cli.training_data import load_run_data
+    from alphatoken.train.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
     tokenizer = _tokenizer(arguments)
@@ -225,7 +243,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         fisher=None if file is None else read_fisher(file),
         fisher_dataset=data.fisher,
     )
-    text_only(trainer.model)
+    freeze_unreached(trainer.model)
     return trainer, data.notes
 
 
@@ -235,19 +253,13 @@ def _tokenizer(arguments: Any) -> Any:
     Raises:
         ModelError: model or tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
-    from alphatoken.cli.loading import loaded
+    from alphatoken.train.loading import load_tokenizer
 
     args, model = arguments.training, arguments.model
-    tokenizer = loaded(
-        "tokenizer",
+    tokenizer = load_tokenizer(
         model.model_name_or_path,
-        lambda: AutoTokenizer.from_pretrained(
-            model.model_name_or_path,
-            revision=model.model_revision,
-            trust_remote_code=args.trust_remote_code,
-        ),
+        revision=model.model_revision,
+        trust_remote_code=args.trust_remote_code,
     )
     template = getattr(args, "chat_template_path", None)
     if template is not None and Path(template).suffix in (".jinja", ".j2"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
+from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
 from alphatoken.data.split import check_draw
@@ -55,12 +56,12 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
         "fisher": data.fisher_data if held.fisher is not None else None,
         "retention": data.retention_data,
     }
-    apart = {
+    own = {
         name: reader.usable(reader.source_rows(source), name, notes)
         for name, source in sources.items()
         if source is not None
     }
-    kept, told = _apart(arguments, held, train, apart)
+    kept, more = _separate(arguments, held, train, own)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
@@ -69,7 +70,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
         **found,
         evaluation=evaluation,
         several_turns="messages" in found["train"].column_names,
-        notes=notes + told,
+        notes=notes + more,
     )
 
 
@@ -163,23 +164,23 @@ def _rows_in(path: Path) -> int | None:
     return sum(1 for _ in read_records(path))
 
 
-# --- keeping rows apart -------------------------------------------------------------------------
+# --- pools that share nothing -------------------------------------------------------------------
 
 
-def _apart(
+def _separate(
     arguments: Arguments,
     held: HeldOut,
     train: Sequence[Item],
-    apart: Mapping[str, Sequence[Item]],
+    own: Mapping[str, Sequence[Item]],
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
-    retention = list(apart.get("retention", ()))
+    retention = list(own.get("retention", ()))
     keys = {key for item in retention for key in leak_keys(_row(item))}
     pools = split_pools(
         [_row(item, i) for i, item in enumerate(train)],
-        validation=_rows(apart.get("validation")),
+        validation=_rows(own.get("validation")),
         validation_rows=held.validation or 0,
-        fisher=_rows(apart.get("fisher")),
+        fisher=_rows(own.get("fisher")),
         fisher_rows=held.fisher or 0,
         fisher_keys=keys | _fitted_keys(arguments.data),
         on_leak=arguments.data.on_leak,
@@ -187,11 +188,11 @@ def _apart(
     )
     found = {
         "train": [train[row.index] for row in pools.train],
-        "validation": _back(pools.validation, apart.get("validation"), train),
-        "fisher": _back(pools.fisher, apart.get("fisher"), train),
+        "validation": _back(pools.validation, own.get("validation"), train),
+        "fisher": _back(pools.fisher, own.get("fisher"), train),
         "retention": retention,
     }
-    return found, _told(pools.counts)
+    return found, _pool_notes(pools.counts)
 
 
 def _fitted_keys(data: DataArguments) -> set[str]:
@@ -218,15 +219,10 @@ def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]
     return [source[row.index] for row in rows]
 
 
-def _told(counts: Mapping[str, int]) -> list[str]:
-    told = {
+def _pool_notes(counts: Mapping[str, int]) -> list[str]:
+    drawn = {
         "drawn_validation": "rows drawn for validation and not trained on.",
         "drawn_fisher": "prompts drawn for the Fisher and not trained on.",
-        "removed_same_as_validation": "training rows removed: they repeat a validation row or "
-        "its prompt.",
-        "removed_same_as_fisher": "training rows removed: they repeat a Fisher prompt or a "
-        "retention row.",
-        "fisher_removed_same_as_validation": "Fisher prompts removed: they repeat a validation "
-        "row or its prompt.",
     }
-    return [f"{counts[name]} {text}" for name, text in told.items() if counts.get(name)]
+    said = [f"{counts[name]} {text}" for name, text in drawn.items() if counts.get(name)]
+    return said + about_pools(counts, "Fisher prompts")

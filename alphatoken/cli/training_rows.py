@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.data import Fields, Pair, PairFields, Row, Turn, pair_of, read_records, row_of
+from alphatoken.data import Fields, Pair, PairFields, Row, pair_of, read_records, text_or_row
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train.datasets import (
     preference_problems,
@@ -22,7 +22,6 @@ __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
 _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 _HUB = re.compile(r"(?P<name>[\w./-]+)(#(?P<config>[\w.-]+))?(:(?P<split>[^:#]+))?")
-_FIELDS = ("prompt", "instruction", "question", "query", "messages", "conversations")
 
 Item = Row | Pair
 
@@ -134,14 +133,8 @@ class RowReader:
             columns = PairFields(data.prompt_column, data.chosen_column, data.rejected_column)
             return pair_of(record, index, place, columns)
         text = getattr(self.arguments.training, "dataset_text_field", "text")
-        asked = data.prompt_column or data.response_column or data.messages_column
-        if not asked and text in record and not any(name in record for name in _FIELDS):
-            said = record[text]
-            if not isinstance(said, str):
-                raise DataError(f"field {text!r} is not text", got=place)
-            return Row(index, place, (Turn("assistant", said),))
-        columns_ = Fields(data.prompt_column, data.response_column, data.messages_column)
-        return row_of(record, index, place, columns_)
+        fields = Fields(data.prompt_column, data.response_column, data.messages_column)
+        return text_or_row(record, index, place, fields, text)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""

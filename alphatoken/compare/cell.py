@@ -16,12 +16,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 from alphatoken.compare.evaluate import measure
-from alphatoken.compare.folder import CellFolder, alone, read_json
+from alphatoken.compare.folder import CellFolder, exclusive_lock, read_json
 from alphatoken.compare.grid import Measures
-from alphatoken.compare.loading import load_causal_model
 from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
 from alphatoken.support.storage import write_json
+from alphatoken.train.loading import load_causal_model, load_with_tokenizer
 from alphatoken.train.policy_names import TRAINER_POLICIES
 
 __all__ = ["TokenCounter", "run_cell"]
@@ -55,12 +55,12 @@ def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str,
     if spec["kind"] == "train":
         model, tokenizer, found = _train(spec, folder, build)
     elif spec["kind"] == "merge":
-        base, _ = load_causal_model(start_name)
-        model, tokenizer = load_causal_model(spec["resolved"]["merged"])
+        base = load_causal_model(start_name)
+        model, tokenizer = load_with_tokenizer(spec["resolved"]["merged"])
         merge_models(base, model, float(spec["resolved"]["alpha"]))
         found = _cost_of(Path(spec["resolved"]["merged"]).parent)
     else:
-        model, tokenizer = load_causal_model(start_name)
+        model, tokenizer = load_with_tokenizer(start_name)
         found = {"kept_tokens": 0, "response_tokens": 0}
     if spec["measures"] is not None:
         found |= measure(
@@ -68,7 +68,7 @@ def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str,
             tokenizer,
             Measures(**spec["measures"]),
             command=spec["command"],
-            start=lambda: load_causal_model(start_name)[0],
+            start=lambda: load_causal_model(start_name),
             beta=float(spec["resolved"].get("beta", 0.1)),
             folder=path,
             allow_code=allow_code,
@@ -88,7 +88,7 @@ def _train(
     """The trained model, its tokenizer, and what training cost."""
     by_name = spec["resolved"].get("policy") not in TRAINER_POLICIES
     # Static passes of one policy in two cells would write the same files.
-    with alone(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
+    with exclusive_lock(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
         begun = time.perf_counter()
         trainer = build(spec["command"], spec["resolved"])
         setup = time.perf_counter() - begun

@@ -8,11 +8,10 @@ is the mean of the two, as the paper's (there of scores).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,17 @@ from alphatoken.compare.grid import Measures
 from alphatoken.data import (
     EncodeOptions,
     Example,
+    Fields,
     Pair,
     Row,
-    Turn,
     batches,
     encode_rows,
     pair_of,
     read_records,
-    row_of,
+    text_or_row,
 )
 from alphatoken.errors import DataError, NumericalError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from alphatoken.model.capture import evaluation_mode
 
 __all__ = [
     "mean_response_loss",
@@ -45,7 +42,6 @@ __all__ = [
     "response_log_probs",
 ]
 
-_KNOWN = ("prompt", "instruction", "question", "query", "messages", "conversations")
 PairExamples = tuple[list[Example], list[Example]]
 """Chosen and rejected, pair by pair."""
 
@@ -61,23 +57,12 @@ def read_examples(
     Raises:
         DataError: the file cannot be read, or no row has a response.
     """
-    rows = [_row(record, i, place) for i, (place, record) in enumerate(read_records(path))]
-    return _encoded(rows, tokenizer, max_length, chat, str(path))
-
-
-def _row(record: Mapping[str, Any], index: int, place: str) -> Row:
-    if "text" in record and not any(name in record for name in _KNOWN):
-        return Row(index, place, (Turn("assistant", str(record["text"])),))
-    return row_of(record, index, place)
-
-
-def _encoded(
-    rows: Sequence[Row], tokenizer: Any, max_length: int | None, chat: bool, place: str
-) -> list[Example]:
+    records = enumerate(read_records(path))
+    rows = [text_or_row(record, i, place, Fields()) for i, (place, record) in records]
     options = EncodeOptions(max_length=max_length, on_empty="skip", chat_template=chat)
     examples, _ = encode_rows(rows, tokenizer, options)
     if not examples:
-        raise DataError("no row has a response to measure", got=place)
+        raise DataError("no row has a response to measure", got=str(path))
     return examples
 
 
@@ -111,17 +96,6 @@ def _side(
 # --- losses -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was)
-
-
 def response_log_probs(
     model: nn.Module, examples: Sequence[Example], batch_size: int = 16
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +109,7 @@ def response_log_probs(
     device = next(model.parameters()).device
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     sums, counts = torch.zeros(len(examples)).double(), torch.zeros(len(examples)).double()
-    with _evaluating(model):
+    with evaluation_mode(model), torch.no_grad():
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             (batch,) = batches([examples[i] for i in chosen], batch_size)

@@ -28,10 +28,9 @@ from alphatoken.compare.grid import Cell, resolved
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 
-__all__ = ["CellFolder", "GridFolder", "Status", "alone", "locked", "read_json"]
+__all__ = ["CellFolder", "GridFolder", "Status", "exclusive_lock", "read_json", "try_lock"]
 
 _RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json")
-STATUSES = ("done", "failed", "blocked", "missing")
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def locked(path: Path) -> int | None:
+def try_lock(path: Path) -> int | None:
     """The file, locked by this process until it ends; None where another one holds it.
 
     Not inherited by processes that are started from here.
@@ -67,7 +66,7 @@ def locked(path: Path) -> int | None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """Wait until no other process is in here with the same file."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -157,22 +156,16 @@ class GridFolder:
         return not cell.keep_model or cell.kind != "train" or self.of(cell).model.is_dir()
 
     def _require_same(self, cell: Cell, earlier: Mapping[str, Any]) -> None:
-        now = cell.spec()
-        for part in ("options", "measures", None):
-            left = (
-                earlier.get(part) if part else {k: v for k, v in earlier.items() if k not in _FREE}
+        left, right = _settings(earlier), _settings(cell.spec())
+        names = [k for k in sorted({*left, *right}) if left.get(k) != right.get(k)]
+        if names:
+            first = names[0]
+            raise ConfigError(
+                "a finished cell of this folder had other settings",
+                got=f"{cell.name}: {first} was {left.get(first)!r}, is {right.get(first)!r}",
+                why="cells of two different grids would stand in one table",
+                remedy="another --output_dir, or remove the cell's folder to run it again",
             )
-            right = now[part] if part else {k: v for k, v in now.items() if k not in _FREE}
-            left, right = left or {}, right or {}
-            names = [k for k in sorted({*left, *right}) if left.get(k) != right.get(k)]
-            if names:
-                raise ConfigError(
-                    "a finished cell of this folder had other settings",
-                    got=f"{cell.name}: {names[0]} was {left.get(names[0])!r}, is "
-                    f"{right.get(names[0])!r}",
-                    why="cells of two different grids would stand in one table",
-                    remedy="another --output_dir, or remove the cell's folder to run it again",
-                )
 
     def status(self, cells: Iterable[Cell]) -> dict[str, Status]:
         """Of every cell by name; cells come after those that they need."""
@@ -191,5 +184,10 @@ class GridFolder:
         return found
 
 
-_FREE = ("keep_model", "options", "measures")
-"""Compared apart, or of no consequence for the result."""
+def _settings(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a result depends on, by name."""
+    free = ("keep_model", "options", "measures")
+    plain = {name: value for name, value in spec.items() if name not in free}
+    for part in ("options", "measures"):
+        plain |= {f"{part}.{name}": value for name, value in (spec[part] or {}).items()}
+    return plain

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from alphatoken.errors import ModelError
+from alphatoken.model.capture import evaluation_mode
 
 __all__ = ["answers", "prompt_ids"]
 
@@ -42,10 +43,8 @@ def answers(
         raise ModelError("the model cannot generate", got=type(model).__name__)
     device = next(model.parameters()).device
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    was = model.training
-    model.eval()
     written = []
-    try:
+    with evaluation_mode(model):
         for prompt in prompts:
             ids = prompt_ids(tokenizer, prompt, chat=chat)
             new = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)
@@ -56,14 +55,7 @@ def answers(
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=new,
                 do_sample=False,
-                pad_token_id=_pad(tokenizer),
+                pad_token_id=tokenizer.pad_token_id or 0,  # asked for, though nothing is padded
             )
             written.append(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
-    finally:
-        model.train(was)
     return written
-
-
-def _pad(tokenizer: Any) -> int:
-    """Never seen: one row has no padding; transformers asks for one."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.compare.methods import PLAIN, Method, reference_option
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 
 __all__ = ["ON_ALL", "Cell", "Grid", "Measures", "Reference", "TaskSpec", "all_cells", "resolved"]
 
@@ -100,10 +100,7 @@ class TaskSpec:
     measures: Measures
 
     def __post_init__(self) -> None:
-        if self.command not in _FAMILY:
-            raise ConfigError(
-                "a task is trained by sft or dpo", got=f"{self.name}: {self.command!r}"
-            )
+        require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,7 @@ class Grid:
         modes: "native" and "budget", or one of them.
         keep_ratio: of budget cells.
         references: models that are trained first.
+        variants: axis -> names of methods that are variants of one another, for the ablation table.
         about: one line for the page.
     """
 
@@ -135,6 +133,7 @@ class Grid:
     modes: tuple[str, ...] = ("native", "budget")
     keep_ratio: float = 0.5
     references: tuple[Reference, ...] = ()
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -143,8 +142,8 @@ class Grid:
                 raise ConfigError(f"the grid has no {what}")
         if len(set(self.seeds)) != len(self.seeds):
             raise ConfigError("a seed is named twice", got=str(list(self.seeds)))
-        if wrong := set(self.modes) - {"native", "budget"}:
-            raise ConfigError("modes are native and budget", got=", ".join(sorted(wrong)))
+        for mode in self.modes:
+            require_choice("modes", mode, ("native", "budget"))
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,8 @@ def all_cells(grid: Grid) -> list[Cell]:
     first: list[Cell] = []
     for name in dict.fromkeys(wanted):
         _with_needs(name, references, first, ())
-    kept = {name for cell in cells for name in cell.needs}
-    cells = [_kept(cell) if cell.name in kept else cell for cell in cells]
+    needed = {name for cell in cells for name in cell.needs}
+    cells = [replace(cell, keep_model=cell.keep_model or cell.name in needed) for cell in cells]
     return [*first, *cells]
 
 
@@ -286,10 +285,6 @@ def _with_needs(
     for need in cell.needs:
         _with_needs(need, references, found, (*above, name))
     found.append(cell)
-
-
-def _kept(cell: Cell) -> Cell:
-    return replace(cell, keep_model=True)
 
 
 def _mentioned(value: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.capture import evaluation_mode
 
 __all__ = ["task_scores"]
 
@@ -52,18 +53,19 @@ def task_scores(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    wanted = dict(_split(task) for task in tasks)
+    parts = (task.partition(":") for task in tasks)
+    wanted = {name: metric or None for name, _, metric in parts}
     manager = _manager(TaskManager, include_path, list(wanted))
-    was = model.training
     try:
-        found = simple_evaluate(
-            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-            tasks=list(wanted),
-            limit=limit,
-            task_manager=manager,
-            bootstrap_iters=0,
-            log_samples=False,
-        )
+        with evaluation_mode(model):
+            found = simple_evaluate(
+                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                tasks=list(wanted),
+                limit=limit,
+                task_manager=manager,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
     except (OSError, ConnectionError, ValueError) as error:
         text = " ".join(str(error).split())
         raise DataError(
@@ -71,8 +73,6 @@ def task_scores(
             got=f"{', '.join(wanted)}: {type(error).__name__}: {text[:300]}",
             remedy="tasks of the hub need the network or its cache; local ones task_path",
         ) from error
-    finally:
-        model.train(was)
     return {name: _score(name, metric, found["results"]) for name, metric in wanted.items()}
 
 
@@ -91,11 +91,6 @@ def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
             remedy="task_path: FOLDER with its YAML file",
         )
     return manager
-
-
-def _split(task: str) -> tuple[str, str | None]:
-    name, _, metric = task.partition(":")
-    return name, metric or None
 
 
 def _score(name: str, metric: str | None, results: Mapping[str, Mapping[str, Any]]) -> float:

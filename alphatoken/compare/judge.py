@@ -23,7 +23,7 @@ from torch import nn
 
 from alphatoken.compare.generation import answers, prompt_ids
 from alphatoken.data import read_records
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, require_choice
 from alphatoken.support.storage import write_json
 
 __all__ = [
@@ -123,8 +123,7 @@ def make_judge(settings: Mapping[str, Any]) -> Judge:
     kinds: dict[str, Any] = {"likelihood": LikelihoodJudge.load, "endpoint": EndpointJudge}
     own = dict(settings)
     kind = own.pop("kind", None)
-    if kind not in kinds:
-        raise ConfigError("unknown kind of judge", got=repr(kind), remedy=" or ".join(kinds))
+    require_choice("the kind of judge", kind, kinds)
     try:
         judge: Judge = kinds[kind](**own)
     except TypeError as error:
@@ -150,9 +149,9 @@ class LikelihoodJudge:
     @classmethod
     def load(cls, model: str, *, chat: bool = True) -> LikelihoodJudge:
         """From a folder or hub name."""
-        from alphatoken.compare.loading import load_causal_model
+        from alphatoken.train.loading import load_with_tokenizer
 
-        return cls(*load_causal_model(model), chat=chat)
+        return cls(*load_with_tokenizer(model), chat=chat)
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
         """As in ``Judge``."""

@@ -22,7 +22,7 @@ from alphatoken.compare.tables import (
 )
 from alphatoken.support.storage import replacing, write_json
 
-__all__ = ["READ", "collect", "draw", "sections", "write_results"]
+__all__ = ["READ", "collect", "draw", "rounded", "sections", "write_results"]
 
 READ = """\
 `mean ± s`, s the sample standard deviation over seeds. **Bold** is the best of a column, underlined
@@ -59,7 +59,7 @@ def write_results(
         The Markdown file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{name}.json", [_rounded(record) for record in found])
+    write_json(folder / f"{name}.json", [rounded(record) for record in found])
     with replacing(folder / f"{name}.csv") as temporary:
         temporary.write_text(to_csv(found), encoding="utf-8")
     text = [f"# {grid.about or 'Comparison'}\n", READ]
@@ -115,5 +115,7 @@ def sections(
     return text
 
 
-def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in record.items()}
+def rounded(record: Mapping[str, Any], first: Sequence[str] = ()) -> dict[str, Any]:
+    """The record as a results file holds it: the fields ``first`` lead; floats to 6 digits."""
+    ordered = {name: record.get(name) for name in first} | dict(record)
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in ordered.items()}

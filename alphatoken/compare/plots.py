@@ -9,8 +9,7 @@ from typing import Any
 
 from alphatoken.compare.methods import PLAIN, START
 from alphatoken.compare.tables import Line
-from alphatoken.fidelity.drawing import COLOURS, canvas
-from alphatoken.support.storage import replacing
+from alphatoken.report.drawing import COLOURS, canvas, save
 
 __all__ = ["draw_cost", "draw_quality", "upper_limit"]
 
@@ -47,7 +46,7 @@ def draw_quality(lines: Sequence[Line], path: Path) -> bool:
             axes.set_xlabel(f"{key}: {_unit(lines)}, {better} is better")
             _dots(axes, shown, key, higher)
         _names(panels[0], shown)
-        _save(figure, path)
+        save(figure, path)
     return True
 
 
@@ -74,7 +73,7 @@ def draw_cost(lines: Sequence[Line], path: Path) -> bool:
         _dots(memory, shown, "peak_memory", False, scale=1e6, line=False)
         memory.set_xlabel("peak memory (MB)")
         _names(time, shown)
-        _save(figure, path)
+        save(figure, path)
     return True
 
 
@@ -154,11 +153,3 @@ def _mean(line: Line, key: str) -> float:
     found = line.mean(key)
     assert found is not None
     return found
-
-
-def _save(figure: Any, path: Path) -> None:
-    """SVG, the same bytes for the same numbers."""
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-        text = temporary.read_text(encoding="utf-8").splitlines()
-        temporary.write_text("\n".join(row.rstrip() for row in text) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from alphatoken.compare.folder import GridFolder, Status, locked
+from alphatoken.compare.folder import GridFolder, Status, try_lock
 from alphatoken.compare.grid import Cell
 from alphatoken.errors import ConfigError
 from alphatoken.support.progress import ProgressSink, Tracker
@@ -62,7 +62,7 @@ def run_grid(
         ConfigError: another run is at work in the folder, or a finished cell had other settings.
         KeyboardInterrupt: interrupted; says how far it came. Finished cells stay.
     """
-    lock = locked(folder.path / "lock")
+    lock = try_lock(folder.path / "lock")
     if lock is None:
         raise ConfigError(
             "another run is at work in this folder",

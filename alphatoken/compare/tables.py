@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from alphatoken.compare.folder import Status
@@ -84,11 +85,6 @@ class Line:
         found = self.values(key)
         return statistics.fmean(found) if found else None
 
-    @property
-    def title(self) -> str:
-        """As the tables name it."""
-        return self.policy
-
 
 def lines_of(found: Sequence[Record], task: str) -> list[Line]:
     """A task's lines in the grid's order."""
@@ -96,11 +92,8 @@ def lines_of(found: Sequence[Record], task: str) -> list[Line]:
     for record in found:
         if record["task"] == task:
             groups.setdefault((record["policy"], record["mode"]), []).append(record)
-    return [Line(*key, tuple(sorted(part, key=_seed))) for key, part in groups.items()]
-
-
-def _seed(record: Record) -> int:
-    return int(record["seed"])
+    by_seed = itemgetter("seed")
+    return [Line(*key, tuple(sorted(part, key=by_seed))) for key, part in groups.items()]
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -147,11 +140,11 @@ def cost_table(lines: Sequence[Line]) -> str:
         [
             f"`{line.policy}`",
             line.mode,
-            _figure(line, "time", 1),
+            _figure(line, "time", ".1f"),
             _part(line, "scoring_time"),
             _part(line, "direction_time"),
-            _figure(line, "setup_time", 1),
-            _scaled(line, "peak_memory", 1e6),
+            _figure(line, "setup_time", ".1f"),
+            _figure(line, "peak_memory", ",.0f", unit=1e6),
         ]
         for line in lines
     ]
@@ -160,7 +153,7 @@ def cost_table(lines: Sequence[Line]) -> str:
 
 def _part(line: Line, key: str) -> str:
     """Seconds of a part of training; a dash where there is none."""
-    return _figure(line, key, 1) if (line.mean(key) or 0.0) >= 0.05 else "–"
+    return _figure(line, key, ".1f") if (line.mean(key) or 0.0) >= 0.05 else "–"
 
 
 def ablation_table(lines: Sequence[Line], variants: Mapping[str, Sequence[str]]) -> str:
@@ -220,21 +213,14 @@ def _score_columns(lines: Sequence[Line]) -> list[str]:
     return list(dict.fromkeys(sorted(names, key=lambda n: not n.startswith("retention/"))))
 
 
-def _figure(line: Line, key: str, digits: int = 3) -> str:
-    found = line.values(key)
-    if not found:
-        return "–"
-    digits = 2 if "/" in key or key.endswith("accuracy") else digits
-    mean = f"{statistics.fmean(found):.{digits}f}"
-    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):.{digits}f}"
-
-
-def _scaled(line: Line, key: str, unit: float) -> str:
+def _figure(line: Line, key: str, form: str = ".3f", unit: float = 1.0) -> str:
+    """Mean over the seeds, and their standard deviation where there are several."""
     found = [value / unit for value in line.values(key)]
     if not found:
         return "–"
-    mean = f"{statistics.fmean(found):,.0f}"
-    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):,.0f}"
+    form = ".2f" if "/" in key or key.endswith("accuracy") else form
+    mean = f"{statistics.fmean(found):{form}}"
+    return mean if len(found) < 2 else f"{mean} ± {statistics.stdev(found):{form}}"
 
 
 def _seeds(line: Line) -> str:

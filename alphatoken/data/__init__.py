@@ -24,7 +24,15 @@ from alphatoken.data.encode import (
 )
 from alphatoken.data.pairs import Pair, PairFields, pair_of, read_pairs
 from alphatoken.data.pieces import TokenText, token_texts
-from alphatoken.data.rows import Fields, Row, Turn, read_records, read_rows, row_of
+from alphatoken.data.rows import (
+    Fields,
+    Row,
+    Turn,
+    read_records,
+    read_rows,
+    row_of,
+    text_or_row,
+)
 from alphatoken.data.split import Pools, leak_keys, split_pools
 
 __all__ = [
@@ -51,5 +59,6 @@ __all__ = [
     "read_rows",
     "row_of",
     "split_pools",
+    "text_or_row",
     "token_texts",
 ]

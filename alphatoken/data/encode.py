@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from alphatoken.data.rows import Row, Turn
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, require_choice
 
 __all__ = [
     "PLAIN_FORMAT",
@@ -68,10 +68,7 @@ class EncodeOptions:
             ("on_empty", ("error", "skip")),
             ("turns", ("all", "last")),
         ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"unknown {name}", got=repr(getattr(self, name)), remedy=" or ".join(allowed)
-                )
+            require_choice(name, getattr(self, name), allowed)
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
                 "max_length must be at least 2",

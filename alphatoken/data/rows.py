@@ -14,7 +14,7 @@ from typing import Any
 
 from alphatoken.errors import DataError
 
-__all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of"]
+__all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of", "text_or_row"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 _RESPONSES = ("response", "output", "answer", "completion")
@@ -117,6 +117,25 @@ def row_of(record: Mapping[str, Any], index: int, place: str, fields: Fields | N
         DataError: a missing or wrong field; the message names ``place``.
     """
     return Row(index, place, _turns(record, fields or Fields(), place))
+
+
+def text_or_row(
+    record: Mapping[str, Any], index: int, place: str, fields: Fields, text: str = "text"
+) -> Row:
+    """One record as a row; of plain text every token is response.
+
+    Plain text is a record with the column ``text`` and none of a prompt or a chat, where the
+    fields name no columns either.
+
+    Raises:
+        DataError: as :func:`row_of`, or the column holds no text.
+    """
+    named = fields.prompt or fields.response or fields.messages
+    if named or text not in record or any(name in record for name in (*PROMPTS, *CHATS)):
+        return row_of(record, index, place, fields)
+    if not isinstance(record[text], str):
+        raise DataError(f"field {text!r} is not text", got=place)
+    return Row(index, place, (Turn("assistant", record[text]),))
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -17,13 +17,13 @@ from scipy.stats import rankdata
 
 from alphatoken import FisherDrift
 from alphatoken.cli import main
-from alphatoken.cli.loading import no_progress_bar
 from alphatoken.data import collate, encode_rows, read_rows
 from alphatoken.demo.model import make_model, make_tokenizer, mean_loss, pretrain, text_examples
 from alphatoken.demo.train import STABILITY_WEIGHT, Recipe, fine_tune
 from alphatoken.demo.world import Exchange, draw_exchanges
 from alphatoken.errors import AlphaTokenError
 from alphatoken.report import ScoredExample, read_values
+from alphatoken.train.loading import no_progress_bar
 
 __all__ = ["Result", "run_demo"]
 
@@ -72,9 +72,9 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
 
     _step("2. the Fisher of this model: what it would mind forgetting")
     _command(
-        "fisher", "--model", out / "model", "--data", out / "fisher_prompts.jsonl",
-        "--out", out / "fisher.safetensors", "--samples", _scaled(200, scale),
-        "--response-field", "text", "--max-new-tokens", 48, "--quiet",
+        "fisher", "--model_name_or_path", out / "model", "--data", out / "fisher_prompts.jsonl",
+        "--output_file", out / "fisher.safetensors", "--samples", _scaled(200, scale),
+        "--response_column", "text", "--max_new_tokens", 48, "--quiet",
     )  # fmt: skip
     fisher = FisherDrift.load(out / "fisher.safetensors")
 
@@ -89,10 +89,11 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
     _step(f"4. the value of every response token ({SPOILED:.0%} of the words are spoiled)")
     for estimator, folder in (("alphatoken", "values"), ("label", "values-label")):
         _command(
-            "score", "--model", out / "model-now", "--train", out / "train.jsonl",
-            "--validation", out / "validation.jsonl", "--fisher", out / "fisher.safetensors",
-            "--stability-weight", STABILITY_WEIGHT, "--estimator", estimator,
-            "--out", out / folder, "--batch-size", 16, "--quiet",
+            "score", "--model_name_or_path", out / "model-now", "--train_file", out / "train.jsonl",
+            "--validation_file", out / "validation.jsonl",
+            "--fisher_file", out / "fisher.safetensors",
+            "--stability_weight", STABILITY_WEIGHT, "--estimator", estimator,
+            "--output_dir", out / folder, "--batch_size", 16, "--quiet",
         )  # fmt: skip
         result.area[estimator] = _area(read_values(out / folder / "values"), train)
     result.report = out / "values" / "report.html"

@@ -68,21 +68,21 @@ def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | Non
 
 
 def balance(
-    gain: Mapping[str, float], keep: Mapping[str, float], stability_weight: float
+    adaptation: Mapping[str, float], stability: Mapping[str, float], stability_weight: float
 ) -> dict[str, float]:
     """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
 
     Args:
-        gain: norms of G.
-        keep: norms of V; a missing one is 0.
+        adaptation: norms of G.
+        stability: norms of V; a missing one is 0.
         stability_weight: lambda.
 
     Returns:
         0 without a retention term or before any drift, inf where G vanishes and V does not.
     """
     ratios: dict[str, float] = {}
-    for name, g in gain.items():
-        v = abs(stability_weight) * keep.get(name, 0.0)
+    for name, g in adaptation.items():
+        v = abs(stability_weight) * stability.get(name, 0.0)
         ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
     return ratios
 
@@ -111,8 +111,8 @@ class Direction:
         """``M = P o (G + lambda V)``."""
         whole = dict(self.adaptation)
         for name, v in (self.stability or {}).items():
-            keep = self.stability_weight * v
-            whole[name] = whole[name] + keep if name in whole else keep
+            weighted = self.stability_weight * v
+            whole[name] = whole[name] + weighted if name in whole else weighted
         return whole
 
     def balance(self) -> dict[str, float]:

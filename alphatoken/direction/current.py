@@ -1,7 +1,6 @@
 """What all values of a scorer share: the parameters in scope, and M at the current weights.
 
-A ``Target`` chooses the parameters, builds G (or, under the gram route, the validation errors and
-inputs that would build it) and V, and knows when they are stale.
+A ``DirectionBuilder`` chooses the parameters, builds G and V, and knows when they are stale.
 """
 
 from __future__ import annotations
@@ -28,44 +27,26 @@ from alphatoken.direction.objective import (
     mean_gradient,
     objective_sums,
     require_finite_gradient,
-    stream_losses,
 )
-from alphatoken.errors import (
-    ConfigError,
-    InputError,
-    ModelError,
-    UnsupportedError,
-)
+from alphatoken.errors import ConfigError, InputError, ModelError, UnsupportedError
 from alphatoken.estimate.columns import Side
-from alphatoken.estimate.contraction import plan_contraction
 from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.estimate.matrices import Matrices
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.batch import PreferenceBatch, as_batches
-from alphatoken.model.capture import (
-    LinearUse,
-    Recorder,
-    Scope,
-    accumulate_errors,
-    find_scope,
-    record,
-    used_outside,
-)
-from alphatoken.model.protocol import DecoderAdapter, ScoredLinear
+from alphatoken.model.batch import as_batches
+from alphatoken.model.capture import Recorder, Scope, find_scope, record, used_outside
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import wide
 
-__all__ = ["Factors", "Target"]
-
-Factors = dict[str, list[tuple[Tensor, Tensor]]]
-"""Parameter name -> (errors (v, o), inputs (v, i)) of the validation positions."""
+__all__ = ["DirectionBuilder"]
 
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
 
 
-class Target:
+class DirectionBuilder:
     """Scope, parameters and direction of a scorer.
 
     Under sharded weights every matrix below is this process's part of it.
@@ -75,12 +56,10 @@ class Target:
         parameters: parameter name -> parameter, everything that values are inner products over.
         names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
             places have one name.
-        adaptation: G by parameter name, already multiplied by P unless P is "full". Under the gram
-            route it holds the biases' gradients only, and ``factors`` stand for the weights'.
+        adaptation: G by parameter name, already multiplied by P unless P is "full".
             Empty under ``objective="stability"``. Current after ``prepare``.
         stability: V likewise, or None; under ``offload="stream"`` its matrices are formed when
             they are asked for.
-        factors: the gram route's validation side, or None under the projected one.
     """
 
     def __init__(
@@ -102,8 +81,7 @@ class Target:
         self.parameters = self._choose_parameters()
         self.adaptation: dict[str, Tensor] = {}
         self.stability: Matrices | None = None
-        self.factors: Factors | None = None
-        self._sizes: tuple[dict[str, float], dict[str, float]] | None = {}, {}
+        self._sizes: tuple[dict[str, float], dict[str, float]] | None = None
         self._stamp: object = None
         self._pinned: object = None
         self._check_options()
@@ -189,11 +167,7 @@ class Target:
         if self.config.parameters == "all":
             chosen = {n: p for n, p in named.items() if p.requires_grad}
         else:
-            chosen = {linear.weight_name: linear.weight for linear in self.scope.linears}
-            if self.config.score_bias:
-                for linear in self.scope.linears:
-                    if linear.bias is not None and linear.bias.requires_grad:
-                        chosen[linear.bias_name] = linear.bias
+            chosen = self.scope.parameters(biases=self.config.score_bias)
             if self.config.uncovered == "error":
                 chosen |= {name: named[name] for name in self.scope.uncovered}
         once: dict[int, str] = {}
@@ -216,7 +190,7 @@ class Target:
                 remedy="Scorer(..., optimizer=optimizer)",
             )
         if isinstance(kind, str):
-            _optimizers().check_optimizer(self.optimizer, full=kind == "full")
+            _optimizers().check_optimizer(self.optimizer)
         if isinstance(kind, Mapping):
             shapes = {n: self._shape(n) for n in self.parameters}
             for name, p in kind.items():
@@ -226,13 +200,6 @@ class Target:
                         got=f"{name} {tuple(p.shape)}",
                         remedy="key it by parameter name, in the parameter's own shape",
                     )
-        if self.config.contraction == "gram" and self._reduce is not None:
-            raise ConfigError(
-                "the gram route has no gradient to reduce",
-                got="contraction='gram' with reduce=...",
-                why="a mean over processes or steps is of gradients, not of errors and inputs",
-                remedy="contraction='auto' or 'projected'",
-            )
         if self.sharding is not None:
             self._check_sharded()
 
@@ -250,12 +217,6 @@ class Target:
                 why="it moves whole weights along M within one forward, and no process has them",
                 remedy=f"estimator={others}; or a layout in which each process has the weights "
                 "(DDP, ZeRO-1 or 2)",
-            )
-        if self.config.contraction == "gram":
-            raise UnsupportedError(
-                "the gram route cannot run on sharded weights",
-                why="each process has the errors of its own validation batches only",
-                remedy="contraction='auto' or 'projected'",
             )
         if self._used_outside:
             raise UnsupportedError(
@@ -297,36 +258,25 @@ class Target:
                 "is fine",
             )
 
-    def prepare(self, tokens: int | None, watcher: Watcher | None = None) -> None:
-        """Make G (or its factors) and V current.
-
-        Args:
-            tokens: training positions to be contracted, for the choice of route; None stays with
-                the route in use, projected at first.
-            watcher: sees the first forward of the build.
-        """
+    def prepare(self, watcher: Watcher | None = None) -> None:
+        """Make G and V current; ``watcher`` sees the first forward of the build."""
         stamp = self._current_stamp()
         if stamp == self._stamp:
             return
         self._stamp = None
-        if self.adapts and self._gram_is_cheaper(tokens):
-            self.factors, self.adaptation = self._build_factors(watcher)
-            self.stability, self._sizes = self._stability(None), ({}, {})
-        else:
-            direction = self._build_direction(watcher)
-            self.adaptation, self.factors = direction.adaptation, None
-            self.stability, self._sizes = direction.stability, None
-        self._stamp = stamp
+        direction = self._build_direction(watcher)
+        self.adaptation, self.stability = direction.adaptation, direction.stability
+        self._sizes, self._stamp = None, stamp
 
     @property
     def sides(self) -> tuple[Side | None, Side | None]:
         """Adaptation and stability as they are contracted; current after ``prepare``."""
-        gain = Side(self.adaptation, self.factors) if self.adapts else None
-        return gain, None if self.stability is None else Side(self.stability)
+        adaptation = Side(self.adaptation) if self.adapts else None
+        return adaptation, None if self.stability is None else Side(self.stability)
 
     @property
     def balance(self) -> dict[str, float]:
-        """``||lambda V|| / ||G||`` per parameter; empty under the gram route.
+        """``||lambda V|| / ||G||`` per parameter.
 
         Measured when it is first asked for; under sharded weights by all processes together.
         """
@@ -341,7 +291,7 @@ class Target:
 
     def direction(self) -> Direction:
         """Both sides of M in projected form, at the current parameters; P = 1 for "full"."""
-        if self._current_stamp() != self._stamp or self.factors is not None:
+        if self._current_stamp() != self._stamp:
             return self._build_direction(None)
         return Direction(self.adaptation, self.stability, self.config.stability_weight)
 
@@ -359,10 +309,10 @@ class Target:
         )
         if p is None:
             return direction
-        keep = direction.stability
+        stability = direction.stability
         return Direction(
             dict(precondition(direction.adaptation, p)),
-            None if keep is None else precondition(keep, p),
+            None if stability is None else precondition(stability, p),
             self.config.stability_weight,
         )
 
@@ -391,30 +341,12 @@ class Target:
     # --- building it -----------------------------------------------------------------------------
 
     def _norms(
-        self, gain: Matrices, keep: Matrices | None
+        self, adaptation: Matrices, stability: Matrices | None
     ) -> tuple[dict[str, float], dict[str, float]]:
         if self.sharding is None:
-            return norms(gain), norms(keep or {})
-        return self.sharding.norms(dict(gain)), self.sharding.norms(dict(keep or {}))
-
-    def _gram_is_cheaper(self, tokens: int | None) -> bool:
-        if self.config.contraction != "auto" or not self.captured:
-            return self.config.contraction == "gram"
-        if tokens is None or self.config.preconditioner is not None:
-            return False
-        if self._reduce is not None or self.sharding is not None:
-            return False
-        positions = sum(
-            int(torch.as_tensor(branch.get("input_ids", ())).numel())  # checked when it is read
-            for item in self.validation
-            for branch in (
-                (item.chosen, item.rejected) if isinstance(item, PreferenceBatch) else (item,)
-            )
-        )
-        plans = [
-            plan_contraction(tokens, positions, *_widths(linear)) for linear in self.scope.linears
-        ]
-        return sum(p.gram_flops for p in plans) < sum(p.projected_flops for p in plans)
+            return norms(adaptation), norms(stability or {})
+        both = dict(adaptation), dict(stability or {})
+        return self.sharding.norms(both[0]), self.sharding.norms(both[1])
 
     def _build_direction(self, watcher: Watcher | None) -> Direction:
         gradient: dict[str, Tensor] = {}
@@ -477,7 +409,7 @@ class Target:
         if isinstance(kind, Mapping):
             if self.sharding is None:
                 return kind
-            return {name: self.sharding.keep(name, p) for name, p in kind.items()}
+            return {name: self.sharding.part_of(name, p) for name, p in kind.items()}
         if kind is None:
             return None
         return self._local(
@@ -491,46 +423,6 @@ class Target:
         if p is None or self.sharding is None:
             return p
         return {name: self.sharding.local(name, scale) for name, scale in p.items()}
-
-    def _build_factors(self, watcher: Watcher | None) -> tuple[Factors, dict[str, Tensor]]:
-        """Validation errors and inputs per weight, and G of the biases, each over the count."""
-        factors: Factors = {}
-        biases: dict[str, Tensor] = {}
-
-        def add(weighted: Tensor, recorder: Recorder | None) -> None:
-            assert recorder is not None
-            errors = accumulate_errors(recorder, weighted, recorder.outputs, "ordinary")
-            for use, error in zip(recorder.linears, errors, strict=True):
-                if error is not None:
-                    self._add_factors(use, error, factors, biases)
-
-        count = stream_losses(
-            self.adapter,
-            self.validation,
-            add,
-            first=self.first,
-            recording=self._recording,
-            watcher=watcher,
-        )
-        scaled = {n: [(e / count, x) for e, x in pairs] for n, pairs in factors.items()}
-        return scaled, {n: sums / count for n, sums in biases.items()}
-
-    def _add_factors(
-        self, use: LinearUse, error: Tensor, factors: Factors, biases: dict[str, Tensor]
-    ) -> None:
-        live = (error != 0).any(-1)
-        weight = self.names[use.linear.weight_name]
-        factors.setdefault(weight, []).append((error[live], use.x[live]))
-        # A bias is summed by itself: modules around one tied weight may have biases of their own.
-        bias = self.names.get(use.linear.bias_name)
-        if bias is not None:
-            part = error.flatten(0, -2).to(wide(error.dtype)).sum(0)
-            biases[bias] = biases[bias] + part if bias in biases else part
-
-
-def _widths(linear: ScoredLinear) -> tuple[int, int]:
-    rows, columns = linear.weight.shape
-    return (columns, rows) if linear.transposed else (rows, columns)
 
 
 def _optimizers() -> ModuleType:

@@ -41,7 +41,7 @@ class ShardedDrift:
     def _kept(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parts of the whole tensors, on the device of the parameter's own part."""
         return {
-            name: self._sharding.keep(name, whole[name].to(self._part(name).device))
+            name: self._sharding.part_of(name, whole[name].to(self._part(name).device))
             for name in self._parameters
         }
 
@@ -58,7 +58,7 @@ class ShardedDrift:
         parts = {}
         for name, parameter in self._parameters.items():
             whole = self._sharding.full(name, parameter)
-            parts[name] = self._sharding.keep(name, self._drift.direction({name: whole})[name])
+            parts[name] = self._sharding.part_of(name, self._drift.direction({name: whole})[name])
         return parts
 
     def check(self, max_relative_drift: float | None) -> None:

@@ -245,7 +245,7 @@ class _Fit:
                     self._add(index, responses.get(index))
                     self.done += 1
                     if store is not None:
-                        store.keep()
+                        store.write_when_due()
                     tracker.report(self.done)
 
     @property
@@ -323,10 +323,7 @@ def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict
         named = adapter.model.named_parameters()
         found: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
     else:
-        found = {linear.weight_name: linear.weight for linear in scope.linears}
-        for linear in scope.linears if settings.score_bias else ():
-            if linear.bias is not None and linear.bias.requires_grad:
-                found[f"{linear.name}.bias"] = linear.bias
+        found = scope.parameters(biases=settings.score_bias)
     if not found:
         raise ConfigError(
             "nothing trainable is in scope",
@@ -395,7 +392,7 @@ class _Checkpoint:
             "prompts": _prompts_fingerprint(fit.given),
         }
 
-    def keep(self) -> None:
+    def write_when_due(self) -> None:
         """Write if enough samples have passed since the last time."""
         fit = self._fit
         if fit.done % self._every or fit.done >= fit.settings.samples:

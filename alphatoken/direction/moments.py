@@ -15,7 +15,7 @@ from torch import Tensor
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.proofs import compare_gradients
 from alphatoken.model.capture import LinearUse, Recorder, Scope, record
-from alphatoken.model.protocol import DecoderAdapter, ScoredLinear
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = ["DiagonalMoments", "KroneckerMoments"]
@@ -172,13 +172,9 @@ class KroneckerMoments:
             S = self.sums[f"S/{key}"] / count
             A = self.sums[f"A/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)
             pairs[name] = (A, S) if linear.transposed else (S, A)
-            if self._bias and _has_trained_bias(linear):
-                pairs[f"{linear.name}.bias"] = (S, torch.ones_like(S[:1, :1]))
+            if self._bias and linear.trained_bias is not None:
+                pairs[linear.bias_name] = (S, torch.ones_like(S[:1, :1]))
         return pairs
-
-
-def _has_trained_bias(linear: ScoredLinear) -> bool:
-    return linear.bias is not None and linear.bias.requires_grad
 
 
 def _rows(use: LinearUse, error: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Preconditioners from a live optimizer: finds it, its groups and its state, and asks ``updates``.
 
-torch.optim's Adam family, RMSprop, Adagrad and Adadelta, the optimizers of torch_optimizer that
-keep a second moment, and low-bit ones whose state can be dequantised. Wrappers of accelerate and
+torch.optim's Adam family, RMSprop, Adagrad and Adadelta; those of torch_optimizer whose second
+moment is plain to read; and low-bit ones whose state can be dequantised. Wrappers of accelerate and
 torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
-from alphatoken.direction.updates import Held, Rule, rule_of
-from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
+from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 
 __all__ = [
     "check_optimizer",
@@ -29,25 +29,18 @@ __all__ = [
 ]
 
 
-def check_optimizer(optimizer: Any, *, full: bool = False) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Raise unless P can be read from this optimizer's kind of state; reads no state.
 
     Args:
         optimizer: what trains the model, wrapped or not.
-        full: the full form is wanted.
 
     Raises:
-        ConfigError: unknown kind, DeepSpeed's partitions, ``maximize``, or no such form.
+        UnsupportedError: a class without a rule; it names those that have one.
+        ConfigError: DeepSpeed's partitions, or ``maximize``.
     """
     inner, _ = _opened(optimizer)
-    rule = _rule(inner)
-    if full and not rule.full:
-        raise ConfigError(
-            "this optimizer has no full preconditioner",
-            got=type(inner).__qualname__,
-            why="its denominator follows the token's own Hessian, which no gradient gives",
-            remedy="preconditioner='frozen'",
-        )
+    _rule(inner)
     if any(group.get("maximize") for group in inner.param_groups):
         raise ConfigError(
             "the optimizer maximises its objective",
@@ -117,7 +110,6 @@ def full_preconditioners(
         ConfigError: see :func:`frozen_preconditioners`.
         InputError: a parameter without a gradient, or one of another shape.
     """
-    check_optimizer(optimizer, full=True)
     scaled = {name: gradient_scale * g for name, g in gradients.items()}
     updates = _updates(optimizer, parameters, scaled, after)
     if updates is None:
@@ -225,11 +217,11 @@ def _rule(optimizer: Any) -> Rule:
         )
     rule = rule_of(optimizer)
     if rule is None:
-        raise ConfigError(
-            "this optimizer has no second moment of the parameter's shape",
+        raise UnsupportedError(
+            "P cannot be read from this optimizer's state",
             got=type(optimizer).__qualname__,
-            why="its step is not a per-parameter scaling of the gradient that could be read",
-            remedy="preconditioner=None, an Adam-like optimizer, or a mapping of your own",
+            why="no rule says by which second moment its step scales each entry of the gradient",
+            remedy=f"preconditioner=None, a mapping of your own, or one of {known_classes()}",
         )
     return rule
 

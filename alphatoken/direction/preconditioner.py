@@ -3,7 +3,7 @@
 An adaptive optimizer does not step along the gradient g, so a token's weight moves the parameters
 by ``-lr P o g_k``, not ``-lr g_k``. Per entry, each optimizer served here takes the step ``-lr u``,
 
-    u(g) = factor * n / d,    n = offset + slope g,    d = w^power + eps,
+    u(g) = factor * n / d,    n = offset + slope g,    d = sqrt(w) + eps,
     w = max(largest, rest + share (g - center)^2),
 
 and P is du/dg. For Adam, with s the number of the step and v^, m^ including g,
@@ -41,12 +41,7 @@ class Update:
         offset: the numerator at g = 0 (momentum).
         center: where w is smallest: 0, or the mean that the gradient is compared with.
         largest: w never falls below it (amsgrad); None for no such memory.
-        power: 1/2 for a square root.
         factor: a factor of the whole tensor: rectification, trust ratio, look-ahead.
-        lower: least value of 1/d.
-        upper: greatest value of 1/d, as ``upper[0] + upper[1] / d``.
-        previous: DiffGrad's friction multiplies n by ``sigmoid(|g - previous|)``.
-        softness: d is ``softplus(softness w^power) / softness`` instead of the root itself.
     """
 
     steps: int
@@ -58,12 +53,7 @@ class Update:
     offset: Number = 0.0
     center: Number = 0.0
     largest: Tensor | None = None
-    power: float = 0.5
     factor: Number = 1.0
-    lower: float | None = None
-    upper: tuple[Number, float] | None = None
-    previous: Tensor | None = None
-    softness: float | None = None
 
 
 def adam_update(
@@ -129,11 +119,8 @@ def frozen_preconditioner(update: Update, *, floor: float = 1e-16) -> Tensor:
         P in the parameter's shape, without the learning rate; positive.
         Oracle: ``alphatoken.oracle.utility.adam_preconditioner``.
     """
-    root = update.before.clamp(min=floor) ** update.power
-    scale, _ = _bounded(update, *_inverse(update, root, torch.zeros_like(root)))
-    # DiffGrad's friction lies in [1/2, 1); without the gradient to come, it is that of no change.
-    friction = 1.0 if update.previous is None else 0.5
-    return update.factor * friction * update.slope * scale
+    scale = 1 / (update.before.clamp(min=floor) ** 0.5 + update.eps)
+    return update.factor * update.slope * scale
 
 
 def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-16) -> Tensor:
@@ -161,40 +148,10 @@ def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-1
         moving = moving & (second > update.largest)
         second = torch.maximum(second, update.largest)
     second = second.clamp(min=floor)
-    root = second**update.power
-    root_slope = 2 * update.power * update.share * away * root / second
+    root = second**0.5
+    root_slope = update.share * away * root / second
     root_slope = torch.where(moving, root_slope, torch.zeros_like(root_slope))
-    scale, scale_slope = _bounded(update, *_inverse(update, root, root_slope))
-    n, slope = _numerator(update, g)
-    return update.factor * (slope * scale + n * scale_slope)
-
-
-def _numerator(update: Update, g: Tensor) -> tuple[Tensor, Number]:
-    """N and dn/dg."""
-    n = update.offset + update.slope * g
-    if update.previous is None:
-        return n, update.slope
-    change = g - update.previous
-    friction = change.abs().sigmoid()
-    return n * friction, friction * (update.slope + n * (1 - friction) * change.sign())
-
-
-def _inverse(update: Update, root: Tensor, root_slope: Tensor) -> tuple[Tensor, Tensor]:
-    """1/d and its slope."""
-    if update.softness is not None:
-        root_slope = root_slope * (update.softness * root).sigmoid()
-        root = torch.nn.functional.softplus(root, beta=update.softness)
     scale = 1 / (root + update.eps)
-    return scale, -root_slope * scale.square()
-
-
-def _bounded(update: Update, scale: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """1/d within its bounds, and its slope there: a bound that does not move has none."""
-    if update.upper is not None:
-        limit, share = update.upper[0] + update.upper[1] * scale, update.upper[1]
-        slope = torch.where(scale > limit, share * slope, slope)
-        scale = torch.minimum(scale, limit)
-    if update.lower is not None:
-        slope = torch.where(scale < update.lower, torch.zeros_like(slope), slope)
-        scale = scale.clamp(min=update.lower)
-    return scale, slope
+    scale_slope = -root_slope * scale.square()
+    n = update.offset + update.slope * g
+    return update.factor * (update.slope * scale + n * scale_slope)

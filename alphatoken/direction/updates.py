@@ -20,7 +20,7 @@ from alphatoken.direction.preconditioner import Update, adam_update
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
 
-__all__ = ["RULES", "Held", "Rule", "rule_of", "unreadable"]
+__all__ = ["RULES", "Held", "Rule", "known_classes", "rule_of", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,6 @@ class Held:
     def eps(self) -> float:
         """What the optimizer adds to the root."""
         return float(self.group["eps"])
-
-    @property
-    def lr(self) -> float:
-        """The learning rate, for steps that are not proportional to it; never 0."""
-        return max(float(self.group["lr"]), torch.finfo(torch.float64).tiny)
 
     @property
     def steps(self) -> int:
@@ -107,7 +102,7 @@ def _refused(what: str, held: Held, why: str, remedy: str) -> ConfigError:
 
 def _adam(held: Held, **options: Any) -> Update:
     """Adam, AdamW; with amsgrad, largest is the running maximum."""
-    if held.group.get("amsgrad") or held.group.get("amsbound"):
+    if held.group.get("amsgrad"):
         options["largest"] = held.tensor("max_exp_avg_sq")
     return adam_update(
         held.steps,
@@ -199,7 +194,7 @@ def _adamax(held: Held) -> Update:
     )
 
 
-# --- torch_optimizer, pytorch_ranger ------------------------------------------------------------
+# --- torch_optimizer ----------------------------------------------------------------------------
 
 
 def _adabelief(held: Held) -> Update:
@@ -222,32 +217,12 @@ def _adabelief(held: Held) -> Update:
     return _plain(update, 1 - beta1**number) if factor is None else replace(update, factor=factor)
 
 
-def _adabound(held: Held) -> Update:
-    """Adam whose ``lr / d`` is held between two bounds that close in on final_lr."""
-    final = held.number("final_lr") / held.optimizer.base_lrs[held.group_index]
-    number, one = held.steps + 1, 1 - held.betas[0] ** (held.steps + 1)
-    gamma = held.number("gamma")
-    lower, upper = final * (1 - 1 / (gamma * number + 1)), final * (1 + 1 / (gamma * number))
-    return replace(_adam(held, raw_eps=True), lower=lower * one, upper=(upper * one, 0.0))
-
-
-def _adamod(held: Held) -> Update:
-    """Adam whose ``lr / d`` stays below its own running mean."""
-    beta3, one = held.number("beta3"), 1 - held.betas[0] ** (held.steps + 1)
-    kept = held.tensor("exp_avg_lr") * (beta3 * one / held.lr)
-    return replace(_adam(held, raw_eps=True), upper=(kept, 1 - beta3))
-
-
 def _adamp(held: Held) -> Update:
     """Adam; the projection that takes the radial part out is not included."""
     if not held.group["nesterov"]:
         return _adam(held)
     beta1, one = held.betas[0], 1 - held.betas[0] ** (held.steps + 1)
     return _adam(held, blend=(beta1 / one, (1 - beta1) / one))
-
-
-def _diffgrad(held: Held) -> Update:
-    return replace(_adam(held, raw_eps=True), previous=held.tensor("previous_grad"))
 
 
 def _lamb(held: Held) -> Update:
@@ -279,133 +254,12 @@ def _trust(held: Held) -> float:
     return weight_norm / norm if weight_norm and norm else 1.0
 
 
-def _qhadam(held: Held) -> Update:
-    """Quasi-hyperbolic: both moments are mixed with the current gradient."""
-    nu1, nu2 = held.group["nus"]
-    kept1, kept2 = (
-        1 - 1 / (1 + beta * float(held.state[f"beta{i}_weight"]))
-        for i, beta in enumerate(held.betas, 1)
-    )
-    v = held.tensor("exp_avg_sq")
-    return Update(
-        _weighed_steps(held),
-        nu1 * (1 - kept1) + 1 - nu1,
-        nu2 * kept2 * v,
-        nu2 * (1 - kept2) + 1 - nu2,
-        v,
-        held.eps,
-        offset=nu1 * kept1 * held.tensor("exp_avg"),
-    )
-
-
-def _weighed_steps(held: Held) -> int:
-    """QHAdam counts no steps: s from ``weight = (1 - beta^s) / (1 - beta)``."""
-    if "step" in held.state:
-        return held.steps
-    index, beta = max(enumerate(held.betas, 1), key=lambda pair: pair[1])
-    left = 1 - float(held.state[f"beta{index}_weight"]) * (1 - beta)
-    return round(math.log(max(left, 1e-15)) / math.log(beta)) if beta else 1
-
-
-def _ahead(held: Held, update: Update, every: int) -> Update:
-    """Look-ahead: every so many steps only a share of the way is kept."""
-    if (held.steps + 1) % every:
-        return update
-    return replace(update, factor=update.factor * held.optimizer.alpha)
-
-
-def _ranger(held: Held) -> Update:
-    update = _adam(held, raw_eps=True)
-    factor = _rectified(held, float(held.optimizer.N_sma_threshhold))
-    update = _plain(update) if factor is None else replace(update, factor=factor)
-    return _ahead(held, update, held.group["k"])
-
-
-def _rangerqh(held: Held) -> Update:
-    return _ahead(held, _qhadam(held), held.optimizer.k)
-
-
-def _rangerva(held: Held) -> Update:
-    """``sqrt(1 - beta2^s) m^ / softplus(sqrt(v))``, v decayed and increased twice a step."""
-    if held.group["transformer"] != "softplus" or held.group["grad_transformer"] != "square":
-        raise _refused(
-            "RangerVA's step is known for transformer='softplus', grad_transformer='square' only",
-            held,
-            "its other branches use other moments",
-            "use the defaults, another optimizer, or preconditioner=None",
-        )
-    (beta1, beta2), v, number = held.betas, held.tensor("exp_avg_sq"), held.steps + 1
-    a = (1 - beta2**number) ** 0.5 / (1 - beta1**number)
-    largest = held.tensor("max_exp_avg_sq") if held.group["amsgrad"] else None
-    update = Update(
-        held.steps,
-        a * (1 - beta1),
-        beta2**2 * v,
-        (1 - beta2) * (1 + beta2),
-        v if largest is None else largest,
-        0.0,
-        offset=a * beta1 * held.tensor("exp_avg"),
-        largest=largest,
-        softness=held.number("smooth"),
-    )
-    return _ahead(held, update, held.group["k"])
-
-
-def _swats(held: Held) -> Update:
-    if held.group["phase"] == "SGD":
-        raise _refused(
-            "SWATS has switched to SGD",
-            held,
-            "its step no longer depends on a second moment",
-            "preconditioner=None from here on",
-        )
-    return _adam(held, raw_eps=True)
-
-
 def _yogi(held: Held) -> Update:
     """``v_s = v - (1 - beta2) sign(v - g^2) g^2``."""
     update, v, g = _adam(held), held.tensor("exp_avg_sq"), held.gradient
     two = 1 - held.betas[1] ** (held.steps + 1)
     sign = torch.zeros_like(v) if g is None else (v - g.square()).sign()
     return replace(update, rest=v / two, share=(held.betas[1] - 1) * sign / two)
-
-
-def _adahessian(held: Held) -> Update:
-    """``m^ / (h^^(k/2) + eps)``: the Hessian's diagonal in the place of the gradient."""
-    if held.gradient is not None:
-        raise _refused(
-            "the full form is not known for an optimizer that measures curvature",
-            held,
-            "its denominator follows the token's own Hessian, which no gradient gives",
-            "preconditioner='frozen'",
-        )
-    update = adam_update(
-        held.steps,
-        held.tensor("exp_avg"),
-        held.tensor("exp_hessian_diag_sq"),
-        *held.betas,
-        held.eps,
-    )
-    return replace(update, power=held.number("hessian_power") / 2)
-
-
-def _madgrad(held: Held) -> Update:
-    """``x0 - s / (cbrt(w) + eps)``; relative to lr + eps, which it uses for lr."""
-    steps = int(held.group["k"])
-    length = math.sqrt(steps + 1)
-    unit = held.number("lr") + held.eps
-    total, moved = held.tensor("grad_sum_sq"), held.tensor("s")
-    return Update(
-        steps,
-        length,
-        total,
-        unit * length,
-        total,
-        held.eps,
-        offset=moved / unit,
-        power=1 / 3,
-        factor=1 - held.number("momentum"),
-    )
 
 
 # --- 8 bits and fewer ---------------------------------------------------------------------------
@@ -476,19 +330,16 @@ class Rule:
         update: builds the next step of one parameter.
         marker: the state key without which the parameter has not been stepped.
         coupled: weight decay is added to the gradient; a flag of the group or class may say else.
-        full: the full form exists.
     """
 
     update: Callable[[Held], Update]
     marker: str = "exp_avg_sq"
     coupled: bool = True
-    full: bool = True
 
     def couples(self, optimizer: object, group: Mapping[str, Any]) -> bool:
         """Whether weight decay is part of the gradient that the moments see."""
-        for flag in ("decoupled_weight_decay", "decouple_weight_decay"):
-            if flag in group:
-                return not group[flag]
+        if "decoupled_weight_decay" in group:
+            return not group["decoupled_weight_decay"]
         for flag in ("is_adamw", "_weight_decouple"):
             if hasattr(optimizer, flag):
                 return not getattr(optimizer, flag)
@@ -505,20 +356,10 @@ RULES: dict[tuple[str, str], Rule] = {
     ("torch", "RMSprop"): Rule(_rmsprop, "square_avg"),
     ("torch", "Adagrad"): Rule(_adagrad, "sum"),
     ("torch_optimizer", "AdaBelief"): Rule(_adabelief, "exp_avg_var"),
-    ("torch_optimizer", "AdaBound"): Rule(_adabound),
-    ("torch_optimizer", "AdaMod"): Rule(_adamod, coupled=False),
     ("torch_optimizer", "AdamP"): Rule(_adamp, coupled=False),
-    ("torch_optimizer", "Adahessian"): Rule(_adahessian, "exp_hessian_diag_sq", False, False),
-    ("torch_optimizer", "DiffGrad"): Rule(_diffgrad),
     ("torch_optimizer", "Lamb"): Rule(_lamb, coupled=False),
-    ("torch_optimizer", "MADGRAD"): Rule(_madgrad, "grad_sum_sq"),
-    ("torch_optimizer", "QHAdam"): Rule(_qhadam),
     ("torch_optimizer", "RAdam"): Rule(_radam, coupled=False),
-    ("torch_optimizer", "SWATS"): Rule(_swats),
     ("torch_optimizer", "Yogi"): Rule(_yogi),
-    ("pytorch_ranger", "Ranger"): Rule(_ranger, coupled=False),
-    ("pytorch_ranger", "RangerQH"): Rule(_rangerqh),
-    ("pytorch_ranger", "RangerVA"): Rule(_rangerva, coupled=False),
     ("torchao", "_AdamBase"): Rule(_torchao),
     ("bitsandbytes", "Optimizer2State"): Rule(_bitsandbytes, "state2", coupled=False),
     ("bitsandbytes", "Optimizer1State"): Rule(_bitsandbytes, "state1"),
@@ -533,3 +374,13 @@ def rule_of(optimizer: object) -> Rule | None:
         if found is not None:
             return found
     return None
+
+
+def known_classes() -> str:
+    """The classes that have a rule, by package, as an error names them."""
+    packages = {
+        package: ", ".join(name for known, name in RULES if known == package)
+        for package in ("torch", "torch_optimizer")
+    }
+    named = "; ".join(f"{names} of {package}" for package, names in packages.items())
+    return f"{named}; Adam, RMSprop and Adagrad of torchao or bitsandbytes"

@@ -44,16 +44,13 @@ class Side:
     """One side of M as it is contracted, or ``matrices + weight * others``, both sides in one.
 
     Attributes:
-        matrices: parameter name -> M, or this process's part of it. Under the gram route it holds
-            biases only. If it is ``Formed``, each matrix is computed when it is contracted, and
-            not stored.
-        factors: the gram route's validation side of the weights.
-        others: matrices to be added, not with ``factors``; None for none.
+        matrices: parameter name -> M, or this process's part of it. If it is ``Formed``, each
+            matrix is computed when it is contracted, and not stored.
+        others: matrices to be added; None for none.
         weight: of ``others``.
     """
 
     matrices: Matrices
-    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None = None
     others: Matrices | None = None
     weight: float = 0.0
 
@@ -69,15 +66,16 @@ class Side:
         return found
 
 
-def total_side(gain: Side | None, keep: Side | None, stability_weight: float) -> Side | None:
+def total_side(
+    adaptation: Side | None, stability: Side | None, stability_weight: float
+) -> Side | None:
     """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
 
-    None where it saves nothing: there is one side only, or G has the gram route's factors, to which
-    no matrix can be added.
+    None where it saves nothing: there is one side only.
     """
-    if gain is None or keep is None or gain.factors is not None:
+    if adaptation is None or stability is None:
         return None
-    return Side(gain.matrices, None, keep.matrices, stability_weight)
+    return Side(adaptation.matrices, stability.matrices, stability_weight)
 
 
 Gather = Callable[[str, Tensor], Tensor]
@@ -106,14 +104,15 @@ class ColumnSums:
         """Contract the ("direct" or "causal") error of one use."""
         for side, found in zip(self._sides, self.found, strict=True):
             whole = side.of(_owned(self._recorder.linears[index].linear, self._names))
-            found[part, index] = self.contract(index, error, whole, side)
+            found[part, index] = self.contract(index, error, whole)
 
-    def contract(
-        self, index: int, error: Tensor, whole: Mapping[str, Tensor], side: Side
-    ) -> Tensor:
-        """The values (b, t) of one use; ``whole`` are its matrices of this side."""
+    def contract(self, index: int, error: Tensor, whole: Mapping[str, Tensor]) -> Tensor:
+        """The values (b, t) of one use; ``whole`` are its matrices of one side."""
         use = self._recorder.linears[index]
-        return _contract_use(use.linear, error, use.x, whole, self._names, side.factors)
+        linear, names = use.linear, self._names
+        m, bias = whole[names[linear.weight_name]], names.get(linear.bias_name)
+        m_bias = None if bias is None else whole[bias]
+        return contraction.contract(error, use.x, m.mT if linear.transposed else m, m_bias)
 
     def columns(self) -> list[Columns]:
         """The sums over all uses, for each side."""
@@ -163,7 +162,7 @@ def contract_columns(
             for part, index in ((p, i) for i in uses for p in parts):
                 error = parts[part][index]
                 if error is not None:
-                    found[part, index] = sums.contract(index, error, whole, side)
+                    found[part, index] = sums.contract(index, error, whole)
     return sums.columns()
 
 
@@ -193,25 +192,3 @@ def _owned(linear: ScoredLinear, names: Mapping[str, str]) -> tuple[str, ...]:
     """Names of a linear's weight, and of its bias where that is in scope."""
     beside = (names[linear.bias_name],) if linear.bias_name in names else ()
     return names[linear.weight_name], *beside
-
-
-def _contract_use(
-    linear: ScoredLinear,
-    error: Tensor,
-    x: Tensor,
-    matrices: Mapping[str, Tensor],
-    names: Mapping[str, str],
-    factors: Mapping[str, list[tuple[Tensor, Tensor]]] | None,
-) -> Tensor:
-    weight, bias = names[linear.weight_name], names.get(linear.bias_name)
-    if factors is None:
-        m = matrices[weight]
-        m_bias = None if bias is None else matrices[bias]
-        return contraction.contract(error, x, m.mT if linear.transposed else m, m_bias)
-    total = torch.zeros(error.shape[:2], dtype=torch.float32, device=error.device)
-    for e, v in factors.get(weight, []):
-        total = total + contraction.contract_gram(error, x, e, v)
-    if bias is not None and bias in matrices:
-        m_bias = matrices[bias]
-        total = total + torch.einsum("bto,o->bt", error.to(m_bias.dtype), m_bias)
-    return total

@@ -7,15 +7,13 @@ The part of a loss gradient that passes through one use of a linear map s = W x 
 the rank-1 matrix delta_t (x) x_t. Its inner product with a direction M is
 
     <delta_t (x) x_t, M> = delta_t^T M x_t                        (activation-parameter)
-    <delta_t (x) x_t, sum_v w_v delta_v (x) x_v>
-        = sum_v w_v (delta_t . delta_v)(x_t . x_v)                (activation-activation)
 
-The first form is the *projected* route, the second the *gram* route. They are the same number.
+Where M is itself a sum of rank-1 matrices, the same number is a sum of products of errors and of
+inputs (activation-activation), and M is never built. `benchmarks.gram` has that form: scorers keep
+M, because it serves every batch until the weights change.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["ContractionPlan", "contract", "contract_gram", "outer_sum", "plan_contraction"]
+__all__ = ["contract", "outer_sum"]
 
 
 @full_precision
@@ -55,39 +53,6 @@ def contract(
 
 
 @full_precision
-def contract_gram(
-    delta: Float[Tensor, "b t o"],
-    x: Float[Tensor, "b t i"],
-    delta_v: Float[Tensor, "v o"],
-    x_v: Float[Tensor, "v i"],
-    *,
-    chunk: int = 4096,
-) -> Float[Tensor, "b t"]:
-    """Gram contraction: ``sum_v (delta_t . delta_v)(x_t . x_v)``, the direction never built.
-
-    Equal to ``contract(delta, x, outer_sum(delta_v, x_v))``. Weights of validation tokens belong
-    in ``delta_v``. The bias takes no part: its gradient is a vector, and contracted as one.
-
-    Args:
-        delta: training errors.
-        x: training inputs.
-        delta_v: validation errors, all positions of all sequences in one axis.
-        x_v: validation inputs at the same positions.
-        chunk: validation tokens per block; bounds the workspace to b*t*chunk.
-
-    Exactness: exact up to rounding. Source: eq. app_aa_direct. Oracle: ``contract``.
-    """
-    dtype = wide(delta.dtype, x.dtype)
-    delta, x = delta.to(dtype), x.to(dtype)
-    total = torch.zeros(delta.shape[:2], dtype=dtype, device=delta.device)
-    for start in range(0, delta_v.shape[0], chunk):
-        errors = torch.einsum("bto,vo->btv", delta, delta_v[start : start + chunk].to(dtype))
-        inputs = torch.einsum("bti,vi->btv", x, x_v[start : start + chunk].to(dtype))
-        total += torch.einsum("btv,btv->bt", errors, inputs)
-    return total
-
-
-@full_precision
 def outer_sum(delta: Float[Tensor, "b t o"], x: Float[Tensor, "b t i"]) -> Float[Tensor, "o i"]:
     """Weight gradient from its factors: ``sum_{b,t} delta_{bt} (x) x_{bt}``.
 
@@ -98,32 +63,3 @@ def outer_sum(delta: Float[Tensor, "b t o"], x: Float[Tensor, "b t i"]) -> Float
     """
     dtype = wide(delta.dtype, x.dtype)
     return torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))
-
-
-@dataclass(frozen=True)
-class ContractionPlan:
-    """Which route is cheaper for one linear map, and the multiply-adds (times two) of both."""
-
-    route: str
-    projected_flops: int
-    gram_flops: int
-
-
-def plan_contraction(tokens: int, validation_tokens: int, d_out: int, d_in: int) -> ContractionPlan:
-    """Choose the cheaper route; the value never changes.
-
-    Projected: build M once, ``2 N_v d_out d_in``, then ``2 N d_out d_in``. Gram:
-    ``2 N N_v (d_out + d_in)``. Hence gram wins iff
-    ``N N_v / (N + N_v) < d_out d_in / (d_out + d_in)``. Under a preconditioner there is no choice:
-    P o G has no rank-1 factors, so only the projected route exists.
-
-    Args:
-        tokens: training positions contracted per refresh of M (N).
-        validation_tokens: validation positions (N_v), prompt included.
-        d_out: output width of the linear map.
-        d_in: input width.
-    """
-    projected = 2 * (tokens + validation_tokens) * d_out * d_in
-    gram = 2 * tokens * validation_tokens * (d_out + d_in)
-    route = "gram" if gram < projected else "projected"
-    return ContractionPlan(route, projected, gram)

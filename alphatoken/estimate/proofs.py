@@ -279,8 +279,8 @@ def _judged(mask: object, batch: LabelledBatch) -> str | None:
         real = _real(batch)
         if bool((mask[real] == 1).all()):
             return "ones"
-        told = (mask[:, 1:] != mask[:, :-1]) == starts[:, 1:]
-        return "numbered" if bool((told | ~real[:, 1:]).all()) else None
+        separated = (mask[:, 1:] != mask[:, :-1]) == starts[:, 1:]
+        return "numbered" if bool((separated | ~real[:, 1:]).all()) else None
     if mask.dim() != 4 or mask.shape[-2:] != (shape[1], shape[1]):
         return None
     document = starts.long().cumsum(-1)

@@ -43,19 +43,19 @@ def combine(
     given = adaptation or stability
     assert given is not None
     zeros = tuple(torch.zeros_like(part) for part in given)
-    gain_direct, gain_causal, gain_rest = adaptation or zeros
-    keep_direct, keep_causal, keep_rest = stability or zeros
-    gain, keep = gain_direct + gain_causal, keep_direct + keep_causal
+    g_direct, g_causal, g_rest = adaptation or zeros
+    v_direct, v_causal, v_rest = stability or zeros
+    g, v = g_direct + g_causal, v_direct + v_causal
     return TokenValues(
-        total=gain + stability_weight * keep,
+        total=g + stability_weight * v,
         mask=mask,
-        adaptation=gain,
-        stability=keep,
-        adaptation_direct=gain_direct if split else None,
-        adaptation_causal=gain_causal if split else None,
-        stability_direct=keep_direct if split else None,
-        stability_causal=keep_causal if split else None,
-        unassigned=gain_rest + stability_weight * keep_rest,
+        adaptation=g,
+        stability=v,
+        adaptation_direct=g_direct if split else None,
+        adaptation_causal=g_causal if split else None,
+        stability_direct=v_direct if split else None,
+        stability_causal=v_causal if split else None,
+        unassigned=g_rest + stability_weight * v_rest,
         estimator=estimator,
         stability_weight=stability_weight,
         balance=balance,

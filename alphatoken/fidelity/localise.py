@@ -30,23 +30,23 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    valuer, target = scorer.valuer, scorer.target
+    valuer, builder = scorer.valuer, scorer.builder
     checked, weights = valuer.read(batch, token_weights, step_weights)
     with valuer.forward(checked, weights) as seen:
         sides, _ = valuer.sides(seen, components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
-        if not target.captured:
+        if not builder.captured:
             return {
                 name: {
                     parameter: label_values(
-                        scorer.adapter, checked, {parameter: m}, first=target.first or 0
+                        scorer.adapter, checked, {parameter: m}, first=builder.first or 0
                     ).double().cpu()
                     for parameter, m in side.of(side.matrices).items()
                 }
                 for name, side in present.items()
             }  # fmt: skip
         recorder, _ = seen.recorded
-        sums = ColumnSums(recorder, list(present.values()), target.names)
+        sums = ColumnSums(recorder, list(present.values()), builder.names)
         valuer.errors(seen, sums.add)
         found: dict[str, dict[str, Tensor]] = {}
         for name, parts in zip(present, sums.found, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 
 __all__ = ["CheckedOptions", "option"]
 
@@ -44,11 +44,8 @@ class CheckedOptions:
         for one in fields(self):
             given = getattr(self, one.name)
             entries: Sequence[Any] = given if isinstance(given, tuple) else (given,)
-            choices = one.metadata.get("choices")
-            if choices is not None and not set(entries) <= set(choices):
-                raise ConfigError(
-                    f"{one.name} must be one of {', '.join(choices)}", got=repr(given)
-                )
+            for entry in entries if "choices" in one.metadata else ():
+                require_choice(one.name, entry, one.metadata["choices"])
             limits = {name: one.metadata[name] for name in _LIMITS if name in one.metadata}
             if not all(_LIMITS[n][1](entry, end) for n, end in limits.items() for entry in entries):
                 said = " and ".join(f"{_LIMITS[name][0]} {end:g}" for name, end in limits.items())

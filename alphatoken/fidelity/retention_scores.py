@@ -85,9 +85,7 @@ class TunedModel:
 
     def __init__(self, subject: Subject, model: nn.Module, batches: Sequence[Any]) -> None:
         self.subject = subject
-        self.config = replace(
-            subject.config, objective="stability", preconditioner=None, contraction="projected"
-        )
+        self.config = replace(subject.config, objective="stability", preconditioner=None)
         self.scorer = Scorer(model, None, list(batches), self.config)
         self.scorer.warn = False
 

@@ -269,13 +269,12 @@ class _Run(OwnValues):
         That scorer's own values are not used: they make it run the proofs on this model.
         """
         subject = self.subject
-        narrow = replace(config, contraction="auto" if config.estimator == "label" else "projected")
         scorer = scorer_for(
             subject,
             model=self.model,
             retention=self.retention,
             rows=self.validation[:1],
-            config=narrow,
+            config=config,
         )
         scorer.score(subject.batches(self.rows[:1])[0])
         missing = [name for name in scorer.parameters if name not in self.wide.adaptation]

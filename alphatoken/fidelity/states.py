@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, ModelError
+from alphatoken.errors import ModelError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -183,8 +183,7 @@ def pooled_states(
     Raises:
         ConfigError: an unknown pool.
     """
-    if pool not in POOLS:
-        raise ConfigError(f"pool must be one of {', '.join(POOLS)}", got=repr(pool))
+    require_choice("pool", pool, POOLS)
     columns: list[list[Numbers]] = []
     losses, tokens, has_head = [], [], True
     for batch, found in _batches_of(model, batches, tracker):

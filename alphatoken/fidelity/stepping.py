@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.errors import ConfigError, NumericalError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
@@ -40,10 +40,7 @@ def make_optimizer(
     """
     if momentum and name not in ("sgd", "rmsprop"):
         raise ConfigError("this optimizer takes no momentum", got=f"{name}, momentum={momentum}")
-    if name not in _OPTIMIZERS:
-        raise ConfigError(
-            "unknown optimizer", got=repr(name), remedy=f"one of {', '.join(OPTIMIZERS)}"
-        )
+    require_choice("optimizer", name, OPTIMIZERS)
     own = {"momentum": momentum} if momentum else {}
     return _OPTIMIZERS[name](parameters, lr=0.0, weight_decay=weight_decay, **own)
 

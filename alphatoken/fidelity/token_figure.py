@@ -11,13 +11,14 @@ import numpy as np
 from alphatoken.fidelity.diagnosis import Figure, Table
 from alphatoken.fidelity.drawing import canvas, finish
 from alphatoken.fidelity.token_text import Panel, ValuedText, laid_out, printable
-from alphatoken.report.build import number
+from alphatoken.report.drawing import colour_of
+from alphatoken.report.numbers import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["colour_of", "heatmap_figure"]
+__all__ = ["heatmap_figure"]
 
 _FONT = "DejaVu Sans Mono"  # comes with matplotlib
 _SIZE = 7.0  # points
@@ -25,16 +26,6 @@ _LETTER = 0.602 * _SIZE / 72  # width of every letter, inches
 _LINE = 1.6 * _SIZE / 72
 _COLUMNS, _GAP, _HEAD = 72, 0.25, 0.32
 _PROMPT = 2 * _COLUMNS  # letters of the prompt that are shown
-
-PLUS, MINUS = (76, 154, 222), (240, 150, 55)
-"""Blue and orange: told apart under the common colour-vision deficiencies."""
-
-
-def colour_of(strength: float) -> tuple[float, float, float]:
-    """Red, green and blue in [0, 1] for a normalised value in [-1, 1]: white is 0."""
-    end = PLUS if strength > 0 else MINUS
-    red, green, blue = (1 + (channel / 255 - 1) * min(abs(strength), 1.0) for channel in end)
-    return red, green, blue
 
 
 def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Figure:
@@ -146,7 +137,7 @@ def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str, lines: i
             place = piece.column, first + piece.line + 0.5
             axes.text(*place, piece.text, color="#111111", **written)
     largest = float(np.abs(panel.values).max()) if len(panel.values) else 0.0
-    scale = number(largest).removeprefix("+")
+    scale = number(largest)
     cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
     heading = f"{panel.title}   (full colour \u00b1{scale}{cut})"
     axes.set_title(heading, fontsize=8, loc="left", pad=3, parse_math=False)

@@ -28,8 +28,6 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         changes["path"] = "both"
     if estimator != "label":
         changes["parameters"] = "linears"
-    elif config.contraction == "gram":
-        changes["contraction"] = "auto"
     return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all
 
 

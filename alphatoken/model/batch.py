@@ -19,8 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import InputError, require_choice
 from alphatoken.model.vocabulary import chosen_losses
+from alphatoken.support.finite import refuse_first
 from alphatoken.support.precision import wide
 
 __all__ = [
@@ -285,11 +286,7 @@ class PreferenceBatch:
                 got=f"row counts {sorted(pairs)}",
                 remedy="row n of each belongs to pair n; drop unpaired rows",
             )
-        if self.normalization not in ("tokens", "pairs"):
-            raise InputError(
-                "normalization of a preference objective is 'tokens' or 'pairs'",
-                got=repr(self.normalization),
-            )
+        require_choice("normalization", self.normalization, ("tokens", "pairs"), InputError)
 
     def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
         """Chosen then rejected: (batch, reference log-probabilities, sign)."""
@@ -299,15 +296,13 @@ class PreferenceBatch:
 
 def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
     """Raise NumericalError naming the first response token whose loss is NaN or Inf."""
-    bad = ~torch.isfinite(losses.detach()) & mask
-    if bool(bad.any()):
-        row, index = bad.nonzero()[0].tolist()
-        raise NumericalError(
-            f"the loss of a token in the {role} is not finite",
-            got=f"{float(losses.detach()[row, index])} at row {row}, token {index}",
-            why="one NaN spreads to every value through the sums",
-            remedy="check the weights (a diverged run?), the labels' range and the precision",
-        )
+    refuse_first(
+        ~torch.isfinite(losses.detach()) & mask,
+        losses,
+        f"the loss of a token in the {role} is not finite",
+        why="one NaN spreads to every value through the sums",
+        remedy="check the weights (a diverged run?), the labels' range and the precision",
+    )
 
 
 def as_batches(validation: Any) -> Sequence[Any]:

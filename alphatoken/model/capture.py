@@ -35,6 +35,7 @@ __all__ = [
     "record",
     "resolve_layers",
     "used_outside",
+    "with_hidden",
 ]
 
 
@@ -96,6 +97,14 @@ class Scope:
     uncovered: dict[str, str] = field(default_factory=dict)
     mixers: dict[str, str] = field(default_factory=dict)
     first: int = 0
+
+    def parameters(self, *, biases: bool) -> dict[str, Tensor]:
+        """The weights of the linears by name; with ``biases`` their trained biases after them."""
+        chosen = {linear.weight_name: linear.weight for linear in self.linears}
+        for linear in self.linears if biases else ():
+            if linear.trained_bias is not None:
+                chosen[linear.bias_name] = linear.trained_bias
+        return chosen
 
 
 def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
@@ -469,16 +478,20 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a decoder block with these hidden states in place of its own."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
 def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A block that is used at two depths is entered twice; gradients are on since the first time,
     # and a second cut would take the graph between the two away.
     if torch.is_grad_enabled():
         return None
     torch.set_grad_enabled(True)
-    hidden = hidden_of(args, kwargs).detach().requires_grad_()
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
+    return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.model.capture import hidden_of
+from alphatoken.model.capture import hidden_of, with_hidden
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["Start", "can_start_at", "losses_from", "remember_start", "start_at"]
@@ -97,9 +97,7 @@ def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[No
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle.remove()  # a block used at two depths: only the first call starts here
         start = hidden.requires_grad_() if torch.is_grad_enabled() else hidden
-        if args:
-            return (start, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": start}
+        return with_hidden(args, kwargs, start)
 
     hidden = hidden.detach()
     missing = object()

@@ -63,6 +63,12 @@ class ScoredLinear:
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) else None
 
+    @property
+    def trained_bias(self) -> Tensor | None:
+        """The bias, if it is trained."""
+        bias = self.bias
+        return bias if bias is not None and bias.requires_grad else None
+
 
 @dataclass(frozen=True)
 class AttentionCall:

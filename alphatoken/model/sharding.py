@@ -48,7 +48,7 @@ class Sharding(Protocol):
         """This process's part of the parameter at its current values, without communication."""
         ...
 
-    def keep(self, name: str, full: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         """This process's part of a whole tensor that every process has, without communication."""
         ...
 
@@ -57,7 +57,7 @@ class Sharding(Protocol):
         ...
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """The whole tensor from the parts. Collective; ``gather(n, keep(n, x))`` is ``x``."""
+        """The whole tensor from the parts. Collective; ``gather(n, part_of(n, x))`` is ``x``."""
         ...
 
     def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:

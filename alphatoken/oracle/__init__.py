@@ -1,7 +1,26 @@
 """Oracles: slow, obvious, exact. They import nothing of the library except its errors.
 
 Each is plain per-token autograd or a loop over the formula, shifts labels itself, and is handed the
-model, a forward callable and the scored modules.
+model, a forward callable and the scored modules, so that it can share no mistake with the code that
+it checks. All are meant for small models in float64; none is fast.
+
+- ``gradients``: one ``autograd.grad`` a token, the ground of every other oracle.
+- ``influence``: the influence matrix Psi and its exact readouts; ``readouts``: every value that the
+  library returns, on a model whose attention is split.
+- ``propagation``: Value-Propagation and the paper's causal decomposition in loops
+  (eq. phi_tgt_causal, causal_decomp); ``jacobian``: the exact Jacobian of one attention layer, with
+  the score path, and the bound of what is left out (eq. app_score_path, app_value_path_bound).
+- ``enumeration``: the Fisher of a sequence model summed over every response; ``retention``: the
+  retention side and the bound of its proxy, term by term; ``transfer``: the Wasserstein form of it.
+- ``preference``: DPO written again from its definition. ``composite``: the direction
+  ``M = P o (G + lambda V)`` built anew from what the user gave (eq. V_layer).
+- ``utility`` and ``shapley``: what a label is truly worth, by taking the step with it and without
+  it (eq. local_utility_def), and over every coalition.
+- ``scope``: what is scored, found again from the model alone; ``evaluate``: what several stand on.
+
+**May import** ``errors`` alone. **Read by** ``fidelity``, ``benchmarks`` and the tests only: the
+estimators never see it. **Checked by** finite differences, and oracle against oracle
+(``tests/property/test_oracle*.py``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,23 @@
 
 A policy is named in a recipe (``policy: stm``), handed to a trainer as an object or a class, or
 written by a user: a subclass of ``TokenPolicy`` with ``scores``, registered under a name or named
-as ``package.module:Class``.
+as ``package.module:Class``. In its native mode it does what its paper does; in budget mode it ranks
+tokens and the trainer keeps as many as it is told, which makes methods comparable.
+
+- From one forward over the rows before training (``static`` keeps it, cached and resumable):
+  ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
+  rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
+- From a second model (``reference``): ``rho_1``, ``token_cleaning``, ``sepo``.
+- From the training forward alone: ``talr``, ``confpo``; of pairs (``preference``): ``ti_dpo``.
+- Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,
+  ``projection``).
+- Controls: ``standard`` (every token, and a random share); ``alphatoken`` (our values as policies);
+  ``merge`` (WiSE-FT: weights between start and end, after training).
+
+**Formulas and sources**: each class's docstring, and docs/policies. **May import** ``train`` and
+the rooms below; ``train`` finds a policy by its name and imports no policy. **Oracle**: values
+computed by hand in ``tests/property/test_policies_*.py`` and ``tests/integration``; weights of 1
+equal TRL bit for bit.
 """
 
 from __future__ import annotations

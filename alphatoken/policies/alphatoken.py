@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.train.policy import Needs, PolicyBatch, TokenPolicy
 
 __all__ = ["AlphaToken", "Label"]
@@ -17,7 +18,6 @@ _VARIANTS = (
     "score_layers", "score_bias", "weighting", "keep_scope", "kept_normalization", "retention",
     "interaction_weight", "preconditioner", "shared_threshold", "masked_logit", "value_unit",
 )  # fmt: skip
-_ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
 
 
 class AlphaToken(TokenPolicy):
@@ -58,13 +58,9 @@ class AlphaToken(TokenPolicy):
         Raises:
             ConfigError: an unknown order or variant.
         """
-        if order not in _ORDERS:
-            raise ConfigError(f"order must be one of {', '.join(_ORDERS)}", got=repr(order))
+        require_choice("order", order, _ORDERS)
         estimator = variants.pop("estimator", cls.estimator)
-        if estimator not in _ESTIMATORS:
-            raise ConfigError(
-                f"estimator must be one of {', '.join(_ESTIMATORS)}", got=repr(estimator)
-            )
+        require_choice("estimator", estimator, ESTIMATORS)
         unknown = [name for name in variants if name not in _VARIANTS]
         if unknown:
             raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.capture import resolve_layers
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
@@ -76,11 +76,8 @@ def receiving(
     Raises:
         ConfigError: other options, or no softmax attention in these layers.
     """
-    if heads not in HEADS or queries not in QUERIES:
-        raise ConfigError(
-            f"attention received: heads {' or '.join(HEADS)}, queries {' or '.join(QUERIES)}",
-            got=f"{heads!r}, {queries!r}",
-        )
+    require_choice("heads", heads, HEADS)
+    require_choice("queries", queries, QUERIES)
     adapter = find_adapter(model)
     chosen = resolve_layers(adapter, layers)
     modules = [module for layer in chosen for module in adapter.attention_modules(layer)]

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from alphatoken.errors import NumericalError, UnsupportedError
+from alphatoken.errors import UnsupportedError
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
+from alphatoken.support.finite import refuse_first
 from alphatoken.support.precision import wide
 
 __all__ = ["forward_inputs", "gradient_attribution", "last_positions"]
@@ -95,13 +96,11 @@ def _finite(importance: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     real = arguments.get("attention_mask")
     if real is not None:
         importance = importance.masked_fill(real == 0, 0.0)
-    bad = ~torch.isfinite(importance)
-    if bool(bad.any()):
-        row, index = bad.nonzero()[0].tolist()
-        raise NumericalError(
-            "the gradient at an embedding is not finite",
-            got=f"row {row}, token {index}",
-            why="its importance would be arbitrary",
-            remedy="check the weights, or a wider precision",
-        )
+    refuse_first(
+        ~torch.isfinite(importance),
+        importance,
+        "the gradient at an embedding is not finite",
+        why="its importance would be arbitrary",
+        remedy="check the weights, or a wider precision",
+    )
     return importance

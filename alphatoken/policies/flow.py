@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.policies.static import keep_best, model_losses
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable
@@ -59,8 +59,7 @@ class Flow(TokenPolicy):
         normalize_weights: bool = False,
     ) -> None:
         super().__init__(settings)
-        if level not in _LEVELS:
-            raise ConfigError("level must be 'sample' or 'token'", got=repr(level))
+        require_choice("level", level, _LEVELS)
         if tau is not None and not tau > 0:
             raise ConfigError("tau must be above 0", got=repr(tau))
         self.tau, self.level, self.normalize_weights = tau, level, normalize_weights

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, DataError, NumericalError
+from alphatoken.errors import ConfigError, DataError, NumericalError, require_choice
 from alphatoken.policies.lora_warmup import (
     AdamCheckpoint,
     LoraWarmup,
     adapted,
     mean_loss,
-    trainable,
     warm_up,
 )
 from alphatoken.policies.projection import Projection
 from alphatoken.policies.static import device_of, row_inputs, wait_for
+from alphatoken.policies.trained_weights import copy_weights, trainable
 from alphatoken.select.masks import keep_count
 from alphatoken.support.precision import full_precision
 from alphatoken.support.progress import Tracker
@@ -114,11 +114,8 @@ class LESS(TokenPolicy):
         super().__init__(settings)
         if not 0 < share <= 1:
             raise ConfigError("share of LESS lies in (0, 1]", got=repr(share))
-        if adam not in ADAM or aggregate not in AGGREGATES:
-            raise ConfigError(
-                f"LESS: adam {' or '.join(ADAM)}, aggregate {' or '.join(AGGREGATES)}",
-                got=f"{adam!r}, {aggregate!r}",
-            )
+        require_choice("adam", adam, ADAM)
+        require_choice("aggregate", aggregate, AGGREGATES)
         if dimension is not None and dimension < 1:
             raise ConfigError("dimension of LESS is 1 or more, or None", got=repr(dimension))
         self.share, self.subtasks, self.dimension = share, subtasks, dimension
@@ -414,7 +411,7 @@ class _Gradients:
     ) -> None:
         self.stage, self.model, self.checkpoint, self.policy = stage, model, checkpoint, policy
         self.parameters = trainable(model)
-        checkpoint.put(self.parameters)
+        copy_weights(checkpoint.weights, self.parameters)
         device = device_of(model)
         self.first, self.second = (
             torch.cat([moments[name].flatten() for name in self.parameters]).to(device).float()

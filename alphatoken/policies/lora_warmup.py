@@ -21,11 +21,12 @@ from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.policies.static import device_of, row_inputs
+from alphatoken.policies.trained_weights import copy_weights, trainable
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.policy import PolicyStage
 
-__all__ = ["AdamCheckpoint", "LoraWarmup", "adapted", "mean_loss", "trainable", "warm_up"]
+__all__ = ["AdamCheckpoint", "LoraWarmup", "adapted", "mean_loss", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -119,27 +120,6 @@ class AdamCheckpoint:
             parts[kind][name] = tensor
         return cls(**parts, steps=int(facts["steps"]), rate=float(facts["rate"]))
 
-    @torch.no_grad()
-    def put(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set the parameters to these weights.
-
-        Raises:
-            DataError: other names: moments and weights would go to the wrong parameter.
-        """
-        if self.weights.keys() != parameters.keys():
-            raise DataError(
-                "the checkpoint has other parameters than the model",
-                got=", ".join(sorted(self.weights.keys() ^ parameters.keys())[:3]),
-            )
-        for name, parameter in parameters.items():
-            parameter.copy_(self.weights[name])
-
-
-def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters by name, sorted: one order for gradients and moments."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return dict(sorted(found.items()))
-
 
 def mean_loss(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> tuple[Tensor, int]:
     """(summed loss of the response tokens, their number) of one forward, with a graph."""
@@ -185,9 +165,7 @@ def _own_adapters(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     try:
         yield model
     finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(before[name])
+        copy_weights(before, parameters)
 
 
 @contextmanager
@@ -332,7 +310,7 @@ def _snapshot(
 def _restore(
     found: AdamCheckpoint, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    found.put(parameters)
+    copy_weights(found.weights, parameters)
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
             "step": torch.tensor(float(found.steps)),

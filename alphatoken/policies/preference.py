@@ -8,6 +8,7 @@ A weight acts on a token's term of the loss, so the preference margin itself is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.support.precision import wide
-from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, TokenPolicy
+from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 
 __all__ = ["PreferencePolicy", "both_sides", "weighted_dpo_losses", "weighted_simpo_losses"]
 
@@ -156,7 +157,7 @@ class PreferencePolicy(TokenPolicy):
         self.beta = published[0] if beta is None else beta
         self.gamma = published[1] if gamma is None else gamma
         if self.base_loss == "dpo":  # the class says what it needs whatever the base loss
-            vars(self)["needs"] = _with_reference(self.needs)
+            vars(self)["needs"] = replace(self.needs, reference=True)
 
     def bind(self, settings: PolicySettings) -> None:
         """Take the trainer's settings, unless the policy was made with its own.
@@ -211,7 +212,3 @@ class PreferencePolicy(TokenPolicy):
                 remedy="let the trainer compute them (they are no sums over responses)",
             )
         return batch.reference
-
-
-def _with_reference(needs: Needs) -> Needs:
-    return Needs(**{**vars(needs), "reference": True})

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken.errors import ConfigError, ModelError
+from alphatoken.errors import ConfigError, ModelError, require_choice
+from alphatoken.train.loading import load_causal_model, load_or_refuse, load_tokenizer
 
 __all__ = ["check_tokenizers", "load_reference"]
 
@@ -46,11 +47,11 @@ def load_reference(
     """
     kind = _dtype(dtype)
     try:
-        model = _loaded(str(name), kind)
-    except (OSError, ValueError, KeyError) as problem:
+        model = _loaded(name, device, kind)
+    except ModelError as problem:
         raise ConfigError(
             "the reference model cannot be loaded",
-            got=f"{name}: {str(problem).splitlines()[0] if str(problem) else type(problem)}",
+            got=problem.got,
             remedy="give a folder written by save_pretrained, or a name on the hub",
         ) from problem
     if tokenizer is not None:
@@ -58,44 +59,33 @@ def load_reference(
         if rows < len(tokenizer):
             raise _differ(f"{rows} rows of embeddings, {len(tokenizer)} tokens in the tokenizer")
         if check_tokenizer:
-            check_tokenizers(tokenizer, _tokenizer_of(str(name)))
-    model.to(torch.device(device)).eval()
-    model.requires_grad_(False)
-    return model
+            check_tokenizers(tokenizer, _tokenizer_of(name))
+    return model.requires_grad_(False)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
-    if found not in _DTYPES.values():
-        raise ConfigError(
-            "unknown dtype of the reference model", got=repr(dtype), remedy=", ".join(_DTYPES)
-        )
-    assert isinstance(found, torch.dtype)
-    return found
+    name = str(dtype).removeprefix("torch.")
+    require_choice("dtype of the reference model", name, _DTYPES)
+    return _DTYPES[name]
 
 
-def _loaded(name: str, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _loaded(name: str | Path, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
+    if not (Path(name) / "adapter_config.json").is_file():
+        return load_causal_model(name, device=device, dtype=dtype)
+    from peft import AutoPeftModelForCausalLM
 
-    if (Path(name) / "adapter_config.json").is_file():
-        from peft import AutoPeftModelForCausalLM
-
-        adapted: Any = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
-        merged: nn.Module = adapted.merge_and_unload()
-        return merged
-    plain: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return plain
+    adapted = load_or_refuse("model", name, AutoPeftModelForCausalLM, dtype=dtype)
+    merged: nn.Module = adapted.merge_and_unload()
+    return merged.to(device).eval()
 
 
-def _tokenizer_of(name: str) -> Any:
-    from transformers import AutoTokenizer
-
+def _tokenizer_of(name: str | Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as problem:
+        return load_tokenizer(name)
+    except ModelError as problem:
         raise ConfigError(
             "the reference model has no tokenizer to compare with the trained model's",
-            got=f"{name}: {str(problem).splitlines()[0]}",
+            got=problem.got,
             why="with another tokenizer the same ids are other words",
             remedy="save its tokenizer beside it, or switch the check off if you know they agree",
         ) from problem

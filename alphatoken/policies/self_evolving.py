@@ -13,35 +13,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.policies.standard import Standard
 from alphatoken.policies.static import keep_best, model_losses
 from alphatoken.policies.static_mask import GivenTable
-from alphatoken.support.storage import read_tensors, weights_digest, write_json, write_tensors
-from alphatoken.train.policy import PolicyBatch, PolicyStage, TokenPolicy
-from alphatoken.train.policy_stage import copied
+from alphatoken.policies.trained_weights import load_copy, save_weights, weights_folder
+from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.train.policy import PolicyStage
 from alphatoken.train.token_table import TokenTable, rows_fingerprint
 
-__all__ = [
-    "Round",
-    "RoundsBefore",
-    "excess_losses",
-    "has_weights",
-    "keep_weights",
-    "model_of",
-    "self_evolving",
-    "take_weights",
-    "training_folder",
-]
+__all__ = ["Round", "RoundsBefore", "excess_losses", "self_evolving"]
 
 Rows = Sequence[Mapping[str, Any]]
-_WEIGHTS, _COUNTS = "trained.safetensors", "counts.json"
+Train = Callable[[Path | None, Rows, TokenTable | None, Path], None]
+Load = Callable[[Path], Any]
+_COUNTS = "counts.json"
 
 
 def excess_losses(stage: PolicyStage, base: Any, reference: Any) -> TokenTable:
@@ -70,14 +61,13 @@ class Round:
 
 def self_evolving(
     stage: PolicyStage,
-    train: Callable[[Path | None, Rows, TokenTable | None, Path], None],
-    load: Callable[[Path], Any],
+    train: Train,
+    load: Load,
     *,
     rounds: int = 5,
     ratio: float = 0.6,
     rounding: str = "floor",
     scope: str = "dataset",
-    until: int | None = None,
 ) -> list[Round]:
     """All rounds, around any trainer; :class:`RoundsBefore` is for the trainers of this library.
 
@@ -99,7 +89,6 @@ def self_evolving(
         ratio: rho.
         rounding: of rho N_t, "floor" as published.
         scope: tokens ranked together: "dataset" (the part of a round, as published) or "sequence".
-        until: run only the rounds before this one.
 
     Returns:
         The rounds; the last one's folder holds the result.
@@ -110,12 +99,24 @@ def self_evolving(
 
     Source: UCSC-REAL/TokenCleaning, ``self_evolving_cleaning.sh`` (which does not run as shipped).
     """
+    made_of = _made_of(stage, rounds, ratio, rounding, scope)
+    return _run_rounds(stage, train, load, made_of, rounds)
+
+
+def _made_of(
+    stage: PolicyStage, rounds: int, ratio: float, rounding: str, scope: str
+) -> dict[str, Any]:
+    """What every round of a run depends on.
+
+    Raises:
+        ConfigError: fewer rows than rounds, or fewer than 2 rounds.
+    """
     if rounds < 2 or len(stage.rows) < rounds:
         raise ConfigError(
             "self-evolving cleaning takes at least 2 rounds, and a row for each",
             got=f"{rounds} rounds, {len(stage.rows)} rows",
         )
-    made_of = {
+    return {
         "model": weights_digest(stage.model),
         "data": rows_fingerprint(stage.rows),
         "rounds": rounds,
@@ -123,9 +124,15 @@ def self_evolving(
         "rounding": rounding,
         "scope": scope,
     }
-    bounds = part_bounds(len(stage.rows), rounds)
+
+
+def _run_rounds(
+    stage: PolicyStage, train: Train, load: Load, made_of: Mapping[str, Any], until: int
+) -> list[Round]:
+    """The rounds before ``until``; those that are finished are read from their folders."""
+    bounds = part_bounds(len(stage.rows), made_of["rounds"])
     done: list[Round] = []
-    for t in range(rounds if until is None else until):
+    for t in range(until):
         folder = Path(stage.folder) / f"round-{t}"
         found = _finished(folder, made_of)
         if found is None:
@@ -142,8 +149,8 @@ def part_bounds(rows: int, rounds: int) -> list[int]:
 
 def _round(
     stage: PolicyStage,
-    train: Callable[[Path | None, Rows, TokenTable | None, Path], None],
-    load: Callable[[Path], Any],
+    train: Train,
+    load: Load,
     number: int,
     rows: tuple[int, int],
     before: Path | None,
@@ -240,11 +247,13 @@ class RoundsBefore:
                 why="earlier rounds train a copy of the model, in one process with whole weights",
                 remedy="one process; or self_evolving() with a trainer of your own",
             )
-        folder = training_folder(stage, stage.rows, f"{rounds}-rounds", ratio, rounding, scope)
-        at = replace(stage, folder=folder)
-        done = self_evolving(
-            at, partial(_train_copy, stage), partial(model_of, stage), rounds=rounds, ratio=ratio,
-            rounding=rounding, scope=scope, until=rounds - 1,
+        made_of = _made_of(stage, rounds, ratio, rounding, scope)
+        folder = weights_folder(
+            stage, f"{rounds}-rounds", made_of["model"], made_of["data"], ratio, rounding, scope
+        )
+        done = _run_rounds(
+            replace(stage, folder=folder), partial(_train_copy, stage), partial(load_copy, stage),
+            made_of, until=rounds - 1,
         )  # fmt: skip
         counts = [json.loads((one.folder / _COUNTS).read_text(encoding="utf-8")) for one in done]
         return cls(
@@ -253,16 +262,6 @@ class RoundsBefore:
             tokens=sum(count["tokens"] for count in counts),
             kept=sum(count["kept"] for count in counts),
         )
-
-
-class _AllTokens(TokenPolicy):
-    """Round 0: weights of 1, so that it is counted like the others."""
-
-    name: ClassVar[str] = "all-tokens"
-    static = True
-
-    def native_weights(self, batch: PolicyBatch) -> Tensor:
-        return batch.mask.to(batch.log_probs.dtype)
 
 
 def _train_copy(
@@ -278,63 +277,9 @@ def _train_copy(
     assert stage.train is not None
     trained = stage.train(
         rows, {},
-        model=None if before is None else model_of(stage, before),
-        policy=_AllTokens() if table is None else GivenTable(table),
+        model=None if before is None else load_copy(stage, before),
+        policy=Standard() if table is None else GivenTable(table),
         record=record,
     )  # fmt: skip
-    keep_weights(trained, folder)
+    save_weights(trained, folder)
     write_json(folder / _COUNTS, {"tokens": tokens, "kept": kept})
-
-
-# --- models that were trained on the way ----------------------------------------------------------
-
-
-def training_folder(stage: PolicyStage, rows: Rows, kind: str, *settings: Any) -> Path:
-    """Where what is trained on the way is kept: the name holds a digest of all that it depends on.
-
-    That is: the model, the rows, the trainer's options, and ``settings``.
-    """
-    made_of = [weights_digest(stage.model), rows_fingerprint(rows), settings, dict(stage.run)]
-    digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Path(stage.folder) / f"token-cleaning-{kind}-{digest}"
-
-
-def keep_weights(model: nn.Module, folder: Path) -> None:
-    """Write the trainable parameters, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / _WEIGHTS, _trainable(model), {})
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a training that left its weights here was finished."""
-    return (folder / _WEIGHTS).exists()
-
-
-def model_of(stage: PolicyStage, folder: Path) -> nn.Module:
-    """A copy of the stage's model with the weights that were kept in a folder."""
-    model = copied(stage.model)
-    take_weights(model, folder)
-    return model
-
-
-def take_weights(model: nn.Module, folder: Path) -> None:
-    """Set the trainable parameters to those that were kept in a folder.
-
-    Raises:
-        DataError: a file that cannot be read, or is of another model.
-    """
-    tensors, _ = read_tensors(folder / _WEIGHTS)
-    own = _trainable(model)
-    if own.keys() != tensors.keys():
-        raise DataError(
-            "the weights that were kept have other parameters than the model",
-            got=", ".join(sorted(own.keys() ^ tensors.keys())[:3]),
-            remedy=f"remove the folder '{folder.parent}'",
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
-
-
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

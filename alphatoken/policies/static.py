@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.errors import ConfigError, DataError, InputError, NumericalError, require_choice
 from alphatoken.model.batch import (
     IGNORE,
     PreferenceBatch,
@@ -241,17 +241,14 @@ class _Pass:
         if not bool(mask.any()):
             return
         measured = self.measure(self.model, inputs, labels)
-        forward = {name: _array(measured[name]) for name in self.columns}
+        forward: dict[str, Array] = {
+            name: measured[name].detach().cpu().flatten().numpy() for name in self.columns
+        }
         for document in split_batch(inputs, mask):
             row = int(document.places[0]) // mask.shape[1] % len(rows)
             columns = {name: array[document.places] for name, array in forward.items()}
             _require_finite(columns, numbers[row], document)
             yield (numbers[row], document.branch), document, columns
-
-
-def _array(numbers: Tensor) -> Array:
-    found: Array = numbers.detach().cpu().flatten().numpy()
-    return found
 
 
 def _require_finite(columns: Mapping[str, Array], row: int, document: Document) -> None:
@@ -352,11 +349,8 @@ def keep_best(
         NumericalError: a score that is not finite.
         DataError: nothing is kept.
     """
-    if scope not in ("dataset", "sequence") or rounding not in ROUNDINGS:
-        raise InputError(
-            "a static selection has scope 'dataset' or 'sequence', rounding 'floor' or 'ceil'",
-            got=f"{scope!r}, {rounding!r}",
-        )
+    require_choice("scope", scope, ("dataset", "sequence"), InputError)
+    require_choice("rounding", rounding, ROUNDINGS, InputError)
     keep_count(ratio, 0)  # refuses a ratio outside (0, 1]
     if len(score) != table.tokens:
         raise InputError("one score a token", got=f"{len(score)} scores, {table.tokens} tokens")

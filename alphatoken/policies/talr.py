@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 
 __all__ = ["TALR", "median_of_sequences"]
@@ -68,8 +68,10 @@ class TALR(TokenPolicy):
         w_min: float = 0.01,
     ) -> None:
         super().__init__(settings)
-        if tau not in _TAUS if isinstance(tau, str) else not tau > 0:
-            raise ConfigError(f"tau must be {' or '.join(_TAUS)}, or above 0", got=repr(tau))
+        if isinstance(tau, str):
+            require_choice("tau", tau, _TAUS)
+        elif not tau > 0:
+            raise ConfigError("tau must be above 0", got=repr(tau))
         if not 0 <= w_min <= 1:
             raise ConfigError("w_min must lie in [0, 1]", got=repr(w_min))
         self.tau, self.w_min = tau, w_min

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError, InputError, require_choice
 from alphatoken.model.batch import label_mask, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
@@ -127,8 +127,7 @@ class TIDPO(PreferencePolicy):
         **base: Any,
     ) -> None:
         super().__init__(settings, **base)
-        if span not in SPANS:
-            raise ConfigError(f"span must be one of {', '.join(SPANS)}", got=repr(span))
+        require_choice("span", span, SPANS)
         if not 0 <= mix <= 1:
             raise ConfigError("mix must lie in [0, 1]", got=repr(mix))
         if not sigma_divisor > 0 or anchor_tokens < 1:
@@ -172,11 +171,6 @@ class TIDPO(PreferencePolicy):
     def native_weights(self, batch: PolicyBatch) -> Tensor:
         """W itself."""
         return self.scores(batch)
-
-    @property
-    def own_forwards(self) -> bool:
-        """Whether ``loss`` reaches the model through more than ``log_probs``."""
-        return bool(self.tdpo_alpha or self.triplet_gamma)
 
     def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
         """Mean over pairs; differentiable in ``log_probs``, and in the model's own parameters.

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError
-from alphatoken.policies.self_evolving import (
-    RoundsBefore,
-    excess_losses,
-    has_weights,
-    keep_weights,
-    model_of,
-    take_weights,
-    training_folder,
-)
+from alphatoken.policies.self_evolving import RoundsBefore, excess_losses
 from alphatoken.policies.static_mask import StaticMask, require_model
+from alphatoken.policies.trained_weights import (
+    has_weights,
+    load_copy,
+    load_weights,
+    save_weights,
+    weights_folder,
+)
+from alphatoken.support.storage import weights_digest
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable
+from alphatoken.train.token_table import TokenTable, rows_fingerprint
 
 __all__ = ["TokenCleaning"]
 
@@ -126,12 +126,12 @@ class TokenCleaning(StaticMask):
         """Losses, scores and mask; a self-evolving run then starts from the last round's model."""
         table = super().prepare(stage)
         if self._last is not None:
-            take_weights(stage.model, self._last)
+            load_weights(stage.model, self._last)
         return table
 
     def measured(self, stage: PolicyStage) -> TokenTable:
         """Losses under base and reference."""
-        found = self._reference(stage) if self._last is None else model_of(stage, self._last)
+        found = self._reference(stage) if self._last is None else load_copy(stage, self._last)
         return excess_losses(stage, stage.model, found)
 
     def _reference(self, stage: PolicyStage) -> Any:
@@ -145,10 +145,12 @@ class TokenCleaning(StaticMask):
             )
         count = max(1, int(self.warmup_share * len(stage.rows)))
         rows = [stage.rows[i] for i in range(count)]
-        folder = training_folder(stage, rows, "warm-up")
+        folder = weights_folder(
+            stage, "warm-up", weights_digest(stage.model), rows_fingerprint(rows)
+        )
         if not has_weights(folder):  # epochs, also where the run itself counts steps
-            keep_weights(stage.train(rows, {"max_steps": -1}), folder)
-        return model_of(stage, folder)
+            save_weights(stage.train(rows, {"max_steps": -1}), folder)
+        return load_copy(stage, folder)
 
     def static_scores(self, table: TokenTable) -> Array:
         """Loss under the base minus loss under the reference."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, ModelError
+from alphatoken.errors import ConfigError, ModelError, require_choice
 from alphatoken.model.batch import token_losses
 from alphatoken.model.protocol import find_adapter
 from alphatoken.policies.attention_received import HEADS, QUERIES, receiving
@@ -96,16 +96,20 @@ class XTF(StaticMask):
         floor: float = 0.05,
     ) -> None:
         super().__init__(settings)
+        for name, given, allowed in (
+            *(("filters", one, FILTERS) for one in filters),
+            ("heads", heads, HEADS),
+            ("queries", queries, QUERIES),
+            ("distance", distance, DISTANCES),
+            ("otsu_scope", otsu_scope, ("dataset", "sequence")),
+        ):
+            require_choice(f"{name} of XTF", given, allowed)
         tests = {
-            f"filters are some of {', '.join(FILTERS)}": bool(filters)
-            and set(filters) <= set(FILTERS),
-            "heads and queries of the attention": heads in HEADS and queries in QUERIES,
+            "some filter acts": bool(filters),
             "iqr_factor is a finite number": math.isfinite(iqr_factor),
             "known_below lies in [0, 1]": 0 <= known_below <= 1,
-            f"distance is one of {', '.join(DISTANCES)}": distance in DISTANCES,
             "classes lie in 2 .. bins": 2 <= classes <= bins,
             "cluster is one of the classes": 0 <= cluster < classes,
-            "otsu_scope is 'dataset' or 'sequence'": otsu_scope in ("dataset", "sequence"),
             "floor lies in [0, 1]": 0 <= floor <= 1,
             "expert_words are words": expert_words is None or bool(expert_words),
         }

@@ -1,30 +1,39 @@
-"""From scored sequences to the page."""
+"""From scored sequences to the page, or to sections of another page."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from alphatoken.errors import ConfigError
+from alphatoken.report.distributions import distributions
 from alphatoken.report.examples import COMPONENTS, Component, ScoredExample, visible
-from alphatoken.report.statistics import ValueSummary
-from alphatoken.report.svg import histogram
-from alphatoken.support.storage import replacing
+from alphatoken.report.numbers import number
+from alphatoken.report.page import (
+    Column,
+    Section,
+    ShownTable,
+    environment,
+    render_page,
+    write_page,
+)
+from alphatoken.report.statistics import Extreme, ValueSummary
 
-if TYPE_CHECKING:
-    import jinja2
-
-__all__ = ["environment", "page_variables", "render_report", "write_report"]
+__all__ = ["value_sections", "write_report"]
 
 MOST_TOKENS = 12_000
 """Tokens shown in all heatmaps together: keeps the page near one megabyte."""
 
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
+
+_LEAD = (
+    "Value of each response token: positive (blue) says that training on it lowers the validation "
+    "objective or keeps what the model knew; negative (orange) says the opposite."
+)
 
 
 def write_report(
@@ -48,114 +57,119 @@ def write_report(
             lambda V) and ``ratio``; left out of the page if empty.
 
     Raises:
-        ConfigError: jinja2 is not installed.
+        ConfigError: jinja2 or matplotlib is not installed.
         DataError: the file could not be written; an old one is intact.
     """
-    html = render_report(summary, title=title, settings=settings, notes=notes, balance=balance)
-    with replacing(path) as temporary:
-        temporary.write_text(html, encoding="utf-8")
-    return Path(path)
+    settings = settings or {}
+    tiles = [
+        (number(summary.sequences), "sequences"),
+        (number(summary.response_tokens), "response tokens valued"),
+        (number(summary.kept_tokens), "kept by the selection"),
+        *((str(settings[name]), name) for name in ("estimator", "layers") if name in settings),
+    ]
+    sections, data = value_sections(summary, balance=balance)
+    html = render_page(
+        title, _LEAD, sections, tiles=tiles, notes=notes, settings=settings, data=data
+    )
+    return write_page(path, html)
 
 
-def render_report(
+def value_sections(
     summary: ValueSummary,
     *,
-    title: str = "AlphaToken report",
-    settings: Mapping[str, object] | None = None,
-    notes: Sequence[str] = (),
-    balance: Sequence[Mapping[str, object]] = (),
-) -> str:
-    """The page as text; see :func:`write_report`."""
-    variables = page_variables(summary, title, settings or {}, notes, balance)
-    return environment().get_template("template.html.j2").render(variables)
-
-
-def environment(*more: str) -> jinja2.Environment:
-    """Where pages are rendered; packages ``more`` may hold templates that extend this one.
-
-    Raises:
-        ConfigError: jinja2 is not installed.
-    """
-    try:
-        import jinja2
-    except ImportError:
-        raise ConfigError(
-            "the HTML report needs jinja2",
-            remedy="pip install jinja2, or leave it out: --no-report",
-        ) from None
-    packages = ("alphatoken.report", *more)
-    found = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, ".") for name in packages]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters["visible"] = visible
-    found.filters["number"] = number
-    found.filters["plain"] = lambda text: text.removeprefix("+")
-    return found
-
-
-def page_variables(
-    summary: ValueSummary,
-    title: str,
-    settings: Mapping[str, object],
-    notes: Sequence[str] = (),
-    balance: Sequence[Mapping[str, object]] = (),
     known: Sequence[Component] = COMPONENTS,
-    **more_data: Any,
-) -> dict[str, Any]:
-    """What the template shows; ``more_data`` goes into the page's downloadable data.
+    balance: Sequence[Mapping[str, Any]] = (),
+) -> tuple[list[Section], dict[str, Any]]:
+    """What a page says about values, and what its script must read for it.
 
-    ``known`` are the components with their names and meanings, in the order of the page.
+    Args:
+        summary: of the values.
+        known: the components with their names and meanings, in the order of the page.
+        balance: as in :func:`write_report`.
     """
     found = [component for component in known if component.key in summary.columns]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [c for c in found if c.key == "total" or summary.columns[c.key].any()]
-    shown, tokens_left_out = shown_examples(summary.sample, [c.key for c in present])
-    data = {
-        "components": [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present],
-        "examples": shown,
-        **more_data,
-    }
-    return {
-        "title": title,
-        "summary": summary,
-        "names": {component.key: component.name for component in known},
-        "components": present,
-        "zero": [c.name for c in found if c not in present],
-        "statistics": {component.key: component for component in summary.components},
-        "histograms": {c.key: histogram(summary.columns[c.key]) for c in present},
-        "shown": len(shown),
-        "tokens_left_out": tokens_left_out,
-        "settings": dict(settings),
-        "notes": list(notes),
-        "balance": list(balance),
-        "data": script_safe(data),
-    }
+    shown, left_out = shown_examples(summary.sample, [c.key for c in present])
+    zero = [c.name for c in found if c not in present]
+    heatmaps = environment().get_template("heatmap.html.j2")
+    html = heatmaps.render(
+        components=present,
+        shown=len(shown),
+        sequences=summary.sequences,
+        left_out=left_out,
+        zero=zero,
+    )
+    sections = [
+        Section("heatmaps", "Values over the text", html=html),
+        distributions(summary, present),
+        _ranking(summary, present, balance),
+        _extremes("Highest", summary.highest),
+        _extremes("Lowest", summary.lowest),
+    ]
+    components = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
+    return sections, {"components": components, "examples": shown}
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A signed short number, with a real minus sign; a dash where there is none.
-
-    >>> number(-0.00012345), number(0.0), number(None)
-    ('−1.23e-04', '0', '–')
-    """
-    if value is None:
-        return "\u2013"
-    if value == 0:
-        return "0"
-    text = f"{value:+.{digits}g}" if 1e-3 <= abs(value) < 1e5 else f"{value:+.{digits - 1}e}"
-    return text.replace("-", "\u2212", 1) if value < 0 else text
+# --- tables ---------------------------------------------------------------------------------------
 
 
-def script_safe(data: Any) -> str:
-    """JSON that can stand inside a script element: no ``<``, ``>``, ``&`` or line separators."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def _ranking(
+    summary: ValueSummary, present: Sequence[Component], balance: Sequence[Mapping[str, Any]]
+) -> Section:
+    names = {component.key: component.name for component in present}
+    lines = [one for one in summary.components if one.key in names]
+    tables = [
+        ShownTable(
+            "components",
+            "",
+            [
+                Column("Component", [names[one.key] for one in lines], "words"),
+                Column("Mean", [number(one.mean, signed=True) for one in lines]),
+                Column("Std. deviation", [number(one.deviation) for one in lines]),
+                Column("Share of variance", [number(one.variance_share) for one in lines]),
+                Column("Rank correlation", [number(one.rank_correlation) for one in lines]),
+            ],
+        )
+    ]
+    if balance:
+        sizes = {
+            "\u2016G\u2016 adaptation": "adaptation",
+            "\u2016λV\u2016 stability": "stability",
+            "Ratio": "ratio",
+        }
+        columns = [
+            Column(title, [number(layer[key]) for layer in balance]) for title, key in sizes.items()
+        ]
+        layers = Column("Layer", [str(layer["layer"]) for layer in balance], "words")
+        note = "Frobenius norms. One side decides alone where the ratio is far from 1."
+        title = "Size of the two directions, by layer"
+        tables.append(ShownTable("balance", title, [layers, *columns], note))
+    remark = (
+        "Share of the variance of the total (stability counts with its weight; parts that add up "
+        "to the total have shares that add up to 1) and rank correlation with the total."
+    )
+    return Section("shares", "What decides the ranking", remarks=[remark], tables=tables)
+
+
+def _extremes(side: str, tokens: Sequence[Extreme]) -> Section:
+    columns = [
+        Column("Total", [number(one.values["total"], signed=True) for one in tokens]),
+        Column("In its context", [_in_context(one) for one in tokens], "html"),
+        Column("Where", [f"{one.place}, token {one.position}" for one in tokens], "words"),
+        Column("Kept", ["yes" if one.kept else "no" for one in tokens], "words"),
+    ]
+    table = ShownTable(f"{side.lower()}-table", "", columns)
+    return Section(side.lower(), f"{side} tokens", tables=[table])
+
+
+def _in_context(one: Extreme) -> str:
+    before, token, after = (escape(visible(text)) for text in (one.before, one.token, one.after))
+    side = "plus" if one.values["total"] >= 0 else "minus"
+    return f'{before}<mark class="{side}">{token}</mark>{after}'
+
+
+# --- examples -------------------------------------------------------------------------------------
 
 
 def shown_examples(

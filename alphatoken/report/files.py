@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.examples import COMPONENTS, ScoredExample
 from alphatoken.support.storage import replacing
 
-__all__ = ["FORMATS", "read_values", "value_files", "write_values"]
+__all__ = ["FORMATS", "read_values", "stretches", "value_files", "write_values"]
 
 FORMATS = ("parquet", "jsonl")
 _KEYS = tuple(component.key for component in COMPONENTS)
@@ -108,7 +108,7 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
     path = Path(path)
     for file in value_files(path) if path.is_dir() else [path]:
         try:
-            records = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+            records = chain.from_iterable(stretches(file))
             for _, group in groupby(records, key=lambda record: record["row"]):
                 yield _example(list(group))
         except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
@@ -119,17 +119,18 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
             ) from problem
 
 
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
-
-
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    _, pq = _pyarrow()
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=4096):
-            yield from batch.to_pylist()
+def stretches(path: Path, size: int = 4096, every: int = 1) -> Iterator[list[dict[str, Any]]]:
+    """Each n-th stretch of so many neighbouring records of a Parquet or JSONL file."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            parts = iter(lambda: list(islice(file, size)), [])
+            for lines in islice(parts, 0, None, every):
+                yield [json.loads(line) for line in lines]
+    else:
+        _, pq = _pyarrow()
+        with pq.ParquetFile(path) as file:
+            for batch in islice(file.iter_batches(batch_size=size), 0, None, every):
+                yield batch.to_pylist()
 
 
 def _example(records: list[dict[str, Any]]) -> ScoredExample:

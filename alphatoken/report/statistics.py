@@ -17,6 +17,9 @@ from alphatoken.report.examples import COMPONENTS, ScoredExample
 
 __all__ = ["ComponentSummary", "Extreme", "ValueSummary", "summarise"]
 
+_Token = tuple[float, ScoredExample, int]
+"""A total, and where it is."""
+
 _CONTEXT = 10
 """Tokens shown on each side of an extreme token."""
 
@@ -102,8 +105,8 @@ def summarise(
     """
     summary, chosen = ValueSummary(), _Reservoir(sample, seed)
     columns: dict[str, list[NDArray[np.float64]]] = {}
-    high: list[tuple[float, int, ScoredExample, int]] = []
-    low: list[tuple[float, int, ScoredExample, int]] = []
+    high: list[_Token] = []
+    low: list[_Token] = []
     for example in examples:
         summary.sequences += 1
         summary.tokens += len(example.tokens)
@@ -112,17 +115,16 @@ def summarise(
         response = example.response
         for key, values in example.values.items():
             columns.setdefault(key, []).append(np.asarray(values, float)[response])
+        summary.response_tokens += int(response.sum())
         total = example.values["total"]
-        for position in np.flatnonzero(response):
-            summary.response_tokens += 1
-            # The counter breaks ties, so that examples are never compared.
-            entry = (float(total[position]), -summary.response_tokens, example, int(position))
-            _push(high, entry, extremes)
-            _push(low, (-entry[0], *entry[1:]), extremes)
+        own = [(float(total[place]), example, int(place)) for place in np.flatnonzero(response)]
+        # Of equal values the first one seen comes first.
+        high = heapq.nlargest(extremes, [*high, *own], key=_value)
+        low = heapq.nsmallest(extremes, [*low, *own], key=_value)
     summary.columns = {key: np.concatenate(parts) for key, parts in columns.items()}
     summary.components = _components(summary.columns, stability_weight)
-    summary.highest = [_extreme(*entry[2:]) for entry in sorted(high, reverse=True)]
-    summary.lowest = [_extreme(*entry[2:]) for entry in sorted(low, reverse=True)]
+    summary.highest = [_extreme(*token[1:]) for token in high]
+    summary.lowest = [_extreme(*token[1:]) for token in low]
     summary.sample = sorted(chosen.items, key=lambda example: example.row)
     return summary
 
@@ -144,11 +146,8 @@ class _Reservoir:
             self.items[place] = example
 
 
-def _push(heap: list[Any], entry: tuple[Any, ...], size: int) -> None:
-    if len(heap) < size:
-        heapq.heappush(heap, entry)
-    elif entry[:2] > heap[0][:2]:
-        heapq.heapreplace(heap, entry)
+def _value(token: _Token) -> float:
+    return token[0]
 
 
 def _extreme(example: ScoredExample, position: int) -> Extreme:

@@ -73,7 +73,7 @@ class Observed:
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
         seen = Pass(batch, weights, losses, recorder)
-        seen = valuer.keeping(seen, asked=keep_errors or self._keep_errors)
+        seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
         values = valuer.values(seen, components=components)
         self._last = seen, values
         return values
@@ -81,7 +81,7 @@ class Observed:
     def _batch(self, labels: Tensor) -> LabelledBatch:
         """The observed arguments with these labels, checked."""
         recorder = self._recorder
-        if recorder.forward is None and self._valuer.target.captured:
+        if recorder.forward is None and self._valuer.builder.captured:
             recorder.require_graph()
         forward = recorder.latest
         inputs = {} if forward is None else forward.inputs

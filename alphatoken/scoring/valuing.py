@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction
-from alphatoken.direction.current import Target
+from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, warn_caller
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns, total_side
@@ -44,15 +44,17 @@ class Valuer:
 
     Args:
         adapter: of the model.
-        target: scope, configuration, and M at the current parameters.
+        builder: scope, configuration, and M at the current parameters.
         witness: the proofs that run on the first pass that can show them.
 
     Attributes:
         warn: say so once when one side of M decides the ranking alone.
     """
 
-    def __init__(self, adapter: DecoderAdapter, target: Target, witness: Witness) -> None:
-        self.adapter, self.target, self.witness = adapter, target, witness
+    def __init__(
+        self, adapter: DecoderAdapter, builder: DirectionBuilder, witness: Witness
+    ) -> None:
+        self.adapter, self.builder, self.witness = adapter, builder, witness
         self.warn = True
         self._warned = False
         self._starts = True  # a label pass may start at the observed forward's hidden states
@@ -60,12 +62,12 @@ class Valuer:
     @property
     def config(self) -> ScorerConfig:
         """The options."""
-        return self.target.config
+        return self.builder.config
 
     @property
     def needs_recording(self) -> bool:
         """Whether values need a recorded forward: label values along a fixed M do not."""
-        return self.target.captured or self.config.preconditioner == "full"
+        return self.builder.captured or self.config.preconditioner == "full"
 
     # --- before the values -----------------------------------------------------------------------
 
@@ -76,16 +78,16 @@ class Valuer:
         checked = read_batch(batch, max_length=self.adapter.max_positions())
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
-    def prepare(self, tokens: int | None) -> None:
+    def prepare(self) -> None:
         """Build M for the current parameters, where it is not built."""
-        self.target.require_gradients()
-        self.target.prepare(tokens, self.witness if self.witness.pending else None)
+        self.builder.require_gradients()
+        self.builder.prepare(self.witness if self.witness.pending else None)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
         """A recorded forward of the scorer's own, in evaluation mode."""
         with self.witness.recording() as recorder:
-            with scoring_forward(self.adapter, self.target.first):
+            with scoring_forward(self.adapter, self.builder.first):
                 losses = forward_losses(self.adapter, batch, "batch")
             yield Pass(batch, weights, losses, recorder)
 
@@ -94,7 +96,7 @@ class Valuer:
     def values(self, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
         sides, balance = self.sides(seen, components=components)
-        parts = self._contracted(seen, sides) if self.target.captured else self._label(seen, sides)
+        parts = self._contracted(seen, sides) if self.builder.captured else self._label(seen, sides)
         adaptation, stability = parts
         values = combine(
             adaptation,
@@ -113,23 +115,23 @@ class Valuer:
 
     def sides(self, seen: Pass, *, components: bool) -> tuple[Sides, dict[str, float]]:
         """What is contracted for this pass: G and V, and their balance; or M alone."""
-        target = self.target
+        builder = self.builder
         if self.config.preconditioner == "full":
             direction = self.at_step(seen)
-            gain = Side(direction.adaptation) if target.adapts else None
-            keep = None if direction.stability is None else Side(direction.stability)
-            sides = gain, keep
+            adaptation = Side(direction.adaptation) if builder.adapts else None
+            stability = None if direction.stability is None else Side(direction.stability)
+            sides = adaptation, stability
         else:
-            direction, sides = None, target.sides
+            direction, sides = None, builder.sides
         if not components:
             whole = total_side(*sides, self.config.stability_weight)
             return sides if whole is None else (whole, None), {}
-        return sides, target.balance if direction is None else target.balance_of(direction)
+        return sides, builder.balance if direction is None else builder.balance_of(direction)
 
     def at_step(self, seen: Pass) -> Direction:
         """M for the step that the losses of this pass make; for ``preconditioner="full"``."""
         recorder, _ = seen.recorded
-        return self.target.at_step(self.target.step_gradient(seen.step_loss(), recorder))
+        return self.builder.at_step(self.builder.step_gradient(seen.step_loss(), recorder))
 
     def errors(self, seen: Pass, consume: Consume | None = None) -> TokenErrors:
         """Errors at the scored linears of the weighted losses, as the estimator defines them.
@@ -153,13 +155,13 @@ class Valuer:
             raise foreign_scores("the graph of another forward")
         return errors
 
-    def keeping(self, seen: Pass, *, asked: bool = False) -> Pass:
+    def with_kept_errors(self, seen: Pass, *, asked: bool = False) -> Pass:
         """The pass with the errors at all scored linears, where they are kept.
 
         That is if somebody asked, and always under sharded weights: processes gather M's matrices
         in one order, which a backward does not promise. Label values are made without errors.
         """
-        if not self.target.captured or not (asked or self.target.sharding is not None):
+        if not self.builder.captured or not (asked or self.builder.sharding is not None):
             return seen
         errors = self.errors(seen)
         self.witness.see(*seen.recorded, seen.batch.mask)
@@ -167,24 +169,24 @@ class Valuer:
 
     def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
         """Values by errors at linears, contracted with each side."""
-        target, (recorder, losses) = self.target, seen.recorded
+        builder, (recorder, losses) = self.builder, seen.recorded
         present = [side for side in sides if side is not None]
         if seen.kept_errors is None:
-            sums = ColumnSums(recorder, present, target.names)
+            sums = ColumnSums(recorder, present, builder.names)
             self.errors(seen, sums.add)
             self.witness.see(recorder, losses, seen.batch.mask)
             columns = iter(sums.columns())
         else:
-            gather = None if target.sharding is None else target.sharding.gather
+            gather = None if builder.sharding is None else builder.sharding.gather
             columns = iter(
-                contract_columns(recorder, seen.kept_errors, present, target.names, gather)
+                contract_columns(recorder, seen.kept_errors, present, builder.names, gather)
             )
         mask, position = seen.batch.mask, self.config.causal_position
-        gain, keep = (
+        adaptation, stability = (
             None if side is None else assign_columns(next(columns), mask, position)
             for side in sides
         )
-        return gain, keep
+        return adaptation, stability
 
     def _label(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
         """Label values along each side, by dual forwards."""
@@ -196,7 +198,7 @@ class Valuer:
                 self.adapter,
                 seen.batch,
                 side.of(side.matrices),
-                first=self.target.first or 0,
+                first=self.builder.first or 0,
                 start=start,
             )
             if start is not None and start.refused:
@@ -205,8 +207,8 @@ class Valuer:
                 values = values * seen.weights.token.to(values)
             return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
-        gain, keep = (None if side is None else along(side) for side in sides)
-        return gain, keep
+        adaptation, stability = (None if side is None else along(side) for side in sides)
+        return adaptation, stability
 
     def _start(self, seen: Pass) -> Start | None:
         """Where a dual forward may start: the recorded input of the first scored layer."""
@@ -215,7 +217,7 @@ class Valuer:
         forward = seen.recorder.latest
         if forward is None or forward.hidden is None or not forward.plain:
             return None
-        usable = self._starts and self.target.first is not None
+        usable = self._starts and self.builder.first is not None
         return Start(forward.hidden, seen.losses.detach()) if usable else None
 
     def _warn_if_one_sided(self, values: TokenValues) -> None:

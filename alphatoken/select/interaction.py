@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import InputError, NumericalError, require_choice
 from alphatoken.model.capture import LinearUse
 from alphatoken.select.masks import check_values, keep_count
 from alphatoken.support.precision import full_precision, wide
@@ -237,10 +237,8 @@ def _greedy(values: Tensor, gram: Tensor, count: int, weight: float) -> Tensor:
 
 
 def _check_interaction(gram: Tensor, n: int, weight: float, scope: str, units: str) -> None:
-    if scope not in ("batch", "sequence"):
-        raise InputError("scope must be 'batch' or 'sequence'", got=repr(scope))
-    if units not in UNITS:
-        raise InputError("units must be 'absolute' or 'relative'", got=repr(units))
+    require_choice("scope", scope, ("batch", "sequence"), InputError)
+    require_choice("units", units, UNITS, InputError)
     if not 0 <= weight < float("inf"):
         raise InputError(
             "the interaction weight must be finite and not negative",

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import InputError, require_choice
+from alphatoken.support.finite import refuse_first
 
 __all__ = [
     "check_values",
@@ -35,8 +36,7 @@ def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
     Raises:
         InputError: ratio outside (0, 1], unknown rounding.
     """
-    if rounding not in _ROUNDINGS:
-        raise InputError("rounding must be 'ceil' or 'floor'", got=repr(rounding))
+    require_choice("rounding", rounding, _ROUNDINGS, InputError)
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise InputError(
             "ratio must lie in (0, 1]",
@@ -56,15 +56,13 @@ def check_values(values: Tensor, mask: Tensor) -> None:
             "values and mask must have one shape, and the mask must be boolean",
             got=f"{tuple(values.shape)}, {tuple(mask.shape)} {mask.dtype}",
         )
-    bad = ~torch.isfinite(values) & mask
-    if bool(bad.any()):
-        row, index = bad.nonzero()[0].tolist()
-        raise NumericalError(
-            "a token value is not finite",
-            got=f"{float(values[row, index])} at row {row}, token {index}",
-            why="a NaN has no rank; the mask would be arbitrary",
-            remedy="look at the loss of that token and at the weights",
-        )
+    refuse_first(
+        ~torch.isfinite(values) & mask,
+        values,
+        "a token value is not finite",
+        why="a NaN has no rank; the mask would be arbitrary",
+        remedy="look at the loss of that token and at the weights",
+    )
 
 
 def response_values(
@@ -134,14 +132,13 @@ def select_top(
         NumericalError: a NaN or Inf value, naming row and token.
     """
     check_values(values, mask)
+    require_choice("scope", scope, ("batch", "sequence"), InputError)
     if scope == "batch":
         return _top_of(values, mask, ratio, rounding)
-    if scope == "sequence":
-        keep_count(ratio, 0, rounding=rounding)
-        pairs = zip(values, mask, strict=True)
-        rows = [_top_of(v[None], m[None], ratio, rounding) for v, m in pairs]
-        return torch.cat(rows) if rows else mask.clone()
-    raise InputError("scope must be 'batch' or 'sequence'", got=repr(scope))
+    keep_count(ratio, 0, rounding=rounding)
+    pairs = zip(values, mask, strict=True)
+    rows = [_top_of(v[None], m[None], ratio, rounding) for v, m in pairs]
+    return torch.cat(rows) if rows else mask.clone()
 
 
 def select_bottom(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from alphatoken.errors import InputError
+from alphatoken.errors import InputError, require_choice
 
 __all__ = ["SHAPES", "scheduled"]
 
@@ -58,8 +58,7 @@ def _decimal(number: float) -> Fraction:
 def _check(
     start: float | None, end: float, step: int, total: int, share: float, shape: str
 ) -> None:
-    if shape not in SHAPES:
-        raise InputError("shape must be 'linear' or 'cosine'", got=repr(shape))
+    require_choice("shape", shape, SHAPES, InputError)
     if step < 0 or total < 1:
         raise InputError(
             "a schedule needs step >= 0 and total >= 1", got=f"step={step}, total={total}"

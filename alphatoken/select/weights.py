@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import InputError
+from alphatoken.errors import InputError, require_choice
 from alphatoken.select.masks import (
     check_values,
     keep_count,
@@ -145,8 +145,7 @@ def _check_options(policy: str, weighting: str, scope: str, cap: float) -> None:
         ("weighting", weighting, WEIGHTINGS),
         ("scope", scope, ("batch", "sequence")),
     ):
-        if found not in allowed:
-            raise InputError(f"{name} must be one of {', '.join(allowed)}", got=repr(found))
+        require_choice(name, found, allowed, InputError)
     if not 1 <= cap <= 1024:
         raise InputError(
             "cap must lie in [1, 1024]",

@@ -1,7 +1,34 @@
 """Trainers: Alpha-SFT and Alpha-DPO over TRL, and the same for transformers' Trainer.
 
 Needs ``alphatoken[train]``. Names are imported on first use, so that options can be read without
-TRL.
+TRL. Below ``sft``, ``dpo`` and ``trainer``, which say how one kind of trainer makes a loss of
+response tokens, the room is read from a step of training:
+
+1. :mod:`~alphatoken.train.options`, ``given``, ``checks``, ``datasets``, ``run_rows``: before the
+   first step. Fields that configurations gain, rows and layouts that are refused by name,
+   validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
+2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` reads each micro-batch of a step
+   once (:mod:`~alphatoken.train.micro_batch`); ``compute_loss`` hands it to a weigher.
+3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
+   direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
+   :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
+   (``policy``, ``policy_names``, ``policy_stage``, ``token_table``).
+4. :mod:`~alphatoken.train.gate`: weights act on the update and not on the loss that is reported.
+5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and
+   ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``value_export``
+   and ``report`` for what is left at the end.
+6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
+   runs that go on from them to the same bits (``resume``, ``identity``).
+
+``distributed``, ``layouts`` and ``shards`` hold what changes with several processes; ``plan``,
+``cost`` and ``activations`` tell a run's FLOPs and bytes before it starts.
+
+**Mathematics**: the weighted update is eq. sft_masked_loss and eq. dpo_masked_loss, the ledger the
+in-run values of Appendix A. **May import** the scorer and the rooms of the core, ``data`` and
+``report``; not ``policies``, ``compare`` or ``cli``. **Oracle**: a reference step
+written from the definitions alone, with which a trainer's values, masks, gradients, updates,
+ledger and logs are compared (``tests/property/test_trainer_oracle.py``); with every weight 1 a step
+equals TRL's bit for bit.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.model.capture import Scope
+from alphatoken.model.capture import Scope, hidden_of, with_hidden
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 
 __all__ = ["Kept", "Shape", "kept_activations"]
@@ -191,14 +191,11 @@ class _Begin:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._kept.layer = self._index
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_of(args, kwargs)
         self._kept.bytes[_STATE] = float(hidden.untyped_storage().nbytes())
         if hidden.requires_grad:
             return None
-        hidden = hidden.detach().requires_grad_()
-        return (
-            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-        )
+        return with_hidden(args, kwargs, hidden.detach().requires_grad_())
 
 
 class _Skip:
@@ -208,6 +205,6 @@ class _Skip:
         self._kept = kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_of(args, kwargs)
         before = self._kept.returned
         return (hidden, *before[1:]) if isinstance(before, tuple) else hidden

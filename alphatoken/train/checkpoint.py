@@ -4,6 +4,8 @@ A checkpoint is written beside its place and renamed into it when it is complete
 killed at any moment leaves every ``checkpoint-N`` either whole or absent. It holds all that the
 rest of the run depends on: what transformers saves, the trainer's own state (``alpha_state``), and
 the statistics gathered since the last log.
+
+``CheckpointMixin`` has the trainer's hooks; what they decide and remember is in ``RunCheckpoints``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,25 +27,15 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError, warn_caller
-from alphatoken.support.storage import read_tensors, write_json, write_tensors
-from alphatoken.train.identity import (
-    data_fingerprint,
-    differences,
-    frozen_fingerprint,
-    option_values,
-)
-from alphatoken.train.manifest import (
-    RESULTS,
-    RUN,
-    Manifest,
-    checkpoints,
-    flush,
-    latest_complete,
-    rotate,
-    set_aside,
-    verify,
-    write_manifest,
+from alphatoken.errors import AlphaTokenError, DataError
+from alphatoken.support.storage import read_tensors, write_tensors
+from alphatoken.train.identity import data_fingerprint, frozen_fingerprint, option_values
+from alphatoken.train.manifest import Manifest, flush, latest_complete, rotate, write_manifest
+from alphatoken.train.resume import (
+    chosen_checkpoint,
+    library_versions,
+    note_run,
+    require_same_run,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +45,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["CheckpointMixin", "library_versions"]
+__all__ = ["CheckpointMixin", "RunCheckpoints"]
 
 STAGING = "_alphatoken-saving"
 """Where a checkpoint grows. The underscore keeps it out of uploads to the hub."""
@@ -62,10 +53,227 @@ PUSHING = "_alphatoken-pushing"
 """Where what may be uploaded of a checkpoint is put together."""
 _OWN = "alphatoken-rank{}.safetensors"
 
-_LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 _WRITING = re.compile(
     r"os error \d+|PytorchStreamWriter|inline_container|No space left|unexpected pos|iostream error"
 )
+
+
+class RunCheckpoints(TrainerCallback):
+    """The checkpoints of one call of ``train``: where it goes on from, and how it saves.
+
+    A callback that is added last, so that a resumed trainer takes up its state when all others
+    have begun.
+
+    Args:
+        trainer: a transformers trainer with ``CheckpointMixin``; private state of transformers' and
+            TRL's is saved with it.
+        identity: what the run's result depends on; None on processes that save nothing.
+
+    Attributes:
+        resuming: the checkpoint that this call goes on from, or None.
+        staging: whether transformers is writing a checkpoint aside just now.
+    """
+
+    def __init__(self, trainer: Any, identity: Mapping[str, Any] | None) -> None:
+        self._trainer, self._identity = trainer, identity
+        self._run = ""
+        self._random_state_loaded = False
+        self.resuming: Path | None = None
+        self.staging = False
+
+    # --- going on ---------------------------------------------------------------------------------
+
+    def begin(self, wanted: str | bool | None, allow_changed: Collection[str]) -> None:
+        """Agree, over all processes, on the checkpoint to go on from and on the run's name.
+
+        Raises:
+            DataError, ConfigError: as in ``CheckpointMixin.train``, on every process.
+        """
+        path, self._run = self._agreed(lambda: self._find(wanted, allow_changed))
+        self.resuming = None if path is None else Path(path)
+
+    def _find(
+        self, wanted: str | bool | None, allow_changed: Collection[str]
+    ) -> tuple[str | None, str]:
+        """The checkpoint to go on from, if any, and the name of the run (one process only)."""
+        args = self._trainer.args
+        output_dir = Path(str(args.output_dir))
+        shutil.rmtree(output_dir / STAGING, ignore_errors=True)
+        chosen = chosen_checkpoint(output_dir, wanted)
+        if chosen is None:
+            run = secrets.token_hex(8)
+        else:
+            path, manifest = chosen
+            assert self._identity is not None
+            require_same_run(path, manifest, self._identity, args.world_size, allow_changed)
+            run = manifest.run
+        note_run(output_dir, run, self._identity)
+        return None if chosen is None else str(chosen[0]), run
+
+    def _agreed(self, decide: Callable[[], Any]) -> Any:
+        """What the first process decides, or its error, on all of them."""
+        outcome: list[Any] = [None, None]
+        if self._trainer.args.process_index == 0:
+            try:
+                outcome[0] = decide()
+            except AlphaTokenError as problem:
+                outcome[1] = problem
+        broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Load own state; on every attempt of ``auto_find_batch_size``."""
+        self._random_state_loaded = False
+        if self.resuming is not None:
+            self._load_own(self.resuming)
+
+    def loads_random_state(self) -> bool:
+        """Whether it is still to be loaded; True once a resumed attempt."""
+        first, self._random_state_loaded = not self._random_state_loaded, True
+        return first
+
+    def _load_own(self, folder: Path) -> None:
+        trainer = self._trainer
+        tensors, metadata = read_tensors(self._own_file(folder))
+        loss = tensors.pop("loss").to(trainer._tr_loss.device)
+        since_log = json.loads(metadata["since_log"])
+        trainer._tr_loss += loss
+        # transformers' train_loss is the mean over this call's steps: what came before is no part.
+        trainer._total_loss_scalar -= sum(gather_object([float(loss)])) / trainer.args.world_size
+        trainer._globalstep_last_logged = since_log["global_step"]
+        for name, values in since_log["metrics"].items():
+            trainer._metrics["train"][name][:0] = values
+        if since_log["tokens"] is not None:
+            trainer._total_train_tokens = since_log["tokens"]
+        # Copies: what is read stays mapped to a file that rotation will remove.
+        own = {name.removeprefix("alpha/"): tensor.clone() for name, tensor in tensors.items()}
+        trainer.load_alpha_state(own, json.loads(metadata["alpha"]))
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def save(self, run_dir: Path, write: Callable[[], None]) -> Path:
+        """Write a checkpoint aside, seal it, move it to its place, then remove old ones.
+
+        Args:
+            run_dir: where checkpoints lie.
+            write: writes what transformers saves; ``staging`` is True while it runs.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            DataError: as in ``CheckpointMixin._save_checkpoint``.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        staged = run_dir / STAGING / final.name
+        if args.should_save:
+            shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        try:
+            sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+            self._together(final, lambda: self._write(write, staged), collective=sharded)
+            self._together(final, lambda: self._complete(staged, final))
+        finally:
+            if args.should_save:
+                shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+        return final
+
+    def _write(self, write: Callable[[], None], staged: Path) -> None:
+        """Everything of this process, into the staging folder."""
+        args, state = self._trainer.args, self._trainer.state
+        limit, push = args.save_total_limit, args.push_to_hub
+        args.save_total_limit, args.push_to_hub, self.staging = None, False, True
+        try:
+            write()
+        finally:
+            args.save_total_limit, args.push_to_hub = limit, push
+            self.staging = False
+        if state.best_model_checkpoint == str(staged):
+            state.best_model_checkpoint = str(staged.parents[1] / staged.name)
+            if args.should_save:
+                state.save_to_json(str(staged / TRAINER_STATE_NAME))
+        staged.mkdir(parents=True, exist_ok=True)
+        self._save_own(staged)
+
+    def _own_file(self, folder: Path, process: int | None = None) -> Path:
+        index = self._trainer.args.process_index if process is None else process
+        return folder / _OWN.format(index)
+
+    def _save_own(self, folder: Path) -> None:
+        """The trainer's state, and what transformers and TRL have gathered since the last log."""
+        trainer = self._trainer
+        tensors, values = trainer.alpha_state()
+        metrics = getattr(trainer, "_metrics", {}).get("train", {})
+        since_log = {
+            "global_step": trainer._globalstep_last_logged,
+            "metrics": {name: [float(x) for x in series] for name, series in metrics.items()},
+            "tokens": getattr(trainer, "_total_train_tokens", None),
+        }
+        own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
+        metadata = {"alpha": json.dumps(values), "since_log": json.dumps(since_log)}
+        write_tensors(self._own_file(folder), {**own, "loss": trainer._tr_loss}, metadata)
+
+    def _complete(self, staged: Path, final: Path) -> None:
+        """Seal the folder and put it in its place; a former one of that name goes last."""
+        args, state = self._trainer.args, self._trainer.state
+        if not args.should_save:
+            return
+        if not args.save_on_each_node:
+            self._require_shared(staged)
+        assert self._identity is not None
+        manifest = Manifest(
+            step=state.global_step,
+            run=self._run,
+            world_size=args.world_size,
+            resumable=not args.save_only_model,
+            identity=self._identity,
+            versions=library_versions(),
+        )
+        write_manifest(staged, manifest)
+        if final.exists():
+            final.rename(staged.with_name("former"))
+        staged.rename(final)
+        flush(final.parent)
+        best = state.best_model_checkpoint
+        with suppress(OSError):  # old folders that cannot be removed are no failure to save
+            rotate(final.parent, args.save_total_limit, final, best, staged.parent)
+
+    def _require_shared(self, staged: Path) -> None:
+        """See that every process wrote into this folder, not into one of the same name."""
+        ranks = range(self._trainer.args.world_size)
+        missing = [rank for rank in ranks if not self._own_file(staged, rank).exists()]
+        if missing:
+            raise DataError(
+                "output_dir is not the same folder for all processes",
+                got=f"nothing from process {missing[0]} arrived",
+                remedy="a shared file system, or save_on_each_node=True",
+            )
+
+    def _together(self, final: Path, work: Callable[[], None], *, collective: bool = False) -> None:
+        """Do one part of a save on every process; all fail if one does.
+
+        A part with ``collective`` calls, which a failed process no longer joins, raises at once
+        there, and the launcher ends the others.
+        """
+        problem: AlphaTokenError | None = None
+        try:
+            work()
+        except Exception as cause:
+            if not _is_about_writing(cause):
+                raise
+            problem = _not_saved(final, cause)
+            problem.__cause__ = cause
+            if collective:
+                raise problem from cause
+        process = self._trainer.args.process_index
+        problems = gather_object([problem and (process, str(problem.__cause__))])
+        if problem is not None:
+            raise problem
+        for process, text in filter(None, problems):
+            raise _not_saved(final, f"process {process}: {text}")
 
 
 class CheckpointMixin(_Base):
@@ -78,13 +286,10 @@ class CheckpointMixin(_Base):
     and library versions, deterministic kernels).
     """
 
-    _run: str = ""
-    _identity: Mapping[str, Any] | None = None
-    _staging: bool = False
-    _resuming: Path | None = None
-    _random_state_loaded: bool = False
+    _checkpoints: RunCheckpoints | None = None
+    """Of the current call of ``train``, or of the last one; None before the first."""
 
-    # --- what a trainer says about itself -----------------------------------------------------
+    # --- what a trainer says about itself ---------------------------------------------------------
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """This process's own state: tensors, and plain JSON values."""
@@ -110,7 +315,16 @@ class CheckpointMixin(_Base):
             "frozen_weights": frozen_fingerprint(cast(nn.Module, self.model)),
         }
 
-    # --- resuming -----------------------------------------------------------------------------
+    @property
+    def resumed(self) -> bool:
+        """Whether this call of ``train`` goes on from a checkpoint."""
+        return self._resuming is not None
+
+    @property
+    def _resuming(self) -> Path | None:
+        return None if self._checkpoints is None else self._checkpoints.resuming
+
+    # --- the trainer's hooks ----------------------------------------------------------------------
 
     def train(
         self,
@@ -136,76 +350,13 @@ class CheckpointMixin(_Base):
             ConfigError: another number of processes, or options, data or frozen weights that
                 differ; names each.
         """
-        if self.args.should_save:
-            self._identity = self.run_identity()
-        self.remove_callback(_TakeUp)
-        found = self._agreed(lambda: self._find(resume_from_checkpoint, allow_changed))
-        path, self._run = found
-        self._resuming = None if path is None else Path(path)
-        self.add_callback(_TakeUp(self))
+        self.remove_callback(RunCheckpoints)
+        found = RunCheckpoints(self, self.run_identity() if self.args.should_save else None)
+        found.begin(resume_from_checkpoint, allow_changed)
+        self._checkpoints = found
+        self.add_callback(found)
+        path = None if found.resuming is None else str(found.resuming)
         return super().train(path, trial, ignore_keys_for_eval)
-
-    def _find(
-        self, wanted: str | bool | None, allow_changed: Collection[str]
-    ) -> tuple[str | None, str]:
-        """The checkpoint to go on from, if any, and the name of the run (one process only)."""
-        output_dir = Path(str(self.args.output_dir))
-        shutil.rmtree(output_dir / STAGING, ignore_errors=True)
-        found = _chosen(output_dir, wanted)
-        if found is None:
-            run = secrets.token_hex(8)
-        else:
-            path, manifest = found
-            self._compare(path, manifest, allow_changed)
-            run = manifest.run
-        self._note_run(output_dir, run)
-        return None if found is None else str(found[0]), run
-
-    def _note_run(self, output_dir: Path, run: str) -> None:
-        """Leave in the folder which run it belongs to, and what that run is."""
-        output_dir.mkdir(parents=True, exist_ok=True)
-        content = {
-            "run": run,
-            "identity": self._identity,
-            "versions": library_versions(),
-            "results": RESULTS,
-        }
-        write_json(output_dir / RUN, content)
-
-    def _compare(self, path: Path, manifest: Manifest, allowed: Collection[str]) -> None:
-        """Refuse to go on as another run."""
-        if not manifest.resumable:
-            raise DataError(
-                f"'{path}' holds no optimizer and random state",
-                got="it was saved with save_only_model=True",
-                remedy="give it as the model of a new run",
-            )
-        if manifest.world_size != self.args.world_size:
-            raise ConfigError(
-                "a run can only be resumed with the number of processes that it had",
-                got=f"{self.args.world_size} now, {manifest.world_size} in '{path}'",
-                why="each process has its own part of data order, random state and statistics",
-                remedy=f"launch {manifest.world_size} processes, or start a new run from this "
-                "model",
-            )
-        assert self._identity is not None
-        changed = differences(manifest.identity, self._identity, allowed)
-        if changed:
-            listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changed.items()]
-            raise ConfigError(
-                f"this is not the run that '{path}' belongs to",
-                got="; ".join(listed),
-                why="its result would be neither run's",
-                remedy="give the values of the interrupted run; or, to go on with new ones on "
-                f"purpose, train(..., allow_changed={sorted(changed)!r})",
-            )
-        other = differences({"versions": manifest.versions}, {"versions": library_versions()})
-        if other:
-            listed = [f"{name}: {old} then, {new} now" for name, (old, new) in other.items()]
-            warn_caller(
-                f"other library versions ({'; '.join(listed)}): the run goes on, but perhaps not "
-                "to the bits that it would have had",
-            )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As in transformers; a resumed run has its random state as soon as the batches are read.
@@ -213,16 +364,16 @@ class CheckpointMixin(_Base):
         transformers loads it after this call, too late for what scores a whole step ahead inside
         an override of this method.
         """
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._resuming is not None:
             self._load_rng_state(str(self._resuming))
-        return found
+        return samples
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Once a resumed run: see :meth:`get_batch_samples`."""
-        if checkpoint is not None and not self._random_state_loaded:
+        assert self._checkpoints is not None
+        if checkpoint is not None and self._checkpoints.loads_random_state():
             super()._load_rng_state(checkpoint)
-            self._random_state_loaded = True
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, which trains one step more when it resumes a run that is complete."""
@@ -231,78 +382,22 @@ class CheckpointMixin(_Base):
             return
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    @property
-    def resumed(self) -> bool:
-        """Whether this call of ``train`` goes on from a checkpoint."""
-        return self._resuming is not None
-
-    # --- own state ----------------------------------------------------------------------------
-
-    def _take_up(self) -> None:
-        """Load own state; on every attempt of ``auto_find_batch_size``."""
-        self._random_state_loaded = False
-        if self._resuming is not None:
-            self._load_own(self._resuming)
-
-    def _own_file(self, folder: Path, process: int | None = None) -> Path:
-        index = self.args.process_index if process is None else process
-        return folder / _OWN.format(index)
-
-    def _save_own(self, folder: Path) -> None:
-        """The trainer's state, and what transformers and TRL have gathered since the last log."""
-        tensors, values = self.alpha_state()
-        metrics = getattr(self, "_metrics", {}).get("train", {})
-        since_log = {
-            "global_step": self._globalstep_last_logged,
-            "metrics": {name: [float(x) for x in found] for name, found in metrics.items()},
-            "tokens": getattr(self, "_total_train_tokens", None),
-        }
-        own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
-        metadata = {"alpha": json.dumps(values), "since_log": json.dumps(since_log)}
-        write_tensors(self._own_file(folder), {**own, "loss": self._tr_loss}, metadata)
-
-    def _load_own(self, folder: Path) -> None:
-        tensors, metadata = read_tensors(self._own_file(folder))
-        loss = tensors.pop("loss").to(self._tr_loss.device)
-        since_log = json.loads(metadata["since_log"])
-        self._tr_loss += loss
-        # transformers' train_loss is the mean over this call's steps: what came before is no part.
-        self._total_loss_scalar -= sum(gather_object([float(loss)])) / self.args.world_size
-        self._globalstep_last_logged = since_log["global_step"]
-        for name, found in since_log["metrics"].items():
-            getattr(self, "_metrics")["train"][name][:0] = found  # noqa: B009
-        if since_log["tokens"] is not None:
-            self._total_train_tokens = since_log["tokens"]
-        # Copies: what is read stays mapped to a file that rotation will remove.
-        own = {name.removeprefix("alpha/"): tensor.clone() for name, tensor in tensors.items()}
-        self.load_alpha_state(own, json.loads(metadata["alpha"]))
-
-    # --- saving -------------------------------------------------------------------------------
-
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = str(super()._get_output_dir(trial))
-        return os.path.join(run_dir, STAGING) if self._staging else run_dir
+        staging = self._checkpoints is not None and self._checkpoints.staging
+        return os.path.join(run_dir, STAGING) if staging else run_dir
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside, seal it, move it to its place, then remove old ones.
+        """As in transformers, but whole or not at all.
 
         Raises:
             DataError: it could not be written (disk full, no permission) on some process; names
                 it, and the checkpoint that is still intact. The partial one is removed.
         """
+        assert self._checkpoints is not None
+        write = super()._save_checkpoint
         run_dir = Path(self._get_output_dir(trial))
-        final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        staged = run_dir / STAGING / final.name
-        if self.args.should_save:
-            shutil.rmtree(run_dir / STAGING, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-            self._together(final, lambda: self._write(model, trial, staged), collective=sharded)
-            self._together(final, lambda: self._complete(staged, final))
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+        final = self._checkpoints.save(run_dir, lambda: write(model, trial))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
@@ -327,144 +422,6 @@ class CheckpointMixin(_Base):
         super()._finish_current_push()
         if self.is_world_process_zero():
             shutil.rmtree(Path(str(self.args.output_dir)) / PUSHING, ignore_errors=True)
-
-    def _write(self, model: nn.Module, trial: Any, staged: Path) -> None:
-        """Everything of this process, into the staging folder."""
-        limit, push = self.args.save_total_limit, self.args.push_to_hub
-        self.args.save_total_limit, self.args.push_to_hub, self._staging = None, False, True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit, self.args.push_to_hub = limit, push
-            self._staging = False
-        if self.state.best_model_checkpoint == str(staged):
-            self.state.best_model_checkpoint = str(staged.parents[1] / staged.name)
-            if self.args.should_save:
-                self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-        staged.mkdir(parents=True, exist_ok=True)
-        self._save_own(staged)
-
-    def _complete(self, staged: Path, final: Path) -> None:
-        """Seal the folder and put it in its place; a former one of that name goes last."""
-        if not self.args.should_save:
-            return
-        if not self.args.save_on_each_node:
-            self._require_shared(staged)
-        assert self._identity is not None
-        manifest = Manifest(
-            step=self.state.global_step,
-            run=self._run,
-            world_size=self.args.world_size,
-            resumable=not self.args.save_only_model,
-            identity=self._identity,
-            versions=library_versions(),
-        )
-        write_manifest(staged, manifest)
-        if final.exists():
-            final.rename(staged.with_name("former"))
-        staged.rename(final)
-        flush(final.parent)
-        best = self.state.best_model_checkpoint
-        with suppress(OSError):  # old folders that cannot be removed are no failure to save
-            rotate(final.parent, self.args.save_total_limit, final, best, staged.parent)
-
-    def _require_shared(self, staged: Path) -> None:
-        """See that every process wrote into this folder, not into one of the same name."""
-        missing = [r for r in range(self.args.world_size) if not self._own_file(staged, r).exists()]
-        if missing:
-            raise DataError(
-                "output_dir is not the same folder for all processes",
-                got=f"nothing from process {missing[0]} arrived",
-                remedy="a shared file system, or save_on_each_node=True",
-            )
-
-    def _together(self, final: Path, work: Callable[[], None], *, collective: bool = False) -> None:
-        """Do one part of a save on every process; all fail if one does.
-
-        A part with ``collective`` calls, which a failed process no longer joins, raises at once
-        there, and the launcher ends the others.
-        """
-        problem: AlphaTokenError | None = None
-        try:
-            work()
-        except Exception as cause:
-            if not _is_about_writing(cause):
-                raise
-            problem = _not_saved(final, cause)
-            problem.__cause__ = cause
-            if collective:
-                raise problem from cause
-        problems = gather_object([problem and (self.args.process_index, str(problem.__cause__))])
-        if problem is not None:
-            raise problem
-        for process, text in filter(None, problems):
-            raise _not_saved(final, f"process {process}: {text}")
-
-    def _agreed(self, decide: Callable[[], Any]) -> Any:
-        """What the first process decides, or its error, on all of them."""
-        outcome: list[Any] = [None, None]
-        if self.args.process_index == 0:
-            try:
-                outcome[0] = decide()
-            except AlphaTokenError as problem:
-                outcome[1] = problem
-        broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-
-class _TakeUp(TrainerCallback):
-    """Added last, so that a resumed trainer takes up its state when all others have begun."""
-
-    def __init__(self, trainer: CheckpointMixin) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._take_up()
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the installed libraries that a run's bits depend on."""
-    found = {}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _chosen(output_dir: Path, wanted: str | bool | None) -> tuple[Path, Manifest] | None:
-    """The checkpoint that ``resume_from_checkpoint`` means, checked."""
-    if wanted is None or wanted is False:
-        return None
-    if wanted is not True and wanted != "auto":
-        return Path(wanted), verify(Path(wanted))
-    latest = latest_complete(output_dir, _current_run(output_dir))
-    if latest is None and wanted is True:
-        raise _nothing_to_resume(output_dir)
-    for moved in set_aside(output_dir, latest[1].step if latest else -1):
-        warn_caller(f"an incomplete checkpoint is set aside as '{moved}'")
-    return latest
-
-
-def _nothing_to_resume(output_dir: Path) -> DataError:
-    other = latest_complete(output_dir)
-    there = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
-    return DataError(
-        f"there is no complete checkpoint of this run in '{output_dir}'",
-        got=f"'{other[0]}' is of an earlier run" if other else f"checkpoints there: {there}",
-        why="the run was stopped before its first save, or it is another folder",
-        remedy="resume_from_checkpoint='auto' to start in this case"
-        + (f", or give '{other[0]}' to go on with the earlier run" if other else ""),
-    )
-
-
-def _current_run(output_dir: Path) -> str | None:
-    try:
-        run = json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run"]
-        return str(run)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _link_without(folder: Path, view: Path, pattern: str) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "record_counts",
     "sft_problems",
     "sft_records",
-    "without_rows",
 ]
 
 Problems = dict[str, list[int]]
@@ -161,14 +160,6 @@ def preference_problems(
         limit = min(limits, default=None)
         tests |= _too_long(lambda row: row["prompt"], tokenizer, limit)
     return _find(dataset, tests)
-
-
-def without_rows(dataset: Any, problems: Problems) -> Any:
-    """The data set without those rows, in its order."""
-    bad = {row for rows in problems.values() for row in rows}
-    if not bad:
-        return dataset
-    return dataset.select([row for row in range(len(dataset)) if row not in bad])
 
 
 def _columns(dataset: Any, name: str) -> set[str]:

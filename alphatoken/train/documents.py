@@ -81,19 +81,17 @@ def _pair_keys(chosen: bytes, rejected: bytes) -> tuple[bytes, bytes]:
     return first, second
 
 
-def split_batch(
-    batch: Mapping[str, Any], mask: Tensor, *, pairs: bool | None = None
-) -> list[Document]:
+def split_batch(batch: Mapping[str, Any], mask: Tensor) -> list[Document]:
     """The documents of a batch that have response tokens, in the order of the batch.
 
     The first token of a document is never a response token: nothing predicts it.
 
     Args:
         batch: ``input_ids`` (b, t), and where there are ``attention_mask`` (padding) and
-            ``position_ids`` (packing; a document starts where they do not continue).
+            ``position_ids`` (packing; a document starts where they do not continue). With
+            ``completion_mask``, which TRL's preference batches alone have, it is [chosen; rejected]
+            stacked.
         mask: (b, t) boolean, True at response tokens.
-        pairs: the batch is [chosen; rejected] stacked; None decides by the key
-            ``completion_mask``, which TRL's preference batches alone have.
 
     Raises:
         InputError: no integer ``input_ids``, shapes that differ, a mask that is not boolean or is
@@ -101,9 +99,7 @@ def split_batch(
     """
     ids, marked, real, starts = _arrays(batch, mask)
     pieces = _pieces(ids, marked, real, starts)
-    if pairs is None:
-        pairs = "completion_mask" in batch
-    if not pairs:
+    if "completion_mask" not in batch:
         return [piece.document(piece.digest()) for piece in pieces if piece.response.any()]
     if starts is not None or len(pieces) != len(ids) or len(ids) % 2:
         raise InputError(

@@ -13,13 +13,12 @@ from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
-from alphatoken.train.given import by_name, model_name, own_config
+from alphatoken.train.given import model_name
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -169,49 +168,28 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        validation_dataset: Any = None,
-        retention_dataset: Any = None,
-        fisher: FisherDrift | None = None,
-        fisher_dataset: Any = None,
-        policy: TokenPolicy | type[TokenPolicy] | None = None,
-        policy_reference: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = by_name(DPOTrainer, args, kwargs)
-        given["args"] = own_config(
-            given.get("args"),
-            AlphaDPOConfig,
-            DPOConfig,
-            folder=lambda: f"{model_name(given['model'])}-DPO",
-        )
-        if given.get("train_dataset") is not None:
-            check_preference_rows(given["train_dataset"])
-        super().__init__(**given)
+    BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
+
+    @staticmethod
+    def default_folder(given: Mapping[str, Any]) -> str:
+        """As TRL names it: by the model."""
+        return f"{model_name(given['model'])}-DPO"
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any) -> None:
+        """Refuse rows that are no pairs, naming the first."""
+        check_preference_rows(dataset)
+
+    def refuse_base(self) -> None:
+        """Refuse images."""
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
             )
-        self.alpha_setup(
-            validation_dataset,
-            retention_dataset,
-            fisher,
-            fisher_dataset,
-            policy,
-            policy_reference,
-        )
 
-    def policy_setup(self, validation: Any, reference: torch.nn.Module | None) -> None:
-        """As for all; reference log-probabilities of tokens cannot come from sums.
-
-        Raises:
-            ConfigError: they were computed ahead; options of a loss that the policy replaces.
-        """
-        assert self._policy is not None
-        check_pair_policy(self._policy, self.args)
-        super().policy_setup(validation, reference)
+    def check_policy(self, policy: TokenPolicy) -> None:
+        """Refuse options of a loss that the policy replaces, and sums where it needs tokens."""
+        check_pair_policy(policy, self.args)
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
@@ -249,7 +227,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         A policy with a loss of its own that asks for no reference costs no reference forward; the
         logged rewards are then ``beta log p`` themselves.
         """
-        policy, found = self._policy, dict(inputs)
+        policy, found = self.token_policy, dict(inputs)
         assert policy is not None
         if policy.needs.reference:
             seen = _LogProbs(self._reference_model())
@@ -264,7 +242,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
         """A plain forward of the reference model, for policies that need all its logits."""
-        policy = self._policy
+        policy = self.token_policy
         if policy is None or not (policy.needs.reference and policy.needs.model):
             return None
 
@@ -318,7 +296,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """TRL's own preparation."""
         return self._prepare_dataset(dataset, self.processing_class, self.args, name)
 
-    def _row_length(self, row: Mapping[str, Any]) -> int:
+    def row_length(self, row: Mapping[str, Any]) -> int:
+        """Of the longer sequence, as TRL's collator cuts it."""
         longest = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
         length = len(row["prompt_ids"]) + longest
         return length if self.args.max_length is None else min(length, self.args.max_length)

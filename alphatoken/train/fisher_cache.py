@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock
 from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
@@ -31,11 +32,6 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: fits are then not kept apart, only written atomically
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "cache_folder",
@@ -145,7 +141,6 @@ def fitted_fisher(
     options: AlphaOptions,
     folder: str | os.PathLike[str],
     *,
-    main: bool | None = None,
     progress: bool | ProgressSink | None = None,
 ) -> FisherDrift:
     """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
@@ -159,7 +154,6 @@ def fitted_fisher(
         prompts: as for :func:`alphatoken.fit_fisher`.
         options: of the run.
         folder: of the cache; created. On several machines it must be a shared one.
-        main: whether this process fits; None asks accelerate.
         progress: as for :func:`alphatoken.fit_fisher`.
 
     Raises:
@@ -169,9 +163,7 @@ def fitted_fisher(
     """
     _require_whole(model)
     folder = Path(folder)
-    if main is None:
-        main = PartialState().is_main_process
-    if main:
+    if PartialState().is_main_process:
         entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
     else:
         entry = _as_other(folder)
@@ -188,13 +180,13 @@ def _as_main(
     folder: Path,
     progress: bool | ProgressSink | None,
 ) -> FisherDrift:
-    told: list[Any] = [None, None]
+    message: list[Any] = [None, None]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         key = cache_key(model, prompts, settings)
     except BaseException as problem:
-        told[1] = _described(problem)
-        broadcast_object_list(told)
+        message[1] = _described(problem)
+        broadcast_object_list(message)
         if isinstance(problem, OSError):
             raise FisherError(
                 f"the folder '{folder}' of the Fisher cache cannot be made",
@@ -202,21 +194,21 @@ def _as_main(
                 remedy="give another one: fisher_cache=...",
             ) from problem
         raise
-    told[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
-    with _announced(told):
+    message[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
+    with _announced(message):
         return _entry(model, prompts, settings, folder, key, progress)
 
 
 @contextmanager
-def _announced(told: list[Any]) -> Iterator[None]:
+def _announced(message: list[Any]) -> Iterator[None]:
     """Tell the other processes where to look, and how the fit ended; tidy up when they know."""
     if PartialState().num_processes == 1:
         yield
         return
-    status: Path = told[0][1]
+    status: Path = message[0][1]
     with _held(status.with_suffix(".alive")):
         write_json(status, {"state": "fitting"}, error=FisherError)
-        broadcast_object_list(told)
+        broadcast_object_list(message)
         try:
             yield
         except BaseException as problem:
@@ -245,11 +237,11 @@ def _entry(
     found = _load(path, key)
     if found is not None:
         return found
-    with _held(folder / f"{key}.lock") as alone:
+    with _held(folder / f"{key}.lock") as locked:
         found = _load(path, key)  # another launch may have fitted it while this one waited
         if found is not None:
             return found
-        partial = folder / (f"{key}.partial" if alone else f"{key}.{secrets.token_hex(4)}.partial")
+        partial = folder / (f"{key}.partial" if locked else f"{key}.{secrets.token_hex(4)}.partial")
         fitted = _fit(model, prompts, settings, partial, progress)
         replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
     return FisherDrift.open(path)
@@ -292,11 +284,11 @@ def _load(path: Path, key: str) -> FisherDrift | None:
 
 
 def _as_other(folder: Path) -> FisherDrift:
-    told: list[Any] = [None, None]
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise _main_failed(told[1])
-    key, status = told[0]
+    message: list[Any] = [None, None]
+    broadcast_object_list(message)
+    if message[1] is not None:
+        raise _main_failed(message[1])
+    key, status = message[0]
     return _wait(folder, key, folder / status.name)
 
 
@@ -322,24 +314,21 @@ def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
         time.sleep(_POLL)
 
 
-def _main_failed(told: str) -> FisherError:
+def _main_failed(message: str) -> FisherError:
     return FisherError(
         "the main process could not fit the Fisher",
-        got=told,
+        got=message,
         remedy="see its own message; the next run goes on with the fit",
     )
 
 
 def _died(status: Path) -> bool:
     """Whether the main process no longer holds its lock and yet has not said how it ended."""
-    alive = status.with_suffix(".alive")
-    if fcntl is None or not alive.exists():
+    try:
+        with FileLock(status.with_suffix(".alive"), timeout=0):
+            pass
+    except OSError:  # it is held (a Timeout), or this file system has no locks
         return False
-    with alive.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
     found = _read(status)
     return found is not None and found["state"] == "fitting"
 
@@ -353,17 +342,16 @@ def _held(path: Path) -> Iterator[bool]:
 
     The system gives it back when its holder ends in whatever way: there are no stale locks.
     """
-    with path.open("a") as file:
-        while fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL)
-            except OSError:
-                yield False
-                return
-        yield fcntl is not None
+    lock = FileLock(path)
+    try:
+        lock.acquire(poll_interval=_POLL)
+    except (NotImplementedError, OSError):  # fits are then not kept apart, only written atomically
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import NumericalError, UnsupportedError
 from alphatoken.model.batch import token_losses
 
-__all__ = ["TokenGate"]
+if TYPE_CHECKING:
+    from alphatoken.train.host import TokenTrainer
+    from alphatoken.train.micro_batch import MicroBatch
+
+__all__ = ["TokenGate", "by_token", "gated_loss", "require_finite"]
 
 
 class TokenGate:
@@ -136,3 +140,30 @@ def _fused_head(log_probs: Tensor) -> Any:
 def by_token(by_prediction: Tensor) -> Tensor:
     """(b, t - 1) in TRL's layout to (b, t) at token indices; index 0 is 0."""
     return F.pad(by_prediction, (1, 0))
+
+
+def gated_loss(trainer: TokenTrainer, gate: TokenGate, batch: MicroBatch) -> Tensor:
+    """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
+
+    Raises:
+        NumericalError: it is not finite; the last checkpoint is as it was.
+    """
+    loss = trainer.base_loss(gate, dict(batch.inputs), batch.num_items)
+    require_finite(loss, trainer.state.global_step)
+    return loss
+
+
+def require_finite(loss: Tensor, step: int) -> None:
+    """Stop a run before it destroys its weights.
+
+    Raises:
+        NumericalError: the loss of this step is not finite.
+    """
+    if not bool(torch.isfinite(loss.detach())):
+        raise NumericalError(
+            f"the training loss is not finite at step {step}",
+            got=str(float(loss.detach())),
+            why="one more step would destroy the weights; the last checkpoint is as it was",
+            remedy="resume from it with a lower learning rate, gradient clipping or more "
+            "precision; look at the rows of this step",
+        )

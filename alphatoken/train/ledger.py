@@ -113,7 +113,6 @@ class ValueLedger:
         *,
         scale: float,
         step: int,
-        pairs: bool | None = None,
     ) -> None:
         """Add one visit of every document in the batch.
 
@@ -125,7 +124,6 @@ class ValueLedger:
             weights: (b, t), what each token's gradient was weighted with; 0 for dropped ones.
             scale: step size times the coefficient that the values lack; its sign is taken as is.
             step: optimizer step, from 0.
-            pairs: the batch is [chosen; rejected]; None: if it has a ``completion_mask``.
 
         Raises:
             InputError: shapes or types that do not fit; values None for a document without; values
@@ -135,7 +133,7 @@ class ValueLedger:
         _require_step(step)
         if not math.isfinite(scale):
             raise NumericalError("the scale of a visit is not finite", got=str(scale))
-        documents = split_batch(batch, mask, pairs=pairs)
+        documents = split_batch(batch, mask)
         kept = _checked_weights(weights, mask)
         block = None if values is None else _components(values, mask)
         if block is None:
@@ -192,7 +190,6 @@ class ValueLedger:
         step: int,
         *,
         max_age: int,
-        pairs: bool | None = None,
     ) -> Tensor | None:
         """Totals last scored of every response token, or None if any document's are too old.
 
@@ -201,7 +198,6 @@ class ValueLedger:
             mask: as in :meth:`add`.
             step: the current optimizer step.
             max_age: most steps that may lie between.
-            pairs: as in :meth:`add`.
 
         Returns:
             (b, t) in float32 on the mask's device, 0 where the mask is False; None where a
@@ -209,7 +205,7 @@ class ValueLedger:
         """
         _require_step(step)
         found = np.zeros(mask.numel(), dtype=np.float32)
-        for document in split_batch(batch, mask, pairs=pairs):
+        for document in split_batch(batch, mask):
             number = self._numbers.get(document.key)
             if number is None or step - int(self._documents["steps"][number]) > max_age:
                 return None

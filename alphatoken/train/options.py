@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from alphatoken.config import ScorerConfig
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.select.schedule import scheduled
 from alphatoken.train.policy import PolicySettings
@@ -24,7 +24,7 @@ from alphatoken.train.policy_names import (
 
 __all__ = ["AlphaOptions"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("mask", "proportional", "unbiased"),
     "value_unit": ("token", "response"),
     "keep_scope": ("batch", "sequence", "global"),
@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "fisher_labels": ("sequence", "token"),
     "validation_mode": ("fixed", "pool"),
     "scoring_forward": ("auto", "shared", "own"),
+    "policy_reference_dtype": (None, "float32", "bfloat16", "float16"),
 }
 
 
@@ -208,10 +209,7 @@ class AlphaOptions:
         """Check every option; called by the configurations after their own checks."""
         self._settle_policy()
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}", got=repr(getattr(self, name))
-                )
+            require_choice(name, getattr(self, name), allowed)
         for name in ("keep_ratio", "keep_ratio_start"):
             ratio = getattr(self, name)
             if ratio is not None and not 0 < ratio <= 1:
@@ -235,11 +233,6 @@ class AlphaOptions:
                 for name, value in fields.items():
                     setattr(self, name, value)
                 self.policy_options, own = None, {}
-        if self.policy_reference_dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ConfigError(
-                "policy_reference_dtype must be float32, bfloat16 or float16",
-                got=repr(self.policy_reference_dtype),
-            )
         if self.policy in TRAINER_POLICIES and own:
             raise ConfigError(
                 f"policy='{self.policy}' takes no options of its own", got=f"policy_options={own}"

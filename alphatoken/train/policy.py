@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, NumericalError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.select.masks import keep_count, select_top
+from alphatoken.support.finite import refuse_first
 
 if TYPE_CHECKING:
     from alphatoken.train.token_table import TokenTable
@@ -85,10 +86,7 @@ class PolicySettings:
             ("policy_scope", self.scope, (None, *SCOPES)),
             ("policy_rounding", self.rounding, (None, *ROUNDINGS)),
         ):
-            if given not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(str, allowed))}", got=repr(given)
-                )
+            require_choice(name, given, allowed)
         if not 0 < self.keep_ratio <= 1:
             raise ConfigError("keep_ratio must lie in (0, 1]", got=repr(self.keep_ratio))
 
@@ -278,15 +276,13 @@ class TokenPolicy:
         native = self.settings.mode == "native"
         found = self.native_weights(batch) if native else self.budget_weights(batch)
         found = torch.where(batch.mask, found.detach(), torch.zeros_like(found))
-        bad = ~(found >= 0) | torch.isinf(found)
-        if bool(bad.any()):
-            row, index = bad.nonzero()[0].tolist()
-            raise NumericalError(
-                f"policy '{self.name}' gives a weight that is no weight",
-                got=f"{float(found[row, index])} at row {row}, token {index}",
-                why="a NaN or a negative weight would train the model away from the token",
-                remedy="look at its scores, and at the loss of that token",
-            )
+        refuse_first(
+            ~(found >= 0) | torch.isinf(found),
+            found,
+            f"policy '{self.name}' gives a weight that is no weight",
+            why="a NaN or a negative weight would train the model away from the token",
+            remedy="look at its scores, and at the loss of that token",
+        )
         return found
 
     def kept_tokens(self, batch: PolicyBatch) -> Tensor | None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError, InputError, require_choice
 
 __all__ = ["ValidationPool"]
 
@@ -91,12 +91,7 @@ class ValidationPool:
                     f"{name} of the validation pool is an integer of at least {least}",
                     got=repr(value),
                 )
-        if self.mode not in MODES:
-            raise ConfigError(
-                "unknown mode of the validation pool",
-                got=repr(self.mode),
-                remedy=" or ".join(map(repr, MODES)),
-            )
+        require_choice("mode of the validation pool", self.mode, MODES)
         share = self.held_out_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError("held_out_share lies in [0, 1)", got=repr(share))

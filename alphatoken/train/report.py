@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import numpy as np
 
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
-from alphatoken.report.build import environment, page_variables
-from alphatoken.support.storage import replacing
+from alphatoken.report.build import value_sections
+from alphatoken.report.files import stretches
+from alphatoken.report.numbers import number
+from alphatoken.report.page import Column, Section, ShownTable, render_page, write_page
 from alphatoken.train.curves import charts
 from alphatoken.train.manifest import RESULTS, RUN, checkpoints
 
@@ -34,6 +36,21 @@ _VALUES = tuple(
     for kind in ("parquet", "jsonl")
 )
 _ROWS_SHOWN = 60
+_LEAD = (
+    "What was trained on, and what it did: the curves of the run, then the value of each response "
+    "token, added up over its visits."
+)
+_NO_VALUES = (
+    "This run exported no token values (its policy needs none, export_values was off, or it has "
+    "not ended)."
+)
+_TILES = {
+    "loss": "last training loss",
+    "alpha/validation_held_out": "held-out validation objective",
+    "alpha/validation_gap": "validation gap",
+    "alpha/relative_drift": "relative drift from the reference",
+    "alpha/tokens_per_second": "tokens a second",
+}
 _STRETCH = 10_000
 
 MOST_TOKENS = 500_000
@@ -126,7 +143,7 @@ def write_run_report(
             which ``push_to_hub`` does not upload: the page quotes training rows.
 
     Raises:
-        ConfigError: jinja2 is not installed.
+        ConfigError: jinja2 or matplotlib is not installed.
         DataError: the folder holds no run, or the page could not be written.
     """
     run = read_run(folder)
@@ -134,9 +151,7 @@ def write_run_report(
     target = Path(path) if path is not None else Path(folder) / REPORT
     if path is None:
         target.parent.mkdir(exist_ok=True)
-    with replacing(target) as temporary:
-        temporary.write_text(html, encoding="utf-8")
-    return target
+    return write_page(target, html)
 
 
 def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
@@ -149,27 +164,33 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
             f"The value file holds {whole:,} tokens; what is said about them here is of "
             f"{summary.response_tokens:,}, in evenly spread stretches."
         )
-    variables = page_variables(
-        summary,
+    sections, data = value_sections(summary, known=_ACCUMULATED)
+    if not summary.sequences:
+        sections = [Section("heatmaps", "Values over the text", remarks=[_NO_VALUES])]
+    return render_page(
         f"Run {run.name}",
-        {**run.options, **{f"{name} version": text for name, text in run.versions.items()}},
-        notes,
-        known=_ACCUMULATED,
-        history=logs,
-        options=dict(run.options),
+        _LEAD,
+        [_curves(history, logs), *sections],
+        tiles=_tiles(run, history),
+        notes=notes,
+        settings={**run.options, **{f"{name} version": of for name, of in run.versions.items()}},
+        data={**data, "history": logs, "options": dict(run.options)},
     )
-    columns, rows = _table(logs)
-    return (
-        environment("alphatoken.train")
-        .get_template("run.html.j2")
-        .render(
-            **variables,
-            run=run,
-            charts=charts(history),
-            tiles=_tiles(run, history),
-            columns=columns,
-            rows=rows,
-        )
+
+
+def _curves(history: Sequence[Mapping[str, Any]], logs: Sequence[Mapping[str, Any]]) -> Section:
+    """The curves, and the numbers behind them as a table."""
+    pictures = charts(history)
+    remark = (
+        "Optimizer steps run from left to right; the legend gives the last number. Move over a "
+        "drawing, or focus it and use the arrow keys, to read the numbers of one step."
+    )
+    return Section(
+        "curves",
+        "Curves",
+        remarks=[remark if pictures else "Nothing was logged."],
+        pictures=pictures,
+        tables=_log_table(logs),
     )
 
 
@@ -186,18 +207,13 @@ def _tiles(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> list[tuple[s
     last: dict[str, Any] = {}
     for entry in history:
         last |= entry
+    last = {name: value for name, value in last.items() if isinstance(value, (int, float))}
     shown = [(f"{run.step:,} of {run.steps:,}", "optimizer steps")]
-    formats = {
-        "loss": ("{:.4g}", "last training loss"),
-        "alpha/validation_held_out": ("{:.4g}", "held-out validation objective"),
-        "alpha/validation_gap": ("{:+.3g}", "validation gap"),
-        "alpha/kept_share": ("{:.1%}", "of the response tokens kept"),
-        "alpha/relative_drift": ("{:.3g}", "relative drift from the reference"),
-        "alpha/tokens_per_second": ("{:,.0f}", "tokens a second"),
-    }
-    for name, (text, meaning) in formats.items():
-        if isinstance(last.get(name), (int, float)):
-            shown.append((text.format(last[name]).replace("-", "\u2212"), meaning))
+    for name, meaning in _TILES.items():
+        if name in last:
+            shown.append((number(last[name], 4, signed=name.endswith("_gap")), meaning))
+    if "alpha/kept_share" in last:
+        shown.append((f"{last['alpha/kept_share']:.1%}", "of the response tokens kept"))
     return shown
 
 
@@ -215,15 +231,19 @@ _COLUMNS = {
 }
 
 
-def _table(logs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Names and rows of the table of logs, evenly thinned."""
+def _log_table(logs: Sequence[Mapping[str, Any]]) -> list[ShownTable]:
+    """Evenly thinned logs, one a row; none if nothing was logged."""
     logs = [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
-    names = [name for name in _COLUMNS if any(name in entry for entry in logs)]
     if len(logs) > _ROWS_SHOWN:
         places = np.linspace(0, len(logs) - 1, _ROWS_SHOWN).round().astype(int)
         logs = [logs[i] for i in places]
-    rows = [[entry.get(name) for name in names] for entry in logs]
-    return [_COLUMNS[name] for name in names], rows
+    columns = [
+        Column(title, [number(entry.get(name), 4) for entry in logs])
+        for name, title in _COLUMNS.items()
+        if any(name in entry for entry in logs)
+    ]
+    note = f"{len(logs)} logs, evenly drawn; the download holds all of them."
+    return [ShownTable("log", "Numbers of the log", columns, note, folded=True)] if logs else []
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -245,7 +265,8 @@ def token_values(path: str | Path, *, most: int = MOST_TOKENS) -> Iterator[Score
     path = Path(path)
     try:
         every = max(1, -(-count_tokens(path) // most))
-        for index, records in enumerate(_documents(_stretches(path, every), cut=every > 1)):
+        documents = _documents(stretches(path, _STRETCH, every), cut=every > 1)
+        for index, records in enumerate(documents):
             yield _example(index, records)
     except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
         raise DataError(
@@ -266,7 +287,7 @@ def count_tokens(path: Path) -> int:
 
 
 def _documents(
-    stretches: Iterator[list[dict[str, Any]]], *, cut: bool
+    parts: Iterator[list[dict[str, Any]]], *, cut: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """The records of one document after the other; with ``cut``, of the whole ones in a stretch."""
 
@@ -274,29 +295,10 @@ def _documents(
         return record["document"]
 
     if not cut:
-        yield from (list(group) for _, group in groupby(chain.from_iterable(stretches), key))
+        yield from (list(group) for _, group in groupby(chain.from_iterable(parts), key))
         return
-    for stretch in stretches:
-        yield from [list(group) for _, group in groupby(stretch, key)][1:-1]
-
-
-def _stretches(path: Path, every: int) -> Iterator[list[dict[str, Any]]]:
-    """Every n-th stretch of records."""
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
-            for number in count():
-                lines = list(islice(file, _STRETCH))
-                if not lines:
-                    return
-                if number % every == 0:
-                    yield [json.loads(line) for line in lines]
-    else:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(path) as file:
-            for number, batch in enumerate(file.iter_batches(batch_size=_STRETCH)):
-                if number % every == 0:
-                    yield batch.to_pylist()
+    for part in parts:
+        yield from [list(group) for _, group in groupby(part, key)][1:-1]
 
 
 def _example(index: int, records: list[dict[str, Any]]) -> ScoredExample:

@@ -11,15 +11,13 @@ import torch
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
-from alphatoken.train.given import by_name, model_name, own_config
+from alphatoken.train.given import model_name
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.policy import TokenPolicy
 
 __all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
 
@@ -78,14 +76,14 @@ def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[
     return {name: tensor.to(device) for name, tensor in found.items()}
 
 
-class LabelledRows:
+class LabelledRows(AlphaTrainerMixin):
     """Rows with ``input_ids`` and ``labels``: what SFT and plain language modelling share."""
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One padded batch."""
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # type: ignore[attr-defined]
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         pad = getattr(tokenizer, "pad_token_id", None) or 0
-        return padded_batch(rows, pad, self.args.device)  # type: ignore[attr-defined]
+        return padded_batch(rows, pad, self.args.device)
 
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """What comes before the first response token of each row."""
@@ -133,7 +131,7 @@ def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]
     return kept
 
 
-class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
+class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """TRL's ``SFTTrainer`` that trains on the valuable part of each response.
 
         update  =  sum over kept tokens of  d loss / d lp_t  *  grad lp_t
@@ -160,38 +158,20 @@ class AlphaSFTTrainer(LabelledRows, AlphaTrainerMixin, SFTTrainer):
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        validation_dataset: Any = None,
-        retention_dataset: Any = None,
-        fisher: FisherDrift | None = None,
-        fisher_dataset: Any = None,
-        policy: TokenPolicy | type[TokenPolicy] | None = None,
-        policy_reference: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = by_name(SFTTrainer, args, kwargs)
-        given["args"] = own_config(
-            given.get("args"),
-            AlphaSFTConfig,
-            SFTConfig,
-            folder=lambda: f"{model_name(given['model'])}-SFT",
-        )
-        if given.get("train_dataset") is not None:
-            check_sft_rows(given["train_dataset"], text_field=given["args"].dataset_text_field)
-        super().__init__(**given)
-        self._refuse()
-        self.alpha_setup(
-            validation_dataset,
-            retention_dataset,
-            fisher,
-            fisher_dataset,
-            policy,
-            policy_reference,
-        )
+    BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
 
-    def _refuse(self) -> None:
+    @staticmethod
+    def default_folder(given: Mapping[str, Any]) -> str:
+        """As TRL names it: by the model."""
+        return f"{model_name(given['model'])}-SFT"
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any) -> None:
+        """Refuse rows that TRL would take for something else, naming the first."""
+        check_sft_rows(dataset, text_field=args.dataset_text_field)
+
+    def refuse_base(self) -> None:
+        """Refuse losses of the caller's own, and images."""
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "a vision dataset": self._is_vision_dataset,

@@ -73,10 +73,10 @@ def sharded_drift(
     start: dict[str, Tensor] = {}
     for name, weight in parameters.items():
         now = sharding.local(name, weight).float()
-        start[name] = sharding.keep(name, reference[name].to(now.device, torch.float32))
+        start[name] = sharding.part_of(name, reference[name].to(now.device, torch.float32))
         moved[name] = now - start[name]
-    apart, size = (math.hypot(*sharding.norms(parts).values()) for parts in (moved, start))
-    return {"drift": apart, "relative_drift": apart / size if size > 0 else 0.0}
+    distance, size = (math.hypot(*sharding.norms(parts).values()) for parts in (moved, start))
+    return {"drift": distance, "relative_drift": distance / size if size > 0 else 0.0}
 
 
 class Fsdp2Sharding:
@@ -120,10 +120,10 @@ class Fsdp2Sharding:
         if isinstance(parameter, self._kind):
             # With weights offloaded to the CPU, parts are worked on where the model runs.
             return _local(parameter.detach()).to(_device(parameter))
-        return self.keep(name, parameter)
+        return self.part_of(name, parameter)
 
     @torch.no_grad()
-    def keep(self, name: str, full: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         """This process's rows of ``full``."""
         from torch.distributed.tensor import distribute_tensor
 
@@ -138,7 +138,7 @@ class Fsdp2Sharding:
     @torch.no_grad()
     def reduce(self, name: str, full: Tensor) -> Tensor:
         """This process's rows of the sum over all processes."""
-        return self.keep(name, _summed(full))
+        return self.part_of(name, _summed(full))
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class Zero3Sharding:
         """This process's flat part of the parameter."""
         p = self._parameters[name]
         if not self._partitioned(name):
-            return self.keep(name, p)
+            return self.part_of(name, p)
         part: Tensor = p.ds_tensor.detach()
         if part.numel() != p.ds_tensor.ds_numel:
             raise ConfigError(
@@ -261,7 +261,7 @@ class Zero3Sharding:
         return deepspeed.get_accelerator().current_device_name()
 
     @torch.no_grad()
-    def keep(self, name: str, full: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         """This process's flat part of ``full``."""
         if not self._partitioned(name):
             return full.detach().clone()
@@ -276,7 +276,7 @@ class Zero3Sharding:
     @torch.no_grad()
     def reduce(self, name: str, full: Tensor) -> Tensor:
         """This process's flat part of the sum over all processes."""
-        return self.keep(name, _summed(full))
+        return self.part_of(name, _summed(full))
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:

@@ -166,8 +166,10 @@ class TokenTable:
         return cls(header, keys, sizes, positions, found)
 
     @classmethod
-    def merge(cls, tables: Sequence[TokenTable], header: TableHeader | None = None) -> TokenTable:
-        """The documents of several tables with the same columns, those seen before left out.
+    def merge(cls, tables: Sequence[TokenTable]) -> TokenTable:
+        """The documents of several tables with the same columns, under the header of the first.
+
+        A document that an earlier table holds is left out.
 
         Raises:
             InputError: no table, or columns that differ.
@@ -189,7 +191,7 @@ class TokenTable:
             return _joined([part[new] for part, new in zip(parts, spread, strict=True)])
 
         return cls(
-            header or tables[0].header,
+            tables[0].header,
             np.concatenate([t.keys[new] for t, new in zip(tables, keep, strict=True)]),
             np.concatenate([t.sizes[new] for t, new in zip(tables, keep, strict=True)]),
             tokens([t.positions for t in tables]),

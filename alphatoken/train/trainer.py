@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from alphatoken.direction.drift import FisherDrift
 from alphatoken.model.batch import label_mask
 from alphatoken.train.gate import TokenGate
-from alphatoken.train.given import by_name, own_config
-from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses, with_responses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
@@ -36,7 +32,7 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
         refuse_losses("AlphaTrainer", fused_losses(self))
 
 
-class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
+class AlphaTrainer(LabelledRows, Trainer):
     """transformers' ``Trainer`` on token-weighted cross-entropy.
 
     Batches need ``input_ids`` and ``labels`` (unshifted, -100 where nothing is learned). The loss
@@ -59,31 +55,11 @@ class AlphaTrainer(LabelledRows, AlphaTrainerMixin, Trainer):
         ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        validation_dataset: Any = None,
-        retention_dataset: Any = None,
-        fisher: FisherDrift | None = None,
-        fisher_dataset: Any = None,
-        policy: TokenPolicy | type[TokenPolicy] | None = None,
-        policy_reference: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = by_name(Trainer, args, kwargs)
-        given["args"] = own_config(
-            given.get("args"), AlphaConfig, TrainingArguments, folder=lambda: "tmp_trainer"
-        )
-        super().__init__(**given)
+    BASE, CONFIG, BASE_CONFIG = Trainer, AlphaConfig, TrainingArguments
+
+    def refuse_base(self) -> None:
+        """Refuse losses of the caller's own."""
         refuse_losses("AlphaTrainer", {"compute_loss_func": self.compute_loss_func is not None})
-        self.alpha_setup(
-            validation_dataset,
-            retention_dataset,
-            fisher,
-            fisher_dataset,
-            policy,
-            policy_reference,
-        )
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data.pieces import token_texts
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import replacing, write_json
 from alphatoken.train.documents import BRANCHES, row_documents
 
 __all__ = ["COMPONENTS", "FORMATS", "Accumulated", "export_values"]
@@ -132,9 +132,7 @@ def export_values(
                 for record in zip(*chunk.values(), strict=True):
                     line = dict(zip(names, record, strict=True))
                     file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-    with replacing(summary) as temporary:
-        text = json.dumps(_summary(found, holders, unseen), indent=2, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_json(summary, _summary(found, holders, unseen))
     return target
 
 

@@ -10,13 +10,17 @@ from alphatoken.cli.compare import parse
 from alphatoken.cli.compare_grid import read_grid
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
-from alphatoken.compare.page import READ, collect, draw, sections
+from alphatoken.compare.page import READ, collect, draw, rounded, sections
 from alphatoken.compare.tables import Record, markdown
 from alphatoken.support.storage import write_json
 from benchmarks.comparison.rows import FISHER, LENGTH, MIXED, PAIRS, SIZES, STORIES, TARGET
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONCLUSIONS = Path(__file__).with_name("conclusions.md")
+_FIRST = (
+    "task", "policy", "mode", "seed", "kept_tokens", "target", "retention", "overall", "time",
+    "peak_memory", "status",
+)  # fmt: skip
 
 INTRODUCTION = """# Comparison of methods
 
@@ -80,30 +84,21 @@ the paper's is of its scores. Lower is better.
 def write_report(words: Sequence[str], path: Path) -> None:
     """The page, its data and figures."""
     options, more = parse(words)
-    request = read_grid(options, more)
-    cells = all_cells(request.grid)
+    grid = read_grid(options, more)
+    cells = all_cells(grid)
     found = collect(cells, GridFolder(path))
-    write_json(DOCS / "comparison.json", [_short(record) for record in found])
-    text = [_introduction(options, request.grid, cells)]
+    write_json(DOCS / "comparison.json", [rounded(record, _FIRST) for record in found])
+    text = [_introduction(options, grid, cells)]
     if CONCLUSIONS.exists():
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
     text += ["## Tables\n", READ]
-    figures = draw(request.grid, found, DOCS, "comparison")
-    text += sections(request.grid, found, request.variants, figures)
-    text += ["## Budgets\n", _budgets(found, request.grid.keep_ratio)]
+    figures = draw(grid, found, DOCS, "comparison")
+    text += sections(grid, found, grid.variants, figures)
+    text += ["## Budgets\n", _budgets(found, grid.keep_ratio)]
     page = "\n".join(text).rstrip() + "\n"
     (DOCS / "comparison.md").write_text(page, encoding="utf-8")
     done = sum(record["status"] == "done" for record in found)
     print(f"{done} of {len(found)} cells: {DOCS / 'comparison.md'}")
-
-
-def _short(record: Record) -> dict[str, object]:
-    """What a reader looks for first; floats to 6 digits."""
-    names = ["task", "policy", "mode", "seed", "kept_tokens", "target", "retention", "overall"]
-    names += ["time", "peak_memory", "status"]
-    found = {name: record.get(name) for name in names}
-    found |= {name: value for name, value in record.items() if name not in names}
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
 
 
 def _introduction(options: argparse.Namespace, grid: Grid, cells: Sequence[Cell]) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from alphatoken.compare.page import rounded
 from benchmarks.training.grid import CAUSES, NOISES, SENSITIVITY, TASKS, main_grid
 from benchmarks.training.plots import TITLES, draw_differences, draw_policies
 from benchmarks.training.tables import (
@@ -19,7 +20,9 @@ from benchmarks.training.tables import (
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONCLUSIONS = Path(__file__).with_name("conclusions.md")
 
-FIRST = ("task", "noise", "policy", "estimator", "seed", "kept_tokens", "target_loss")
+FIRST = (
+    "task", "noise", "policy", "estimator", "seed", "kept_tokens", "target_loss", "retention_loss"
+)  # fmt: skip
 
 INTRODUCTION = """# Results of training runs
 
@@ -65,7 +68,9 @@ def write_report(measured: list[dict[str, Any]]) -> None:
     if missing:
         print(f"the main grid lacks {len(missing)} cells: {', '.join(missing)}")
     _require_one_setting(measured)
-    cells = [_ordered(cell) for cell in measured]
+    cells = [rounded(cell, FIRST) for cell in measured]
+    for cell in cells:
+        del cell["name"]
     (DOCS / "results.json").write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     draw_policies(cells, DOCS / "results-policies.svg")
     _draw_causes(cells)
@@ -78,13 +83,6 @@ def _require_one_setting(measured: list[dict[str, Any]]) -> None:
         settings = {(c["steps"], c["learning_rate"]) for c in measured if c["task"] == task}
         if len(settings) > 1:
             raise SystemExit(f"cells of {task} were measured with {sorted(settings)}: drop the old")
-
-
-def _ordered(cell: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a reader looks for first; floats to 6 digits."""
-    fields = {name: cell[name] for name in (*FIRST, "retention_loss")}
-    fields |= {name: value for name, value in cell.items() if name != "name"}
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in fields.items()}
 
 
 def _text(cells: Cells) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from alphatoken.compare.tables import markdown
 from benchmarks.training.grid import POLICIES
 from benchmarks.training.statistics import Mean
 
@@ -35,12 +36,6 @@ def difference(cells: Cells, base: Cells, key: str) -> Mean | None:
     by_seed = {cell["seed"]: cell[key] for cell in base}
     pairs = [cell[key] - by_seed[cell["seed"]] for cell in cells if cell["seed"] in by_seed]
     return Mean.of(pairs) if pairs else None
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def main_table(cells: Cells, task: str, noise: float) -> str:

@@ -28,27 +28,27 @@ class Counted:
         self.wrong = wrong
         self.response = self.kept = 0
         self.weight = self.wrong_weight = 0.0
-        self._inputs: Any = None
+        record = self.records.micro_batch  # type: ignore[attr-defined]
+
+        def counted(batch: Any, scored: Any, weights: Tensor, *seconds: float) -> None:
+            self._count(batch.inputs, weights, batch.mask)
+            record(batch, scored, weights, *seconds)
+
+        self.records.micro_batch = counted  # type: ignore[attr-defined]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if model.training:
-            self._inputs = inputs
-            if self.args.policy == "all" and not self.args.needs_values:  # type: ignore[attr-defined]
-                mask = self.response_labels(inputs) != -100  # type: ignore[attr-defined]
-                self._count(mask.float(), mask)
+        if model.training and self.weigher is None:  # type: ignore[attr-defined]
+            mask = self.response_labels(inputs) != -100  # type: ignore[attr-defined]
+            self._count(inputs, mask.float(), mask)
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
-    def choose(self, scored: Any, mask: Tensor) -> Tensor:
-        weights: Tensor = super().choose(scored, mask)  # type: ignore[misc]
-        self._count(weights, mask)
-        return weights
-
-    def _count(self, weights: Tensor, mask: Tensor) -> None:
+    def _count(self, inputs: Any, weights: Tensor, mask: Tensor) -> None:
         self.response += int(mask.sum())
         self.kept += int((weights * mask > 0).sum())
         self.weight += float((weights * mask).sum())
-        ids, attention = self._inputs["input_ids"], self._inputs["attention_mask"]
-        for row, real, weight in zip(ids, attention, weights, strict=True):
+        for row, real, weight in zip(
+            inputs["input_ids"], inputs["attention_mask"], weights, strict=True
+        ):
             places = self.wrong.get(tuple(row[: int(real.sum())].tolist()), [])
             self.wrong_weight += float(weight[places].sum())
 

@@ -15,7 +15,8 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ]["contracts"]
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
 ROOMS = (
-    "model", "estimate", "direction", "scoring", "select", "support", "train", "policies", "compare"
+    "model", "estimate", "direction", "scoring", "select", "support", "report", "train", "policies",
+    "compare",
 )  # fmt: skip
 
 

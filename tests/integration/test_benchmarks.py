@@ -207,7 +207,7 @@ def test_the_attention_clock_sees_both_passes_and_changes_no_value(
     """A kernel that sleeps is charged to attention, in the forward and in the backward."""
     size = Size(32, 2, 64, 4, length=16)
     batch, validation = size.batch(), size.batch(seed=1)
-    config = ScorerConfig(estimator=estimator, layers="all", contraction="projected")
+    config = ScorerConfig(estimator=estimator, layers="all")
     model = size.model()
     plain = Scorer(model, validation, None, config).score(batch)
     adapter = find_adapter(model)
@@ -295,7 +295,7 @@ def test_the_ladder_orders_precisions(rungs: list[Rung]) -> None:
 def test_the_reference_of_the_ladder_is_float64_throughout() -> None:
     """Its label values agree with per-token autograd to 1e-12: no norm casts to float32 inside."""
     subject = precision.random_subject(quick=True)
-    batch, config = dict(subject.batch), ScorerConfig(estimator="label", contraction="projected")
+    batch, config = dict(subject.batch), ScorerConfig(estimator="label")
     errors = {}
     for name, model in (
         ("exact", precision.in_dtype(subject.model, torch.float64)),

@@ -393,7 +393,7 @@ def test_changed_values_of_our_own_are_named(uninterrupted: Any) -> None:
         with pytest.raises(ConfigError, match=f"{next(iter(option))}: "):
             other.trainer().train(resume_from_checkpoint=True)
     trainer = whole.trainer()
-    trainer._validation_rows = trainer._validation_rows[:-1]
+    trainer.rows = replace(trainer.rows, validation=trainer.rows.validation[:-1])
     with pytest.raises(ConfigError, match="validation_dataset: "):
         trainer.train(resume_from_checkpoint=True)
 

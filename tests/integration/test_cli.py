@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
+from alphatoken.cli.common import FORMER
 from alphatoken.data import batches, encode_rows, read_rows, split_pools
 from alphatoken.data.stdlib import write_files
 from alphatoken.demo.model import make_model, make_tokenizer
@@ -50,12 +51,13 @@ class World:
             "train": self / "train.jsonl",
             "validation": self / "validation.jsonl",
             "out": out,
-            "batch-size": 4,
-            "shard-size": 8,
-        } | {key.replace("_", "-"): value for key, value in changed.items()}
+            "batch_size": 4,
+            "shard_size": 8,
+        } | changed
         words = [
-            w for key, value in options.items() if value is not None for w in (f"--{key}", value)
-        ]
+            w for key, value in options.items() if value is not None
+            for w in (f"--{FORMER.get(key, key)}", value)
+        ]  # fmt: skip
         return main([str(word) for word in ("score", *words, "--quiet", *more)])
 
 
@@ -82,9 +84,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     write_rows(folder / "prompts.jsonl", 5, seed=3)
     status = main(
         [
-            "fisher", "--model", str(folder / "reference"), "--data", str(folder / "prompts.jsonl"),
-            "--out", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
-            "--max-new-tokens", "8",
+            "fisher", "--model_name_or_path", str(folder / "reference"),
+             "--data", str(folder / "prompts.jsonl"),
+            "--output_file", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
+            "--max_new_tokens", "8",
         ]
     )  # fmt: skip
     assert status == 0
@@ -128,7 +131,7 @@ def test_files_hold_what_the_scorer_says(
         model,
         validation=list(batches(held, 4)),
         retention=FisherDrift.load(fisher_file),
-        config=ScorerConfig(estimator=estimator, contraction="projected"),
+        config=ScorerConfig(estimator=estimator),
     )
     scored = load(tmp_path)
     assert [e.row for e in scored] == [e.row.index for e in train]
@@ -192,7 +195,7 @@ def test_values_that_do_not_agree_end_in_an_error(
 
 
 def test_scope_dataset_keeps_the_best_of_all(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path, "--no-report", scope="dataset", ratio=0.3) == 0
+    assert world.score(tmp_path, "--no_report", scope="dataset", ratio=0.3) == 0
     scored = load(tmp_path)
     totals = np.concatenate([e.values["total"][e.response] for e in scored])
     kept = np.concatenate([e.kept[e.response] for e in scored])
@@ -225,7 +228,7 @@ def test_rows_of_the_fisher_and_of_validation_are_kept_out(world: World, tmp_pat
     assert counts["removed_same_as_validation"] == 6
     assert counts["removed_same_as_fisher"] == 5
     assert [e.row for e in load(out)] == list(range(20))
-    refused = world.score(tmp_path / "b", "--on-leak", "error", train=mixed, fisher=fisher)
+    refused = world.score(tmp_path / "b", "--on_leak", "error", train=mixed, fisher=fisher)
     assert refused == 2
 
 
@@ -246,11 +249,12 @@ def test_fisher_file_knows_its_model_and_prompts(world: World) -> None:
 def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[str, str]) -> None:
     out = tmp_path / "f.safetensors"
     status = main(
-        ["fisher", "--model", str(world / "reference"), "--data", str(world / "prompts.jsonl"),
-         "--out", str(out), "--samples", "4", "--max-new-tokens", "4", "--quiet", *more]
+        ["fisher", "--model_name_or_path", str(world / "reference"),
+         "--data", str(world / "prompts.jsonl"),
+         "--output_file", str(out), "--samples", "4", "--max_new_tokens", "4", "--quiet", *more]
     )  # fmt: skip
     assert status == 0
-    assert world.score(tmp_path / "o", "--no-report", fisher=out, limit=4) == 0
+    assert world.score(tmp_path / "o", "--no_report", fisher=out, limit=4) == 0
     assert any(e.values["stability"].any() for e in load(tmp_path / "o"))
 
 
@@ -267,9 +271,10 @@ def test_lora_adapter_is_valued_by_its_factors(world: World, tmp_path: Path) -> 
     adapted.save_pretrained(tmp_path / "adapter")
     out, fisher = tmp_path / "out", tmp_path / "f.safetensors"
     assert main(
-        ["fisher", "--model", str(world / "reference"), "--adapter", str(tmp_path / "adapter"),
-         "--data", str(world / "prompts.jsonl"), "--out", str(fisher), "--samples", "2",
-         "--max-new-tokens", "4", "--quiet"]
+        ["fisher", "--model_name_or_path", str(world / "reference"),
+         "--adapter", str(tmp_path / "adapter"),
+         "--data", str(world / "prompts.jsonl"), "--output_file", str(fisher), "--samples", "2",
+         "--max_new_tokens", "4", "--quiet"]
     ) == 0  # fmt: skip
     assert all("lora_" in name for name in FisherDrift.load(fisher).names)
     adapter = tmp_path / "adapter"
@@ -277,7 +282,7 @@ def test_lora_adapter_is_valued_by_its_factors(world: World, tmp_path: Path) -> 
     assert status == 0
     assert "agrees" in json.loads((out / "summary.json").read_text())["certificate"]
     plain = tmp_path / "plain"
-    assert world.score(plain, "--no-report", model=world / "reference", limit=6) == 0
+    assert world.score(plain, "--no_report", model=world / "reference", limit=6) == 0
     assert not same(load(out), load(plain))
 
 
@@ -320,9 +325,11 @@ def test_a_real_signal_leaves_whole_files(
     total = split_pools(read_rows(train), validation=held).counts["train"]
     out = tmp_path / "out"
     command = [
-        sys.executable, "-m", "alphatoken.cli", "score", "--model", str(world / "moved"), "--train",
-        str(train), "--validation", str(world / "validation.jsonl"), "--out", str(out),
-        "--batch-size", "2", "--shard-size", "4", "--no-report", "--format", "jsonl",
+        sys.executable, "-m", "alphatoken.cli", "score",
+        "--model_name_or_path", str(world / "moved"),
+        "--train_file", str(train), "--validation_file", str(world / "validation.jsonl"),
+        "--output_dir", str(out),
+        "--batch_size", "2", "--shard_size", "4", "--no_report", "--format", "jsonl",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -352,8 +359,8 @@ def test_resume_refuses_another_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"limit": 6}
-    assert world.score(tmp_path, "--no-report", **small) == 0
-    assert world.score(tmp_path, "--no-report", **small) == 2
+    assert world.score(tmp_path, "--no_report", **small) == 0
+    assert world.score(tmp_path, "--no_report", **small) == 2
     assert "holds an earlier run" in capsys.readouterr().err
     other = write_rows(tmp_path / "other.jsonl", 6, seed=77)
     for changed, named in (
@@ -363,9 +370,9 @@ def test_resume_refuses_another_run(
         ({"limit": 5}, "train_sha256"),
         ({"fisher": world / "fisher.safetensors"}, "fisher, fisher_sha256"),
     ):
-        assert world.score(tmp_path, "--no-report", "--resume", **(small | changed)) == 2
+        assert world.score(tmp_path, "--no_report", "--resume", **(small | changed)) == 2
         assert f"differs in {named}" in capsys.readouterr().err
-    assert world.score(tmp_path, "--no-report", "--overwrite", limit=5) == 0
+    assert world.score(tmp_path, "--no_report", "--overwrite_output", limit=5) == 0
     assert len(load(tmp_path)) == 5
     (tmp_path / "run.json").write_text("{")
     assert world.score(tmp_path, "--resume", limit=5) == 2
@@ -375,13 +382,13 @@ def test_resume_refuses_another_run(
 def test_exchanged_value_files_are_noticed(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert world.score(tmp_path, "--no-report") == 0
+    assert world.score(tmp_path, "--no_report") == 0
     files = value_files(tmp_path / "values")
     shutil.copy(files[0], files[1])
-    assert world.score(tmp_path, "--no-report", "--resume") == 2
+    assert world.score(tmp_path, "--no_report", "--resume") == 2
     assert "do not hold the training rows" in capsys.readouterr().err
     files[1].write_bytes(files[1].read_bytes()[:100])
-    assert world.score(tmp_path, "--no-report", "--resume") == 2
+    assert world.score(tmp_path, "--no_report", "--resume") == 2
     assert "part-00001" in capsys.readouterr().err
 
 
@@ -495,7 +502,7 @@ def test_bad_input_is_one_line_that_says_what(
 
 
 @pytest.mark.parametrize(
-    ("package", "more"), [("pyarrow", ("--format", "parquet")), ("jinja2", ())]
+    ("package", "more"), [("pyarrow", ("--format", "parquet")), ("jinja2", ()), ("matplotlib", ())]
 )
 def test_missing_extra_is_said_before_the_work(
     world: World,
@@ -505,23 +512,29 @@ def test_missing_extra_is_said_before_the_work(
     package: str,
     more: tuple[str, ...],
 ) -> None:
-    from alphatoken.cli import score
+    from alphatoken.cli import score_run
+    from alphatoken.report import page
 
-    find = score.find_spec
-    monkeypatch.setattr(score, "find_spec", lambda name: None if name == package else find(name))
+    find = score_run.find_spec
+    for module in (score_run, page):
+        monkeypatch.setattr(
+            module, "find_spec", lambda name: None if name == package else find(name)
+        )
     assert world.score(tmp_path / "out", *more) == 2
-    assert f"pip install {package}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert package in said
+    assert "pip install" in said
     assert not (tmp_path / "out").exists()
-    assert world.score(tmp_path / "out", "--no-report", limit=4) == 0
+    assert world.score(tmp_path / "out", "--no_report", limit=4) == 0
     suffix = ".jsonl" if package == "pyarrow" else ".parquet"
     assert value_files(tmp_path / "out" / "values")[0].suffix == suffix
 
 
-def test_debug_shows_the_traceback(world: World, tmp_path: Path) -> None:
+def test_traceback_is_shown(world: World, tmp_path: Path) -> None:
     from alphatoken.errors import DataError
 
     with pytest.raises(DataError):
-        world.score(tmp_path, "--debug", train=tmp_path / "no.jsonl")
+        world.score(tmp_path, "--traceback", train=tmp_path / "no.jsonl")
 
 
 def test_full_disk_is_exit_1_and_resume_mends_it(
@@ -591,8 +604,14 @@ def test_help_and_version_without_loading_a_model_library() -> None:
     assert max(map(len, run.stdout.splitlines())) <= 100
 
 
-def test_wrong_arguments_end_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["score"], ["score", "--estimator", "magic"], ["dance"], []):
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["score"], ["score", "--estimator", "magic"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("alphatoken: ")
+        assert error.endswith("Remedy: alphatoken score --help.\n")
+        assert error.count("\n") == 1
+    for words in (["dance"], []):
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 2
@@ -609,15 +628,16 @@ def scored_library(library_decoder: Path, tmp_path_factory: pytest.TempPathFacto
     write_files(folder, train=22, held_out=6)
     model, fisher, out = str(library_decoder), folder / "fisher.safetensors", folder / "out"
     assert main(
-        ["fisher", "--model", model, "--data", str(folder / "retention.jsonl"),
-         "--response-field", "text", "--labels", "token", "--samples", "6", "--limit", "6",
-         "--out", str(fisher), "--quiet"]
+        ["fisher", "--model_name_or_path", model, "--data", str(folder / "retention.jsonl"),
+         "--response_column", "text", "--labels", "token", "--samples", "6", "--limit", "6",
+         "--output_file", str(fisher), "--quiet"]
     ) == 0  # fmt: skip
     assert main(
-        ["score", "--model", model, "--train", str(folder / "train.jsonl"), "--max-length", "512",
-         "--limit", "22", "--validation-rows", "6", "--on-empty", "skip",
-         "--fisher", str(fisher), "--out", str(out),
-         "--verify", "4", "--shard-size", "8", "--quiet"]
+        ["score", "--model_name_or_path", model,
+         "--train_file", str(folder / "train.jsonl"), "--max_length", "512",
+         "--limit", "22", "--validation_rows", "6", "--on_empty", "skip",
+         "--fisher_file", str(fisher), "--output_dir", str(out),
+         "--verify", "4", "--shard_size", "8", "--quiet"]
     ) == 0  # fmt: skip
     return out
 

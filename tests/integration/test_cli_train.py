@@ -36,7 +36,6 @@ from alphatoken.train.datasets import (
     preference_problems,
     sft_problems,
     sft_records,
-    without_rows,
 )
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.options import AlphaOptions
@@ -123,7 +122,8 @@ def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_pa
     data = load(command, tmp_path, *words, small=False)
     assert "ask 3\n" not in data.train["prompt"]
     assert len(data.train) == 9
-    assert "1 training rows removed: they repeat a validation row" in " ".join(data.notes)
+    said = "1 training rows repeat a validation row or prompt and were removed."
+    assert said in data.notes
     with pytest.raises(DataError, match=r"train\.jsonl, line 4"):
         load(command, tmp_path, *words, "--on_leak", "error", small=False)
 
@@ -298,7 +298,6 @@ def test_sft_rows_are_checked(records: Any, problem: str, bad: list[int]) -> Non
     dataset = Dataset.from_list(records)
     found = sft_problems(dataset, tokenizer=Letters(), max_length=100)
     assert [row for rows_ in found.values() for row in rows_] == bad
-    assert len(without_rows(dataset, found)) == len(records) - len(bad)
     if not bad:
         check_sft_rows(dataset, tokenizer=Letters(), max_length=100)
         return
@@ -532,7 +531,7 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
     prompts = [tokenizer(prompt)["input_ids"] for prompt in found]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = fit_fisher(reference, prompts, samples=4, max_new_tokens=5, progress=False)
-    fitted = build_trainer(read_arguments(command, words, kind), trainer)[0]._fisher
+    fitted = build_trainer(read_arguments(command, words, kind), trainer)[0].rows.fisher
     assert fitted.fisher.keys() == expected.fisher.keys()
     assert all(torch.equal(fitted.fisher[name], F) for name, F in expected.fisher.items())
 

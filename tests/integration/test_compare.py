@@ -29,7 +29,6 @@ from alphatoken.compare.evaluate import (
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
 from alphatoken.compare.harness import task_scores
-from alphatoken.compare.loading import load_causal_model
 from alphatoken.compare.methods import Method, custom_method, known_methods
 from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
@@ -44,6 +43,7 @@ from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies import POLICIES
 from alphatoken.support.storage import write_json
+from alphatoken.train.loading import load_with_tokenizer
 
 pytestmark = pytest.mark.slow  # grids of runs
 
@@ -147,7 +147,7 @@ def test_a_grid_killed_outright_goes_on_and_a_crash_is_a_line(
 def _is_between(out: Path, model: Path, found: dict[str, Any], target: Path) -> None:
     """WiSE-FT is the mean of the two models, by weights and by what was measured."""
     trained = AutoModelForCausalLM.from_pretrained(out / "small/standard-native-seed0/model")
-    start, tokenizer = load_causal_model(model)
+    start, tokenizer = load_with_tokenizer(model)
     state, base = trained.state_dict(), start.state_dict()
     trained.load_state_dict({k: 0.5 * state[k] + 0.5 * base[k] for k in state})
     loss = mean_response_loss(trained.eval(), read_examples(target, tokenizer))
@@ -363,7 +363,7 @@ def test_a_dry_run_lists_and_does_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["compare", "--recipe", "laptop-sft", "--policies", "standard", "stm", "--seeds", "4"]
-    words += ["--model_name_or_path", str(model), "--target_file", "t.jsonl", "--dry-run"]
+    words += ["--model_name_or_path", str(model), "--target_file", "t.jsonl", "--dry_run"]
     assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.split()
     assert said[1::2] == [
@@ -376,7 +376,7 @@ def test_a_dry_run_lists_and_does_nothing(
 
 
 def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_causal_model(model)
+    one, tokenizer = load_with_tokenizer(model)
     rows = [{"prompt": f"ask {i}", "response": "say " + "1 2 " * i} for i in range(1, 6)]
     file = write(tmp_path / "rows.jsonl", rows)
     examples = read_examples(file, tokenizer)
@@ -392,14 +392,14 @@ def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
 
 
 def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
-    start, tokenizer = load_causal_model(model)
+    start, tokenizer = load_with_tokenizer(model)
     pairs = [{"prompt": f"ask {i}", "chosen": f"say {i}", "rejected": "say"} for i in range(4)]
     pairs.append({"prompt": "ask 7", "chosen": "", "rejected": "say"})  # left out, both sides
     found = read_pair_examples(write(tmp_path / "pairs.jsonl", pairs), tokenizer)
     assert [len(side) for side in found] == [4, 4]
     same = preference_losses(start, start, found)
     assert same == {"loss": pytest.approx(0.6931472), "accuracy": 50.0, "margin": 0.0}
-    other, _ = load_causal_model(model)
+    other, _ = load_with_tokenizer(model)
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(0.01 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
@@ -417,7 +417,7 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_score_and_a_loss_have_no_mean(model: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_causal_model(model)
+    one, tokenizer = load_with_tokenizer(model)
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "ask 1", "response": "say 1"}])
     options: dict[str, Any] = {"command": "sft", "start": lambda: one}
     both = Measures(target_file=rows, retention_file=rows)
@@ -458,7 +458,7 @@ def task_files(folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
 def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
-    one, tokenizer = load_causal_model(library_decoder)
+    one, tokenizer = load_with_tokenizer(library_decoder)
     path = str(task_files(tmp_path))
     found = task_scores(one, tokenizer, ["tiny_choice", "tiny_written"], include_path=path)
     assert found["tiny_choice"] == 100.0

@@ -58,7 +58,7 @@ def test_a_refused_retention_changes_nothing(config: dict[str, Any], retains: bo
         assert torch.equal(found.total, expected.total)
         assert torch.equal(found.stability, expected.stability)
         scorer.refresh()
-    assert scorer.target.retention is before
+    assert scorer.builder.retention is before
 
 
 def test_a_refused_validation_changes_nothing() -> None:

@@ -12,16 +12,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.diagnose_fields import OptionField, assignments, option_fields
-from alphatoken.cli.diagnose_parser import ALL, build_parser, overview, read_request
+from alphatoken.cli.common import FORMER
+from alphatoken.cli.diagnose import ALL, overview
+from alphatoken.cli.diagnose_options import assignments, build_parser, read_request
 from alphatoken.cli.diagnose_subject import retention_files
+from alphatoken.cli.options import (
+    CommandParser,
+    add_options,
+    default_of,
+    option,
+    present_names,
+    read_options,
+    shown,
+)
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
@@ -89,17 +99,17 @@ def test_help_of_one_begins_with_its_question(
     writes, usage = text.index(f"{name}/diagnosis.json"), text.index("usage:")
     own = text.index(f"options of {name}")
     assert 0 < writes < usage < own
-    for option in option_fields(entry.load().Options):
-        assert option.flag.removeprefix("--") in text[own:]
-        assert option.help, f"{name}.{option.name} has no help"
+    for one in fields(entry.load().Options):
+        assert one.name in text[own:]
+        assert one.metadata["help"], f"{name}.{one.name} has no help"
 
 
 def test_help_of_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = helped(ALL, capsys)
     assert text.startswith("How far can I trust")
     for entry in DIAGNOSTICS:
-        for option in option_fields(entry.load().Options):
-            assert f"{entry.name}.{option.name}={option.shown}\n" in text
+        for one in fields(entry.load().Options):
+            assert f"{entry.name}.{one.name}={shown(default_of(one))}\n" in text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,15 +144,16 @@ class Made:
     layers: str = field(default="own", metadata={"help": "h"})
 
 
-NEEDED = ("--model", "m", "--train", "t", "--validation", "v", "--out", "o")
+NEEDED = (
+    "--model_name_or_path", "m", "--train_file", "t", "--validation_file", "v", "--output_dir", "o",
+)  # fmt: skip
 
 
 def parsed(*words: str) -> dict[str, Any]:
     """What ``words`` set of ``Made``."""
-    fields = option_fields(Made)
-    parser = build_parser("coverage", [find("coverage")], {"coverage": fields})
-    given = vars(parser.parse_args([*NEEDED, *words]))
-    return {one.name: given[f"own_{one.name}"] for one in fields if f"own_{one.name}" in given}
+    parser = build_parser("coverage", [find("coverage")], {"coverage": Made})
+    given = vars(parser.parse_args(present_names([*NEEDED, *words], {})))
+    return {k.removeprefix("own_"): value for k, value in given.items() if k.startswith("own_")}
 
 
 def test_every_kind_of_option_has_a_flag() -> None:
@@ -163,11 +174,11 @@ def test_every_kind_of_option_has_a_flag() -> None:
 
 def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
     assert parsed("--layers", "2") == {}
-    assert parsed("--coverage-layers", "2") == {"layers": "2"}
+    assert parsed("--coverage_layers", "2") == {"layers": "2"}
 
 
 def test_assignments_are_the_same_options() -> None:
-    known = {"fisher": option_fields(Made), "utility": option_fields(Made)}
+    known = {"fisher": Made, "utility": Made}
     found = assignments(
         ["fisher.draws=9", "fisher.learning-rate=1e-3", "utility.shown=no", "utility.sizes=4, 5"],
         known,
@@ -184,8 +195,8 @@ def test_assignments_are_the_same_options() -> None:
     [
         ("fisher.draws", "NAME.option=value"),
         ("draws=3", "NAME.option=value"),
-        ("nope.draws=3", "names no diagnostic"),
-        ("fisher.nope=3", "has no option 'nope'"),
+        ("nope.draws=3", "diagnostic that --set names must be one of fisher"),
+        ("fisher.nope=3", "an option of fisher must be one of draws"),
         ("fisher.draws=x", "a whole number"),
         ("fisher.shown=maybe", "true or false"),
         ("fisher.sizes=1,x", "several with commas"),
@@ -194,7 +205,7 @@ def test_assignments_are_the_same_options() -> None:
 )
 def test_an_assignment_that_means_nothing_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        assignments([text], {"fisher": option_fields(Made)})
+        assignments([text], {"fisher": Made})
 
 
 def test_an_option_that_has_no_text_is_a_mistake_of_ours() -> None:
@@ -202,13 +213,62 @@ def test_an_option_that_has_no_text_is_a_mistake_of_ours() -> None:
     class Wrong:
         table: dict[str, int] = field(default_factory=dict)
 
-    @dataclass(frozen=True)
-    class Bare:
-        draws: int
+    with pytest.raises(TypeError):
+        add_options(CommandParser("made"), Wrong)
 
-    for kind in (Wrong, Bare):
-        with pytest.raises(TypeError):
-            option_fields(kind)
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What is told.
+
+    The first line is the title of the group.
+    """
+
+    needed: int = option(help="in %", least=1)
+    words: list[str] = option([], "several", metavar="WORD")
+    choice: Literal["a", "b"] = option("a", "one of two")
+    this: str | None = option(None, either="pair", required=True)
+    that: bool = option(False, either="pair")
+    kept: bool = option(True, "as it is")
+
+
+def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    found = read_options("told", Told, ["--needed", "2", "--words", "x", "y", "--this", "t"])
+    assert found == Told(needed=2, words=["x", "y"], this="t")
+    assert read_options("told", Told, ["--needed", "1", "--that", "--no_kept"]).kept is False
+    for words, said in (
+        (["--that"], "required: --needed"),
+        (["--needed", "0", "--that"], "must be at least 1: 0"),
+        (["--needed", "x", "--that"], "is not a whole number"),
+        (["--needed", "1"], "one of the arguments --this --that is required"),
+        (["--needed", "1", "--that", "--this", "t"], "not allowed with"),
+        (["--needed", "1", "--that", "--choice", "c"], "invalid choice"),
+    ):
+        with pytest.raises(ConfigError, match=f"{said}.*Remedy: alphatoken told --help"):
+            read_options("told", Told, words)
+    with pytest.raises(SystemExit):
+        read_options("told", Told, ["--help"], description="First.")
+    text = capsys.readouterr().out
+    assert text.startswith("First.\n\noptions:\n")
+    assert "\nwhat is told:\n" in text
+    assert "not --kept" in text
+    assert "one of two (default a)" in text
+
+
+def test_former_names_are_read_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "coverage", "--model", "m", "--train-file", "t", "--overwrite"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note == (
+        "note: options that have another name now: --model is --model_name_or_path, --overwrite is "
+        "--overwrite_output"
+    )
+    assert "required: --output_dir" in error
+    assert main(["fisher", "--model=m", "--data=d", "--out=/no/folder/f", "--quiet"]) == 2
+    assert "note" not in capsys.readouterr().err
+    # Of sft and dpo --debug is transformers' own.
+    assert present_names(["--debug"], {}) == ["--debug"]
+    assert main(["sft", "--debug", "--model_name_or_path", "m", "--config", "laptop-sft"]) == 2
+    assert "note" not in capsys.readouterr().err
 
 
 def test_options_of_one_are_not_read_for_another() -> None:
@@ -218,7 +278,6 @@ def test_options_of_one_are_not_read_for_another() -> None:
     both = read_request(ALL, DIAGNOSTICS, [*NEEDED, "--set", "coverage.clusters=5"])
     assert set(both.options) == set(NAMES)
     assert both.options["coverage"].clusters == 5
-    assert OptionField("clusters", int, 12, "").shown == "12"
 
 
 def test_retention_files_have_names_and_fields() -> None:
@@ -263,15 +322,16 @@ class World:
             "train": self / "train.jsonl",
             "validation": self / "validation.jsonl",
             "out": out,
-            "batch-size": 4,
+            "batch_size": 4,
             "tokens": 80,
-            "oracle-tokens": 8,
-            "fisher-samples": 8,
-            "tuning-steps": 4,
-        } | {key.replace("_", "-"): value for key, value in changed.items()}
+            "oracle_tokens": 8,
+            "fisher_samples": 8,
+            "tuning_steps": 4,
+        } | changed
         given = [
-            w for key, value in options.items() if value is not None for w in (f"--{key}", value)
-        ]
+            w for key, value in options.items() if value is not None
+            for w in (f"--{FORMER.get(key, key)}", value)
+        ]  # fmt: skip
         return [str(word) for word in ("diagnose", name, *given, "--quiet", *more)]
 
     def run(self, name: str, out: Path, *more: object, **changed: object) -> int:
@@ -337,7 +397,7 @@ def test_one_diagnosis_is_written_and_said(
     assert "finished earlier" in capsys.readouterr().out
     assert (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns == first
     (tmp_path / "out" / "mine.txt").touch()
-    assert world.run("coverage", tmp_path / "out", "--overwrite", "--draws", 21) == 0
+    assert world.run("coverage", tmp_path / "out", "--overwrite_output", "--draws", 21) == 0
     assert (tmp_path / "out" / "mine.txt").exists()
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert run["diagnostics"]["coverage"]["options"]["draws"] == 21
@@ -368,7 +428,7 @@ def test_plain_text_rows_can_be_diagnosed(world: World, tmp_path: Path) -> None:
         texts = [json.dumps({"text": row["response"]}) for row in rows]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
     status = world.run(
-        "coverage", tmp_path / "out", "--draws", 20, "--response-field", "text",
+        "coverage", tmp_path / "out", "--draws", 20, "--response_column", "text",
         train=tmp_path / "train.jsonl", validation=tmp_path / "validation.jsonl",
     )  # fmt: skip
     assert status == 0
@@ -401,11 +461,11 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
     ("name", "changed", "more", "said"),
     [
         ("nope", {}, (), "there is no such diagnostic"),
-        ("--out", {}, (), "the name of a diagnostic comes first"),
+        ("--output_dir", {}, (), "the name of a diagnostic comes first"),
         ("coverage", {}, ("--nope",), "unrecognized arguments: --nope"),
         ("coverage", {}, ("--clusters", "x"), "a whole number"),
         ("coverage", {}, ("--clusters", "0"), "clusters"),
-        ("coverage", {"model": None}, (), "required: --model"),
+        ("coverage", {"model": None}, (), "required: --model_name_or_path"),
         ("coverage", {"train": "nope.jsonl"}, (), "there is no training file"),
         ("coverage", {"validation": "nope.jsonl"}, (), "there is no validation file"),
         ("coverage", {"validation": None}, (), "there are no validation rows"),
@@ -416,9 +476,9 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"layers": "x"}, (), "--layers"),
         ("coverage", {"window": "x"}, (), "--window"),
         ("coverage", {"tokens": "0"}, (), "must be at least 1"),
-        ("coverage", {}, ("--resume", "--overwrite"), "not allowed with"),
+        ("coverage", {}, ("--resume", "--overwrite_output"), "not allowed with"),
         ("all", {}, ("--clusters", "5"), "unrecognized arguments"),
-        ("all", {}, ("--set", "coverage.nope=5"), "has no option 'nope'"),
+        ("all", {}, ("--set", "coverage.nope=5"), "an option of coverage must be one of"),
         ("all", {}, ("--set", "coverage.clusters=0"), "clusters"),
     ],
 )

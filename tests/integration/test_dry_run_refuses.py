@@ -112,8 +112,8 @@ def test_the_plan_refuses_what_the_run_refuses(
     name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, more, said = CASES[name]
-    mixin = import_module("alphatoken.train.mixin")
-    monkeypatch.setattr(mixin, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
+    rows = import_module("alphatoken.train.run_rows")
+    monkeypatch.setattr(rows, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
     errors = []
     for ending in (["--dry-run"], []):
         assert main([*words(command, more), *ending]) == 2, ending
@@ -150,8 +150,8 @@ def trainer(tmp_path: Path, **more: Any) -> Any:
 
 @pytest.fixture
 def no_fisher(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixin = import_module("alphatoken.train.mixin")
-    monkeypatch.setattr(mixin, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
+    rows = import_module("alphatoken.train.run_rows")
+    monkeypatch.setattr(rows, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
 
 
 @pytest.mark.usefixtures("no_fisher")
@@ -201,7 +201,7 @@ PLACES: dict[str, str] = {
     "train/dpo.py:check_alpha": "a sum over pairs",
     "train/dpo.py:_check_masked_logit": "masked sums",
     "train/dpo.py:check_pair_policy": "the paper's pairs and TI-DPO",
-    "train/dpo.py:__init__": ROWS,
+    "train/dpo.py:refuse_base": ROWS,
     "train/dpo.py:prepare_rows": ROWS,
     "train/sft.py:refuse_losses": "label smoothing",
     "train/sft.py:with_responses": ROWS,
@@ -215,13 +215,14 @@ PLACES: dict[str, str] = {
     "train/mixin.py:fisher_prompts": "abstract",
     "train/mixin.py:fisher_sequences": "abstract",
     "train/mixin.py:_refuse_virtual_tokens": PYTHON,
-    "train/mixin.py:fit_or_load_fisher": ROWS,
-    "train/mixin.py:_require_finite": TRAINED,
-    "train/policy_mixin.py:_prepare_policy": "a fault of the policy's own code",
-    "train/policy_mixin.py:_keep_rows": "samples of packed rows",
-    "train/policy_mixin.py:policy_loss": TRAINED,
-    "train/policy_mixin.py:_own_loss": TRAINED,
-    "train/policy_mixin.py:_policy_batch": TRAINED,
+    "train/run_rows.py:fit_or_load_fisher": ROWS,
+    "train/gate.py:__call__": "label smoothing",
+    "train/gate.py:require_finite": TRAINED,
+    "train/policy_weigher.py:_prepare": "a fault of the policy's own code",
+    "train/policy_weigher.py:_keep_rows": "samples of packed rows",
+    "train/policy_weigher.py:loss": TRAINED,
+    "train/policy_weigher.py:_own_loss": TRAINED,
+    "train/policy_weigher.py:_seen_after": TRAINED,
     "train/policy_stage.py:__init__": PYTHON,
     "train/policy_stage.py:_pair": ROWS,
     "train/policy_stage.py:make_stage": "sharded weights, as _check_policy has them",
@@ -247,7 +248,6 @@ PLACES: dict[str, str] = {
     "cli/training_rows.py:check_source": "two sources",
     "cli/training_rows.py:training_rows": "the plan says so in a note: a recipe names no rows",
     "cli/training_rows.py:source_rows": MACHINE,
-    "cli/training_rows.py:_item": ROWS,
     "cli/training_rows.py:usable": ROWS,
     "cli/training_rows.py:_some": ROWS,
     "cli/training_rows.py:_hub": MACHINE,

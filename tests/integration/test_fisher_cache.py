@@ -271,12 +271,12 @@ def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
     tmp_path: Path, kind: str, more: dict[str, Any]
 ) -> None:
     made = trainer(kind, tmp_path, rows=held_out(kind), **more)
-    assert equal(made._fisher, by_hand(8))
-    assert not equal(made._fisher, by_hand(0, rows=12)), "not on the training rows"
+    assert equal(made.rows.fisher, by_hand(8))
+    assert not equal(made.rows.fisher, by_hand(0, rows=12)), "not on the training rows"
     trained = len(made.train_dataset)
     if not more:
         assert trained == 12, "the rows are not trained on"
-        assert equal(trainer(kind, tmp_path)._fisher, by_hand(0, rows=12)), "the default"
+        assert equal(trainer(kind, tmp_path).rows.fisher, by_hand(0, rows=12)), "the default"
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "plain"])
@@ -291,9 +291,11 @@ def test_labels_of_single_tokens_are_sampled_on_the_responses(
         given = [{name: [*row[name], end] for name in ("input_ids", "labels")} for row in given]
     batch = padded_batch(list(given), tiny.tokenizer().pad_token_id or 0, "cpu")
     how = {"samples": 7, "layers": 2, "labels": "token", "progress": False}
-    assert equal(made._fisher, fit_fisher(tiny.model(), batch, **how))
+    assert equal(made.rows.fisher, fit_fisher(tiny.model(), batch, **how))
     prompts = {**batch, "labels": torch.where(batch["labels"] == -100, batch["input_ids"], -100)}
-    assert not equal(made._fisher, fit_fisher(tiny.model(), prompts, **how)), "not on the prompts"
+    assert not equal(made.rows.fisher, fit_fisher(tiny.model(), prompts, **how)), (
+        "not on the prompts"
+    )
 
 
 def test_packed_rows_have_no_token_labels(tmp_path: Path) -> None:
@@ -301,7 +303,8 @@ def test_packed_rows_have_no_token_labels(tmp_path: Path) -> None:
         trainer("sft", tmp_path, packing=True, fisher_labels="token")
     made = trainer("sft", tmp_path, packing=True, fisher_labels="token", rows=held_out("sft"))
     assert equal(
-        made._fisher, trainer("sft", tmp_path, rows=held_out("sft"), fisher_labels="token")._fisher
+        made.rows.fisher,
+        trainer("sft", tmp_path, rows=held_out("sft"), fisher_labels="token").rows.fisher,
     )
 
 
@@ -335,7 +338,7 @@ TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
 def test_controls_take_the_same_arguments(tmp_path: Path) -> None:
     """They value nothing and fit nothing, and need not be called in another way."""
     made = trainer("sft", tmp_path, rows=held_out("sft"), policy="random")
-    assert made._fisher is None
+    assert made.rows.fisher is None
 
 
 def test_a_run_is_not_resumed_with_another_fisher(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_nobody_answers(endpoint: Any) -> None:
 
 def test_settings_are_checked() -> None:
     for settings, match in (
-        ({"kind": "oracle"}, "unknown kind"),
+        ({"kind": "oracle"}, "kind of judge"),
         ({"kind": "endpoint", "url": "localhost", "model": "m"}, "no address"),
         ({"kind": "endpoint", "url": "http://h", "temperature": 1}, "does not take"),
         ({"kind": "endpoint", "url": "http://h", "model": "m", "key_variable": "NO"}, "not set"),

@@ -314,7 +314,8 @@ def test_a_response_of_a_pair_is_known_by_both_responses_and_its_branch() -> Non
             assert by_key[first, 1] == [index + 1.0] * 2
             assert by_key[second, 2] == [index + 6.0] * 2
     alone = ValueLedger()
-    alone.add(laid.batch, laid.mask, values, ones, scale=1.0, step=0, pairs=False)
+    unpaired = {k: v for k, v in laid.batch.items() if k != "completion_mask"}
+    alone.add(unpaired, laid.mask, values, ones, scale=1.0, step=0)
     assert len(alone) == 3
 
 
@@ -786,7 +787,7 @@ BATCH = LAID.batch
         ({"step": -1}, InputError, "step"),
         ({"step": 1.0}, InputError, "step"),
         ({"step": True}, InputError, "step"),
-        ({"pairs": True}, InputError, "pairs"),
+        ({"batch": BATCH | {"completion_mask": ONES}}, InputError, "pairs"),
     ],
 )  # fmt: skip
 def test_bad_visits_are_refused_and_change_nothing(

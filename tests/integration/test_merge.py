@@ -152,7 +152,7 @@ def test_the_command_merges_an_adapter(tmp_path: Path) -> None:
     lora = adapted(base)
     lora.save_pretrained(tmp_path / "lora")
     words = ["merge", "--before", str(folder), "--adapter", str(tmp_path / "lora")]
-    assert main([*words, "--alpha", "0", "1", "--out", str(out)]) == 0
+    assert main([*words, "--alpha", "0", "1", "--output_dir", str(out)]) == 0
     ends = [load_file(out / name / "model.safetensors") for name in ("alpha-0", "alpha-1")]
     assert same(ends[0], load_file(folder / "model.safetensors"))
     whole = lora.merge_and_unload().state_dict()
@@ -232,7 +232,7 @@ def test_fishers_weigh_what_they_have(tmp_path: Path) -> None:
     words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
     words += ["--fisher_before", str(tmp_path / "fisher-0.safetensors")]
     words += ["--fisher_after", str(tmp_path / "fisher-1.safetensors")]
-    assert main([*words, "--alpha", "0.25", "--out", str(tmp_path / "out")]) == 0
+    assert main([*words, "--alpha", "0.25", "--output_dir", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     before, after = (one.state_dict() for one in models)
     c0, c1 = 0.75 * drifts[0].fisher[name].double(), 0.25 * drifts[1].fisher[name].double()
@@ -248,7 +248,15 @@ def test_a_sweep_is_measured(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "ask 1", "response": "say 1 1"}) + "\n")
     words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
-    words += ["--target_file", str(rows), "--out", str(tmp_path / "out"), "--alpha", "0", "0.5"]
+    words += [
+        "--target_file",
+        str(rows),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--alpha",
+        "0",
+        "0.5",
+    ]
     assert main(words) == 0
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert [one["alpha"] for one in found] == [0.0, 0.5]
@@ -279,7 +287,7 @@ def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "empty" / "config.json").write_text("{}")
     folder = saved(model(0), tmp_path / "model")
     words = ["merge", "--before", str(folder), "--after", str(tmp_path / "empty")]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
     assert "no safetensors weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -45,7 +45,6 @@ if what == "write":
 else:
     read = FisherDrift.load if what == "load" else FisherDrift.open
     config = ScorerConfig(layers="all", objective="stability", estimator="direct",
-                          contraction="projected",
                           offload="stream" if what == "stream" else "none")
     scorer = Scorer(model, None, read(path), config)
     total = scorer.score(batch).total
@@ -104,7 +103,7 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
             tiny.model(), args=args, train_dataset=tiny.sft_rows(),
             validation_dataset=tiny.sft_rows(12, seed=1), processing_class=tiny.tokenizer(),
         )  # fmt: skip
-        assert trainer._fisher.streamed == offload
+        assert trainer.rows.fisher.streamed == offload
         trainer.train()
         found.append((tiny.weights(trainer.model), trainer.state.log_history))
     (one, logs), (two, others) = found
@@ -154,20 +153,22 @@ def test_the_score_command_reads_it_from_disk(tmp_path: Path) -> None:
         ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     fisher = tmp_path / "fisher.safetensors"
-    fit = ["fisher", "--model", "reference", "--data", "validation.jsonl", "--out", fisher]
+    fit = ["fisher", "--model_name_or_path", "reference", "--data", "validation.jsonl"]
+    fit += ["--output_file", fisher]
     words = [tmp_path / w if w in ("reference", "validation.jsonl") else w for w in fit]
-    assert main([str(w) for w in [*words, "--samples", 3, "--max-new-tokens", 4, "--quiet"]]) == 0
+    assert main([str(w) for w in [*words, "--samples", 3, "--max_new_tokens", 4, "--quiet"]]) == 0
     score = [
-        "score", "--model", tmp_path / "moved", "--train", tmp_path / "train.jsonl",
-        "--validation", tmp_path / "validation.jsonl", "--fisher", fisher, "--batch-size", 4,
-        "--quiet", "--no-report",
+        "score", "--model_name_or_path", tmp_path / "moved",
+        "--train_file", tmp_path / "train.jsonl",
+        "--validation_file", tmp_path / "validation.jsonl", "--fisher_file", fisher,
+        "--batch_size", 4, "--quiet", "--no_report",
     ]  # fmt: skip
     values = []
     for name, more in (("whole", []), ("offload", ["--offload"])):
-        assert main([str(w) for w in [*score, "--out", tmp_path / name, *more]]) == 0
+        assert main([str(w) for w in [*score, "--output_dir", tmp_path / name, *more]]) == 0
         values.append([e.values for e in read_values(tmp_path / name / "values")])
     assert len(values[0]) == 8
     for one, two in zip(*values, strict=True):
         assert all((one[key] == two[key]).all() for key in one)
-    again = [*score, "--out", tmp_path / "whole", "--resume", "--offload"]
+    again = [*score, "--output_dir", tmp_path / "whole", "--resume", "--offload"]
     assert main([str(w) for w in again]) == 0

@@ -150,7 +150,7 @@ def test_uniform_weights_are_trl(tmp_path: Path, peft: bool, extra: dict[str, An
         found.train()
         assert losses(found) == losses(plain)
         assert furthest(found, plain) == 0.0
-    assert found._policy is None
+    assert found.token_policy is None
 
 
 @pytest.mark.slow

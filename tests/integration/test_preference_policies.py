@@ -252,7 +252,7 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
     oracle, reference = model(seed=4), model()
     trainer = trained(tmp_path, policy="sepo", policy_reference=oracle)
     batch, mask = batch_of(trainer)
-    found = trainer._columns.columns_of(batch, mask)
+    found = trainer.weigher._columns.columns_of(batch, mask)
     for name, scorer in (("oracle_losses", oracle), ("reference_losses", reference)):
         with torch.no_grad():
             logits = scorer.eval()(

@@ -230,7 +230,6 @@ def test_layers_that_the_model_does_not_have(layers: Any) -> None:
         ({"preconditioner": "adam"}, ("preconditioner", "frozen")),
         ({"uncovered": "ignore"}, ("uncovered", "skip")),
         ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),
-        ({"contraction": "gram", "estimator": "label"}, ("gram", "'label'")),
     ],
 )
 def test_options_without_meaning(options: dict[str, Any], parts: tuple[str, ...]) -> None:

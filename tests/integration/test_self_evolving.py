@@ -133,7 +133,7 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "policy_options": {"rounds": ROUNDS},
         "peft": peft,
     }
-    kept, keep = [], self_evolving.keep_weights
+    kept, keep = [], self_evolving.save_weights
 
     def counted(model: Any, folder: Path) -> None:
         kept.append(folder.name)
@@ -141,7 +141,7 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             raise KeyboardInterrupt
         keep(model, folder)
 
-    monkeypatch.setattr(self_evolving, "keep_weights", counted)
+    monkeypatch.setattr(self_evolving, "save_weights", counted)
     broken = tmp_path / "broken" / "run"
     with pytest.raises(KeyboardInterrupt):
         run(broken, **options)
@@ -160,13 +160,13 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 def test_a_warm_up_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are kept; a second run reads them and comes to the same bits."""
-    kept, keep = [], self_evolving.keep_weights
+    kept, keep = [], self_evolving.save_weights
 
     def counted(model: Any, folder: Path) -> None:
         kept.append(folder.name)
         keep(model, folder)
 
-    monkeypatch.setattr("alphatoken.policies.token_cleaning.keep_weights", counted)
+    monkeypatch.setattr("alphatoken.policies.token_cleaning.save_weights", counted)
     ends = [
         tiny.weights(
             run(tmp_path / "run", TokenCleaning(warmup_share=0.5), num_train_epochs=1).model

@@ -162,7 +162,7 @@ def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
         load_reference(folder, tokenizer=other)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_reference(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="unknown dtype"):
+    with pytest.raises(ConfigError, match="dtype of the reference model must be one of"):
         load_reference(folder, dtype="int4")
     tiny.model().save_pretrained(tmp_path / "bare")
     with pytest.raises(ConfigError, match=r"38 rows|no tokenizer|rows of embeddings"):

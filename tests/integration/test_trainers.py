@@ -206,7 +206,7 @@ def test_sft_step_is_the_masked_loss(tmp_path: Path, estimator: str, own: bool) 
 
     twin = model()
     pool = trainer.valuation.pool
-    validation = trainer.row_batch([trainer._validation_rows[i] for i in pool.rows(0)])
+    validation = trainer.row_batch([trainer.rows.validation[i] for i in pool.rows(0)])
     scorer = Scorer(twin, validation, None, ScorerConfig(estimator=estimator, layers=2))
     values = scorer.score(batch)
     keep = select_top(values.total, values.mask, 0.5)
@@ -243,7 +243,7 @@ def test_dpo_step_is_the_masked_surrogate(
     half = len(labels) // 2
     arguments = {k: batch[k] for k in ("input_ids", "attention_mask")}
     pool = trainer.valuation.pool
-    validation = trainer.row_batch([trainer._validation_rows[i] for i in pool.rows(0)])
+    validation = trainer.row_batch([trainer.rows.validation[i] for i in pool.rows(0)])
     assert isinstance(validation, PreferenceBatch)
     scorer = Scorer(twin, validation, None, ScorerConfig(layers=2))
     with torch.no_grad():
@@ -322,17 +322,17 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
 def test_branches_keep_half_each(tmp_path: Path) -> None:
     trainer = dpo(tmp_path, retention="none")
     seen: list[tuple[int, int, int, int]] = []
-    choose = trainer.choose
+    choose = trainer.weigher.choose
 
-    def watched(scored: Any, mask: Tensor) -> Tensor:
-        kept = choose(scored, mask)
+    def watched(batch: Any, scored: Any) -> Tensor:
+        kept, mask = choose(batch, scored), batch.mask
         half = len(mask) // 2
         seen.append(
             tuple(int(x.sum()) for x in (kept[:half], mask[:half], kept[half:], mask[half:]))
         )  # type: ignore[arg-type]
         return kept
 
-    trainer.choose = watched
+    trainer.weigher.choose = watched
     trainer.train()
     assert len(seen) == 4
     for chosen, all_chosen, rejected, all_rejected in seen:
@@ -583,13 +583,13 @@ def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) ->
 def totals_of_first_step(trainer: Any) -> Tensor:
     """Values of the response tokens of the first batch, in (row, position) order."""
     seen: list[Tensor] = []
-    choose = trainer.choose
+    choose = trainer.weigher.choose
 
-    def watched(scored: Any, mask: Tensor) -> Tensor:
-        seen.append(scored.totals[mask])
-        return choose(scored, mask)
+    def watched(batch: Any, scored: Any) -> Tensor:
+        seen.append(scored.totals[batch.mask])
+        return choose(batch, scored)
 
-    trainer.choose = watched
+    trainer.weigher.choose = watched
     trainer.train()
     return seen[0]
 
@@ -655,13 +655,13 @@ def test_clipping_does_not_wait_for_the_device(
     trainer = sft(tmp_path, retention="none", max_grad_norm=0.5, preconditioner=preconditioner)
     norm = torch.tensor(2.0).as_subclass(Unread)
     monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda *_: norm)
-    assert trainer._clip == 1.0
+    assert trainer.weigher.clip_factor == 1.0
     assert trainer._clip_grad_norm(trainer.model) is norm
     if preconditioner == "full":
         with pytest.raises(AssertionError, match="waited"):
-            trainer._clip  # noqa: B018
-        trainer._norm = torch.tensor(2.0)
-        assert trainer._clip == pytest.approx(0.25, rel=1e-5)
+            trainer.weigher.clip_factor  # noqa: B018
+        trainer.weigher.gradient_cut(torch.tensor(2.0))
+        assert trainer.weigher.clip_factor == pytest.approx(0.25, rel=1e-5)
     assert trainer.alpha_state()[1]["norm"] == (2.0 if preconditioner == "full" else None)
 
 
@@ -678,5 +678,5 @@ def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
     assert len({record["document"] for record in table}) == 12
     assert all(record["visits"] == 1 for record in table)
     assert summary
-    assert "<svg" in (results / "alphatoken-report.html").read_text()
+    assert "data:image/svg+xml" in (results / "alphatoken-report.html").read_text()
     assert json.loads((tmp_path / "alphatoken-run.json").read_text())["results"] == results.name

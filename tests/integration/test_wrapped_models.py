@@ -30,12 +30,8 @@ VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 
 def scorer_for(model: nn.Module, estimator: str, **options: Any) -> Scorer:
     sharding = options.pop("sharding", None)
-    config = ScorerConfig(estimator, layers=2, contraction=_route(estimator), **options)
+    config = ScorerConfig(estimator, layers=2, **options)
     return Scorer(model, VALIDATION, config=config, sharding=sharding)
-
-
-def _route(estimator: str) -> str:
-    return "auto" if estimator == "label" else "projected"
 
 
 # --- wrappers -------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ def test_values_of_a_forward_with_trls_fused_head(estimator: str, own: bool) -> 
     before = Snapshot(model)
     with scorer.observe() as observed:
         if own:
-            with scoring_forward(scorer.adapter, scorer.target.first):
+            with scoring_forward(scorer.adapter, scorer.builder.first):
                 output = _fused_call(model)
         else:
             output = _fused_call(model)

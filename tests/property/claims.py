@@ -94,9 +94,7 @@ check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) 
 check_gram_is_the_loop | app_aa_direct | (loops over pairs of tokens) | exact
 check_gram_is_projected | app_aa_direct, app_ap_gdp | (the other route) | exact
 check_outer_sum_is_the_weight_gradient | app_rank1 | (autograd) | exact
-check_plan | | (fractions) | exact
 check_narrow_inputs_are_widened | | (float32 copies, bit by bit) | exact
-check_every_route_gives_one_value | app_aa_direct, app_ap_gdp | exact_influence, value_propagation | exact
 check_errors_streamed_are_the_errors_kept | | (errors kept, bit by bit) | exact
 # objective and direction
 check_validation_gradient | composite_val, composite_val_obj, val_objective | validation_gradient | exact

@@ -83,7 +83,6 @@ SHARDED_OF_SEVERAL = claim(
     sharding.check_sharded_values_equal_whole_ones,
     small(validations=SEVERAL), "path", "diagonal", examples=6,
 )  # fmt: skip
-ROUTES_OF_SEVERAL = claim(scoring.check_every_route_gives_one_value, small(validations=SEVERAL))
 BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
 SCORED_BIAS = claim(estimating.check_path_is_the_column_sums, BIASED)
 # One hop is counted per block object, so a block at two depths is no case of it.
@@ -205,18 +204,6 @@ LISTED = (
         (SHARDED_OF_SEVERAL,),
     ),
     Mutant(
-        "sum-then-outer-in-the-gram-factors",
-        "sum-then-outer over validation examples",
-        (
-            Edit(
-                "direction.current.Target._add_factors",
-                "(error[live], use.x[live])",
-                "(error.sum(0), use.x.sum(0))",
-            ),
-        ),
-        (ROUTES_OF_SEVERAL,),
-    ),
-    Mutant(
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
         (
@@ -259,19 +246,6 @@ LISTED = (
             ),
         ),
         (SHARDED_OF_SEVERAL,),
-    ),
-    Mutant(
-        "validation-prompt-dropped-from-the-gram-factors",
-        "prompt positions of the validation sequences dropped",
-        (
-            Edit(
-                "direction.current.Target._build_factors",
-                "self._add_factors(use, error,",
-                "live = self.validation[0]['labels'].roll(-1, 1) != -100; "
-                "self._add_factors(use, error * live.unsqueeze(-1),",
-            ),
-        ),
-        (ROUTES_OF_SEVERAL,),
     ),
     Mutant(
         "padding-leaks-into-the-attention-weights",
@@ -353,24 +327,12 @@ LISTED = (
         "bias forgotten (with score_bias)",
         (
             Edit(
-                "estimate.columns._contract_use",
+                "estimate.columns.ColumnSums.contract",
                 "names.get(linear.bias_name)",
                 "None",
             ),
         ),
         (SCORED_BIAS,),
-    ),
-    Mutant(
-        "bias-forgotten-in-the-gram-route",
-        "bias forgotten (with score_bias)",
-        (
-            Edit(
-                "estimate.columns._contract_use",
-                "if bias is not None and bias in matrices:",
-                "if False:",
-            ),
-        ),
-        (claim(scoring.check_every_route_gives_one_value, BIASED),),
     ),
     Mutant(
         "head-mean-for-per-head",
@@ -581,7 +543,7 @@ LISTED = (
         "stale direction",
         (
             Edit(
-                "direction.current.Target._current_stamp",
+                "direction.current.DirectionBuilder._current_stamp",
                 "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
                 "return 'always the same'",
             ),
@@ -865,8 +827,8 @@ OWN = (
         (
             Edit(
                 "estimate.token_values.combine",
-                "gain + stability_weight * keep",
-                "stability_weight * gain + keep",
+                "g + stability_weight * v",
+                "stability_weight * g + v",
             ),
         ),
         (PATH, claim(scoring.check_lambda, small(), 0.5)),
@@ -927,12 +889,6 @@ OWN = (
         (GRADIENT_OF_BATCHES,),
     ),
     _own(
-        "gram-factors-not-divided",
-        "the gram route forgets the objective's normaliser",
-        (Edit("direction.current.Target._build_factors", "(e / count, x)", "(e, x)"),),
-        (ROUTES_OF_SEVERAL,),
-    ),
-    _own(
         "token-weights-ignored",
         "observed values of unweighted losses",
         (
@@ -955,7 +911,12 @@ OWN = (
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
         (
             Edit(
-                "direction.preconditioner._inverse",
+                "direction.preconditioner.frozen_preconditioner",
+                "** 0.5 + update.eps",
+                "+ update.eps).sqrt(",
+            ),
+            Edit(
+                "direction.preconditioner.full_preconditioner",
                 "1 / (root + update.eps)",
                 "1 / (root.square() + update.eps).sqrt()",
             ),
@@ -982,8 +943,8 @@ OWN = (
         (
             Edit(
                 "direction.preconditioner.full_preconditioner",
-                "slope * scale + n * scale_slope",
-                "slope * scale",
+                "update.slope * scale + n * scale_slope",
+                "update.slope * scale",
             ),
         ),
         (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
@@ -993,7 +954,7 @@ OWN = (
         "the second term's sign",
         (
             Edit(
-                "direction.preconditioner._inverse",
+                "direction.preconditioner.full_preconditioner",
                 "-root_slope * scale.square()",
                 "root_slope * scale.square()",
             ),
@@ -1017,7 +978,7 @@ OWN = (
         "m^ of the state before the step in the full form",
         (
             Edit(
-                "direction.preconditioner._numerator",
+                "direction.preconditioner.full_preconditioner",
                 "n = update.offset + update.slope * g",
                 "n = update.offset + 0.0 * g",
             ),
@@ -1066,8 +1027,8 @@ OWN = (
         (
             Edit(
                 "estimate.token_values.combine",
-                "gain + stability_weight * keep",
-                "gain + 2 * stability_weight * keep",
+                "g + stability_weight * v",
+                "g + 2 * stability_weight * v",
             ),
         ),
         (SPLIT_IN_PARTS["both", "both"], PATH),
@@ -1089,7 +1050,9 @@ OWN = (
         'objective="adaptation" builds and sums the retention term as well',
         (
             Edit(
-                "direction.current.Target.retains", 'self.config.objective != "adaptation" and', ""
+                "direction.current.DirectionBuilder.retains",
+                'self.config.objective != "adaptation" and',
+                "",
             ),
         ),
         (SPLIT_IN_PARTS["adaptation", "both"],),
@@ -1135,7 +1098,7 @@ OWN = (
         "the step is taken to see no gradient",
         (
             Edit(
-                "direction.current.Target.at_step",
+                "direction.current.DirectionBuilder.at_step",
                 "self.optimizer, self.parameters, gradient,",
                 "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
             ),
@@ -1147,9 +1110,9 @@ OWN = (
         "P scales G but not V",
         (
             Edit(
-                "direction.current.Target.at_step",
-                "None if keep is None else precondition(keep, p)",
-                "keep",
+                "direction.current.DirectionBuilder.at_step",
+                "None if stability is None else precondition(stability, p)",
+                "stability",
             ),
         ),
         (FULL, FULL_STEP),
@@ -1158,8 +1121,8 @@ OWN = (
         "old-validation-set",
         "set_validation leaves G as it was",
         (
-            Edit("direction.current.Target.set_validation", "self.invalidate()", "pass"),
-            Edit("direction.current.Target.set_retention", "self.invalidate()", "pass"),
+            Edit("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
+            Edit("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
         ),
         (REPLACED,),
     ),
@@ -1168,7 +1131,7 @@ OWN = (
         "a pinned direction follows the weights",
         (
             Edit(
-                "direction.current.Target._current_stamp",
+                "direction.current.DirectionBuilder._current_stamp",
                 "if self._pinned is not None:",
                 "if False:",
             ),
@@ -1179,9 +1142,7 @@ OWN = (
         "wrong-start-believed",
         "a dual forward starts at hidden states that lead to other losses",
         (
-            Edit(
-                "model.partial_forward.start_at", "(start, *args[1:])", "(1.5 * start, *args[1:])"
-            ),
+            Edit("model.partial_forward.start_at", "kwargs, start)", "kwargs, 1.5 * start)"),
             Edit("model.partial_forward.Start.gives", "return bool(", "return True or bool("),
         ),
         (STARTED,),

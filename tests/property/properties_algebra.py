@@ -19,6 +19,7 @@ from alphatoken.model import batch, vocabulary
 from alphatoken.oracle import preference, utility
 from alphatoken.select import losses
 from alphatoken.select import masks as selection
+from benchmarks.gram import contract_gram
 from tests.property.strategies import SEEDS, ContractionCase
 from tests.property.tolerance import close
 
@@ -74,7 +75,7 @@ def check_gram_is_the_loop(case: ContractionCase, chunk: int) -> None:
     """Gram contraction equals the explicit double loop, whatever the block of validation tokens."""
     for integers in (False, True):
         f = case.factors(integers=integers)
-        found = contraction.contract_gram(f.delta, f.x, f.delta_v, f.x_v, chunk=chunk)
+        found = contract_gram(f.delta, f.x, f.delta_v, f.x_v, chunk=chunk)
         expected, scale = loop_gram(case, integers)
         assert found.dtype == torch.float64
         if integers:
@@ -84,12 +85,12 @@ def check_gram_is_the_loop(case: ContractionCase, chunk: int) -> None:
 
 
 def check_gram_is_projected(case: ContractionCase) -> None:
-    """Both routes give one number: M is the outer sum of the validation factors."""
+    """The gram form is the library's contraction where M is the outer sum of validation factors."""
     for integers in (False, True):
         f = case.factors(integers=integers)
         m = contraction.outer_sum(f.delta_v[None], f.x_v[None])
         projected = contraction.contract(f.delta, f.x, m)
-        gram = contraction.contract_gram(f.delta, f.x, f.delta_v, f.x_v)
+        gram = contract_gram(f.delta, f.x, f.delta_v, f.x_v)
         if integers:
             assert torch.equal(projected, gram)
         else:
@@ -111,15 +112,6 @@ def check_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
             close(found, expected, scale, EXACT, name="outer sum")
 
 
-def check_plan(tokens: int, validation: int, d_out: int, d_in: int) -> None:
-    """Gram iff N N_v / (N + N_v) < o i / (o + i), in exact arithmetic."""
-    plan = contraction.plan_contraction(tokens, validation, d_out, d_in)
-    gram = Fraction(tokens * validation, tokens + validation) < Fraction(d_out * d_in, d_out + d_in)
-    assert plan.route == ("gram" if gram else "projected")
-    assert plan.projected_flops == 2 * tokens * d_out * d_in + 2 * validation * d_out * d_in
-    assert plan.gram_flops == 2 * tokens * validation * (d_out + d_in)
-
-
 def check_narrow_inputs_are_widened(case: ContractionCase) -> None:
     """bfloat16 factors are contracted in float32: equal to the float32 copies, bit by bit."""
     f = case.factors(integers=True)
@@ -128,7 +120,7 @@ def check_narrow_inputs_are_widened(case: ContractionCase) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found.double(), loop_values(case, True, False)[0])
     validation = [x.to(torch.bfloat16) for x in (f.delta_v, f.x_v)]
-    gram = contraction.contract_gram(*narrow[:2], *validation)
+    gram = contract_gram(*narrow[:2], *validation)
     assert gram.dtype == torch.float32
     assert torch.equal(gram.double(), loop_gram(case, True)[0])
 

@@ -17,18 +17,14 @@ from tests.property.properties import (
     LAMBDA,
     MODEL,
     Setup,
-    compare_values,
     drift_of,
     forward_of,
     make_scorer,
     oracle_influence,
     parameters_of,
-    propagated,
     quiet,
     quiet_score,
-    readout,
     truth,
-    zeros,
 )
 from tests.property.tolerance import close
 
@@ -65,25 +61,6 @@ def absolute_gradient(
             for name, g in one.items():
                 total[name] += g.abs()
     return {n: (t + t.max()) / count for n, t in total.items()}
-
-
-def check_every_route_gives_one_value(setup: Setup) -> None:
-    """Gram, projected and automatic: the oracle's value, with several validation sequences."""
-    direct, column = (readout(setup, r) for r in (influence.diagonal, influence.column_sums))
-    expectations = {
-        "direct": (direct, zeros(setup)),
-        "path": (column, None),
-        "alphatoken": (direct, propagated(setup, window=None)),
-    }
-    for route in ("gram", "projected", "auto"):
-        for estimator, (one, two) in expectations.items():
-            if route != "gram" and estimator == "direct":
-                continue
-            scorer = make_scorer(setup, estimator, contraction=route)
-            values = quiet_score(scorer, setup.case.batch)
-            assert (scorer.target.factors is not None) or route != "gram"
-            assert (scorer.target.factors is None) or route != "projected"
-            compare_values(values, setup, one, two, name=f"{estimator}, {route}")
 
 
 def check_adam_preconditioner(setup: Setup, steps: int) -> None:
@@ -282,12 +259,11 @@ def check_preference_validation(setup: Setup, beta: float, normalization: str) -
             if gradient is not None:
                 total[name] += gradient
     gain = {n: t / count for n, t in total.items()}
-    for estimator, route in (("path", "projected"), ("path", "gram"), ("label", "auto")):
+    for estimator in ("path", "label"):
         config = ScorerConfig(
             estimator=estimator,
             layers=setup.layers,
             score_bias=setup.score_bias,
-            contraction=route,
         )
         validation: Any = items if len(items) > 1 else items[0]
         values = quiet_score(Scorer(model, validation, None, config), setup.case.batch)
@@ -298,7 +274,7 @@ def check_preference_validation(setup: Setup, beta: float, normalization: str) -
         )
         # G is a difference of two branches: rounding is relative to both, not to what is left.
         size = scale + scale.max()
-        close(values.total, expected, size, MODEL, name=f"preference, {estimator}, {route}")
+        close(values.total, expected, size, MODEL, name=f"preference, {estimator}")
 
 
 # --- layouts -------------------------------------------------------------------------------------
@@ -418,7 +394,7 @@ def check_observed_equals_scored(setup: Setup, estimator: str) -> None:
     fresh = setup.case.model()
     summed_loss(fresh, batch).backward()
     model = setup.case.model().train()
-    scorer = make_scorer(setup, estimator, model=model, contraction=_projected(estimator))
+    scorer = make_scorer(setup, estimator, model=model)
     expected = quiet_score(scorer, batch)
     with quiet(), scorer.observe() as observed:
         logits = model(**inputs)
@@ -432,10 +408,6 @@ def check_observed_equals_scored(setup: Setup, estimator: str) -> None:
         if p.grad is not None:
             assert q.grad is not None
             assert torch.equal(p.grad, q.grad), name
-
-
-def _projected(estimator: str) -> str:
-    return "auto" if estimator == "label" else "projected"
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -45,14 +45,14 @@ class FlatSharding:
         return parameter.detach().clone()
 
     def local(self, name: str, parameter: Tensor) -> Tensor:
-        return self.keep(name, parameter)
+        return self.part_of(name, parameter)
 
-    def keep(self, name: str, full: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         assert full.shape == self._shapes[name]
         return torch.cat([full.detach().flatten(), full.new_zeros(3)])
 
     def reduce(self, name: str, full: Tensor) -> Tensor:
-        return self.keep(name, full)
+        return self.part_of(name, full)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         self.gathered.append(name)
@@ -69,7 +69,7 @@ class FlatSharding:
 class WholeSharding(FlatSharding):
     """Parts are whole, as where a group has one process."""
 
-    def keep(self, name: str, full: Tensor) -> Tensor:
+    def part_of(self, name: str, full: Tensor) -> Tensor:
         return full.detach().clone()
 
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -119,7 +119,6 @@ def check_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retentio
         stability_weight=LAMBDA,
         window=None,
         max_relative_drift=None,
-        contraction="projected",
     )
     whole = Scorer(model, setup.case.validation, data, config)  # type: ignore[arg-type]
     expected = quiet_score(whole, setup.case.batch)

@@ -300,12 +300,24 @@ def _of_step(lists: list[list[Any]], step: int) -> list[Any]:
 
 
 def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
-    own = {"family", "lora", "steps", "accumulation", "rows", "layers", "seed", "beta", "packing"}
+    own = {
+        "family",
+        "loss",
+        "lora",
+        "steps",
+        "accumulation",
+        "rows",
+        "layers",
+        "seed",
+        "beta",
+        "packing",
+    }
     given = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in own}
     if asked.family == "dpo":
         given |= {"beta": asked.beta, "max_length": None}
     if asked.family == "sft":
         given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
+        given |= {"loss_type": asked.loss}
     return {
         **given,
         "output_dir": folder,
@@ -392,23 +404,22 @@ def _listen(trainer: Any, seen: Seen) -> None:
     """Put ears on the trainer; none changes what it does."""
     from transformers import TrainerCallback
 
-    compute, record, build = trainer.compute_loss, trainer._record, trainer._build_valuation
+    compute, records, weigher = trainer.compute_loss, trainer.records, trainer.weigher
+    record, build = records.micro_batch, getattr(weigher, "_build", None)
 
     def heard_loss(model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
         _of_step(seen.micro, trainer.state.global_step).append(documents_of(inputs))
         return compute(model, inputs, *args, **more)
 
-    def heard_record(
-        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor, *rest: Any
-    ) -> None:
-        step = trainer.state.global_step
+    def heard_record(batch: Any, scored: Any, weights: Tensor, *rest: Any) -> None:
+        step, mask = trainer.state.global_step, batch.mask
         found: dict[str, Tensor] = {}
         if scored is not None:
             parts = {} if scored.values is None else scored.values.components()
             found = {n: v[mask].double() for n, v in {"total": scored.totals, **parts}.items()}
         _of_step(seen.values, step).append(found)
         _of_step(seen.weights, step).append(weights[mask].double())
-        record(inputs, mask, num_items, scored, weights, *rest)
+        record(batch, scored, weights, *rest)
 
     def heard_build() -> Any:
         valuation = build()
@@ -426,8 +437,10 @@ def _listen(trainer: Any, seen: Seen) -> None:
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             seen.parameters.append(_flat(trainer.model, lambda p: p.detach()))
 
-    trainer.compute_loss, trainer._record = heard_loss, heard_record
-    trainer._build_valuation, trainer._write_results = heard_build, lambda: None
+    trainer.compute_loss, records.micro_batch = heard_loss, heard_record
+    records.write_results = lambda: None
+    if build is not None:
+        weigher._build = heard_build
     trainer.add_callback(Ears())
 
 
@@ -466,8 +479,8 @@ def _read_ledger(trainer: Any, seen: Seen) -> None:
 def _tell(trainer: Any, seen: Seen) -> None:
     """What the reference is told: micro-batches, and the rows that a step was measured against."""
     asked = seen.asked
-    pool = None if trainer._valuation is None else trainer.valuation.pool
-    rows = trainer._validation_rows
+    pool = trainer.valuation.pool if getattr(trainer.weigher, "built", False) else None
+    rows = trainer.rows.validation
 
     def documents(chosen: Sequence[int]) -> Micro:
         return validation_documents([trainer.row_batch([rows[i] for i in chosen])])
@@ -586,8 +599,22 @@ def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
                 assert float(found[pool].sum()) == math.ceil(replay.ratio(step) * len(pool))
         return
     rounded = 0.0 if seen.asked.weighting == "mask" else 2.0**-17
+    if seen.asked.weighting == "unbiased":
+        _compare_draw(seen, replay, step, rounded)
+        return
     for found, weights in zip(seen.weights[step], replay.steps[step].chosen, strict=True):
         close(found, weights, 1.0, rounded, name="weights")
+
+
+def _compare_draw(seen: Seen, replay: Replay, step: int, rounded: float) -> None:
+    """A draw keeps as many tokens as it may, and each at one over its chance."""
+    drawn = seen.weights[step]
+    for weights, chosen in zip(drawn, replay.steps[step].chosen, strict=True):
+        kept = weights > 0
+        close(weights[kept], chosen[kept], chosen[kept], rounded, name="drawn weights")
+    for group in replay.groups(step):
+        count = sum(float(drawn[i][t]) > 0 for i, t in group)
+        assert count == math.ceil(replay.ratio(step) * len(group))
 
 
 def _compare_values(seen: Seen, step: int, expected: Any) -> None:

@@ -37,10 +37,12 @@ FLOOR = 1e-16
 class Asked:
     """What a run was asked for: the options of the trainers that the reference knows.
 
-    ``family`` is the trainer: TRL's for "sft" and "dpo", transformers' own for "lm".
+    ``family`` is the trainer: TRL's for "sft" and "dpo", transformers' own for "lm". ``loss`` is
+    SFT's, "nll" or "dft".
     """
 
     family: str = "sft"
+    loss: str = "nll"
     lora: bool = False
     steps: int = 3
     accumulation: int = 2
@@ -58,6 +60,7 @@ class Asked:
     schedule_share: float = 1.0
     keep_scope: str = "batch"
     value_unit: str = "token"
+    interaction_weight: float = 0.0
     kept_normalization: str = "response"
     shared_threshold: bool = False
     masked_logit: bool = False
@@ -140,7 +143,8 @@ class Step:
     """All that must come out of one optimizer step.
 
     ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
-    order ("total" among them) and the sum of its absolute terms. ``gradient`` is what the optimizer
+    order ("total" among them) and the sum of its absolute terms. ``grams`` hold inner products of
+    their direct gradients, where selection asks for them. ``gradient`` is what the optimizer
     gets, ``parameters`` what it leaves; both flat, ``gradient_scale`` sums absolute terms.
     ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
     """
@@ -148,6 +152,7 @@ class Step:
     values: list[dict[str, Tensor]] = field(default_factory=list)
     scales: list[dict[str, Tensor]] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
+    grams: list[Tensor] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     norm: float = 0.0
@@ -208,12 +213,12 @@ def propagated_size(layer: propagation.PropagationLayer) -> Tensor:
     return torch.einsum("hkt,hkv,thv->t", alpha, errors, by_head)
 
 
-def proportional(values: Sequence[float], budget: int) -> list[float]:
-    """``w_k = min(c, s max(v_k, 0))`` with c = 4 and the s that makes the total the budget.
+def proportional(values: Sequence[float], budget: float, cap: float = 4.0) -> list[float]:
+    """``w_k = min(c, s max(v_k, 0))`` with the cap c and the s that makes the total the budget.
 
     What the cap leaves over goes to the tokens without positive value, in equal parts.
     """
-    gains, cap = [max(v, 0.0) for v in values], 4.0
+    gains = [max(v, 0.0) for v in values]
     good = sum(g > 0 for g in gains)
     if cap * good <= budget:
         rest = (budget - cap * good) / max(len(values) - good, 1)
@@ -224,6 +229,32 @@ def proportional(values: Sequence[float], budget: int) -> list[float]:
         short = sum(min(cap, middle * g) for g in gains) < budget
         low, high = (middle, high) if short else (low, middle)
     return [min(cap, high * g) for g in gains]
+
+
+def inclusion(values: Sequence[float], budget: int) -> list[float]:
+    """Chance of each token to be kept: a floor ``f = m / (4 n)``, the rest by value up to 1."""
+    floor = budget / (4 * len(values))
+    rest = proportional(values, budget - floor * len(values), 1 - floor)
+    return [floor + share for share in rest]
+
+
+def diverse(values: Sequence[float], gram: Tensor, budget: int, weight: float) -> list[float]:
+    """Greedily the token of the largest ``v_k - w (G_kk / 2 + sum over kept l of G_kl)``.
+
+    w is ``weight`` in units of the best step along the top tokens' gradient.
+    """
+    top = sorted(range(len(values)), key=lambda i: (-values[i], i))[:budget]
+    gain, square = sum(values[i] for i in top), float(gram[top][:, top].sum())
+    w = weight * gain / square if gain > 0 and square > 0 else 0.0
+    kept: list[int] = []
+    while len(kept) < budget:
+        rest = [i for i in range(len(values)) if i not in kept]
+        gains = {
+            i: values[i] - w * (float(gram[i, i]) / 2 + sum(float(gram[i, j]) for j in kept))
+            for i in rest
+        }
+        kept.append(max(rest, key=lambda i: (gains[i], -i)))
+    return [float(i in kept) for i in range(len(values))]
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -295,6 +326,38 @@ class Replay:
         losses = self.losses(document)
         rows = [self.flat(self.gradient(loss, retain=True)) for loss in losses]
         return losses.detach(), torch.stack(rows)
+
+    def direct_gradients(self, document: Document) -> Tensor:
+        """(n, weights) of each token: through the scored linears at the position predicting it."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda _, args, output: seen.update({name: (args[0].detach(), output)})
+
+        modules = scored(self.model, self.asked.layers)
+        hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+        try:
+            losses = self.losses(document)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        rows = []
+        for place, loss in zip(document.places, losses, strict=True):
+            outputs = [output for _, output in seen.values()]
+            errors = torch.autograd.grad(loss, outputs, retain_graph=True)
+            pairs = zip(errors, seen.values(), strict=True)
+            rows.append([torch.outer(e[0, place - 1], x[0, place - 1]) for e, (x, _) in pairs])
+        return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+
+    def gram(self, micro: Micro, factors: Sequence[Tensor]) -> Tensor:
+        """Inner products of the direct gradients of one micro-batch's weighted token losses."""
+        parts = [
+            factor[:, None] * self.direct_gradients(document)
+            for document, factor in zip(micro, factors, strict=True)
+            if document.places
+        ]
+        rows = torch.cat(parts)
+        return rows @ rows.T
 
     def gradient(self, loss: Tensor, *, retain: bool = False) -> dict[str, Tensor]:
         """d loss / d parameter, all that are trained."""
@@ -455,7 +518,7 @@ class Replay:
         return float(module.scaling["default"]) * (left @ direction[a] + direction[b] @ right)
 
     def values(
-        self, micro: Micro, gradients_: Sequence[Tensor], factors: Sequence[float],
+        self, micro: Micro, gradients_: Sequence[Tensor], factors: Sequence[Tensor],
         gain: Mapping[str, Tensor], keep: Mapping[str, Tensor], weight: float,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Components as they enter the total, and the total, of the tokens of one micro-batch."""
@@ -468,7 +531,7 @@ class Replay:
             for side, (direction, scale) in sides.items():
                 for part, (value, size) in self.value(document, rows, direction).items():
                     found.setdefault(side + part, []).append(factor * scale * value)
-                    sizes.setdefault(side + part, []).append(abs(factor * scale) * size)
+                    sizes.setdefault(side + part, []).append((factor * scale).abs() * size)
         parts, scales = ({n: torch.cat(x) for n, x in y.items()} for y in (found, sizes))
         total, size = (torch.stack(list(x.values())).sum(0) for x in (parts, scales))
         return {"total": total, **parts}, {"total": size, **scales}
@@ -488,6 +551,16 @@ class Replay:
             [i for i, label in enumerate(labels) if label == one] for one in dict.fromkeys(labels)
         ]
 
+    def groups(self, step: int) -> list[list[tuple[int, int]]]:
+        """(micro-batch, token) of the tokens of one step that are ranked together."""
+        pools = [self.pools(micro) for micro in self.told.micro[step]]
+        if self.asked.keep_scope == "global":
+            return [
+                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
+                for number in range(len(pools[0]))
+            ]
+        return [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
+
     def ranked(self, micro: Micro, totals: Tensor) -> Tensor:
         """What tokens are ranked by: their values, or the mean value of their response."""
         if self.asked.value_unit == "token":
@@ -495,21 +568,20 @@ class Replay:
         parts = totals.split([len(d.places) for d in micro])
         return torch.cat([part.mean().expand_as(part) for part in parts if len(part)])
 
-    def select(self, step: int, totals: Sequence[Tensor]) -> list[Tensor]:
-        """0 or 1 for each token of each micro-batch of the step."""
+    def select(self, step: int, totals: Sequence[Tensor], grams: Sequence[Tensor]) -> list[Tensor]:
+        """Weight of each token of each micro-batch of the step; of a draw, its weight if drawn."""
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
-        pools = [self.pools(m) for m in micro]
-        groups = [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
-        if self.asked.keep_scope == "global":
-            groups = [
-                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
-                for number in range(len(pools[0]))
-            ]
-        for group in groups:
+        for group in self.groups(step):
             values = [float(ranked[i][t]) for i, t in group]
-            found = self.weigh(values, self.ratio(step))
+            if self.asked.interaction_weight:
+                places = [t for _, t in group]
+                gram = grams[group[0][0]][places][:, places]
+                budget = math.ceil(self.ratio(step) * len(values))
+                found = diverse(values, gram, budget, self.asked.interaction_weight)
+            else:
+                found = self.weigh(values, self.ratio(step))
             for (i, t), weight in zip(group, found, strict=True):
                 weights[i][t] = weight
         return weights
@@ -519,6 +591,8 @@ class Replay:
         budget = math.ceil(ratio * len(values))
         if self.asked.weighting == "proportional":
             return proportional(values, budget)
+        if self.asked.weighting == "unbiased":
+            return [1 / chance for chance in inclusion(values, budget)]
         sign = -1 if self.asked.policy == "bottom" else 1
         order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
         return [float(i in order[:budget]) for i in range(len(values))]
@@ -539,22 +613,26 @@ class Replay:
 
     def signs(
         self, micro: Micro, losses: Sequence[Tensor], masks: Sequence[Tensor] | None
-    ) -> list[float]:
-        """Factor of each document's token losses: 1, or +-omega with omega = beta sigma(-s)."""
+    ) -> list[Tensor]:
+        """Factor on each document's token losses: 1, the token's probability under DFT, or +-omega
+        with omega = beta sigma(-s)."""
+        if self.asked.loss == "dft":
+            return [torch.exp(-loss) for loss in losses]
         if self.asked.family != "dpo":
-            return [1.0] * len(micro)
+            return [torch.ones_like(loss) for loss in losses]
         ratios = {}
         for number, (document, loss) in enumerate(zip(micro, losses, strict=True)):
             ratio = -loss - self.base[document]
             kept = ratio if masks is None else ratio * masks[number]
             ratios[document.pair, document.branch] = float(kept.sum())
         beta = self.asked.beta
-        found = []
-        for document in micro:
+        factors = []
+        for document, loss in zip(micro, losses, strict=True):
             s = beta * (ratios[document.pair, 1] - ratios[document.pair, -1])
-            found.append(document.branch * beta / (1 + math.exp(s)))
-        self.omegas += [abs(omega) for omega in found]
-        return found
+            omega = beta / (1 + math.exp(s))
+            self.omegas.append(omega)
+            factors.append(torch.full_like(loss, document.branch * omega))
+        return factors
 
     def unit(self, step: int) -> float:
         """Weight of one token's loss (times +-omega) in the loss when every token is kept."""
@@ -576,7 +654,7 @@ class Replay:
             out.logs |= self.watched(step)
             self.due(step)
             self.value_all(step, out, losses, rows)
-            out.weights = self.select(step, [values["total"] for values in out.values])
+            out.weights = self.select(step, [v["total"] for v in out.values], out.grams)
         out.chosen = out.weights
         if self.told.weights:
             out.weights = list(self.told.weights[step])
@@ -606,6 +684,8 @@ class Replay:
                 gain, keep = self.sides(step, micro, gradient, signs)
                 values, scales = self.values(micro, gradient, signs, gain, keep, weight)
                 self.enter(micro, values, step)
+                if asked.interaction_weight:
+                    out.grams.append(self.gram(micro, signs))
                 balances = self.balances(gain, keep, weight)
                 if balances:
                     self.balance = {"alpha/balance": median(balances.values())}
@@ -643,7 +723,7 @@ class Replay:
             self.last[key] = step, {n: part[number] for n, part in parts.items()}
 
     def sides(
-        self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[float]
+        self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[Tensor]
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """G and V as this micro-batch is valued against them.
 
@@ -652,7 +732,7 @@ class Replay:
         """
         if self.asked.preconditioner != "full":
             return self.gain, self.keep
-        total = sum(sign * gradient.sum(0) for sign, gradient in zip(signs, rows, strict=True))
+        total = sum(sign @ gradient for sign, gradient in zip(signs, rows, strict=True))
         whole = len(self.told.micro[step]) * self.unit(step) * self.clip
         scale = self.preconditioner(step, whole * torch.as_tensor(total))
         return tuple({n: scale[n] * m for n, m in side.items()} for side in (self.gain, self.keep))  # type: ignore[return-value]
@@ -675,8 +755,8 @@ class Replay:
             masks = weights.split([len(d.places) for d in m])
             signs = self.signs(m, loss, masks if asked.masked_logit else None)
             for sign, mask, row in zip(signs, masks, gradient, strict=True):
-                total += unit * sign * (mask @ row)
-                scale += unit * abs(sign) * (mask @ row.abs())
+                total += unit * ((sign * mask) @ row)
+                scale += unit * ((sign * mask).abs() @ row.abs())
         out.norm = float(total.norm())
         self.clip = min(1.0, asked.max_grad_norm / (out.norm + 1e-6))
         out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
@@ -790,10 +870,15 @@ class Replay:
     def reported(self, step: int, losses: Sequence[Sequence[Tensor]]) -> float:
         """The loss that the run reports: of all tokens, whatever was kept."""
         if self.asked.family != "dpo":
-            total = sum(float(loss.sum()) for of_micro in losses for loss in of_micro)
+            total = 0.0
+            for m, of_micro in zip(self.told.micro[step], losses, strict=True):
+                factors = self.signs(m, of_micro, None)
+                total += sum(float(f @ loss) for f, loss in zip(factors, of_micro, strict=True))
             return total / sum(len(d.places) for m in self.told.micro[step] for d in m)
         terms = []
         for m, of_micro in zip(self.told.micro[step], losses, strict=True):
             for sign in self.signs(m, of_micro, None)[: len(m) // 2]:
-                terms.append(-math.log(1 - sign / self.asked.beta))  # sigma(s) = 1 - sigma(-s)
+                terms.append(
+                    -math.log(1 - float(sign[0]) / self.asked.beta)
+                )  # sigma(s) = 1 - sigma(-s)
         return sum(terms) / len(terms)

@@ -155,7 +155,7 @@ def test_preference_pairs_are_checked_once() -> None:
     assert [(b is data, sign) for b, _, sign in pairs.branches()] == [(True, 1), (True, -1)]
     with pytest.raises(InputError, match=r"one row a pair.*\[2, 3\]"):
         PreferenceBatch(data, data, two, three)
-    with pytest.raises(InputError, match="'tokens' or 'pairs'"):
+    with pytest.raises(InputError, match="must be one of tokens, pairs"):
         PreferenceBatch(data, data, two, two, normalization="mean")
 
 

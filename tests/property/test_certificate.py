@@ -174,7 +174,6 @@ def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
 DIRECT = trial("adaptation_direct", "direct")
 HEADS = {"heads": 4, "kv_heads": 2}
 CAUSAL = trial("adaptation_causal", **HEADS)
-GRAM = trial("adaptation", "path", contraction="gram", validation=VALIDATION[:1])
 PATH = trial("adaptation", "path")
 LABEL = trial("adaptation", "label")
 BIAS = trial("adaptation", "path", bias=True, score_bias=True)
@@ -187,11 +186,9 @@ TOTAL = trial("total", "path")
 PADDED = trial("mask", "path", rows=("pprrrr", "..rrrr"))
 
 SEEN = {
-    "sum-then-outer-in-the-gram-factors": GRAM,
     "aggregated-errors-as-direct": DIRECT,
     "label-shift-off-by-one-in-the-losses": PATH,
     "label-shift-off-by-one-in-the-values": DIRECT,
-    "validation-prompt-dropped-from-the-gram-factors": GRAM,
     "padding-leaks-into-the-attention-weights": DIRECT,
     "padding-leaks-into-the-losses": PATH,
     "label-after-padding-valued": PADDED,
@@ -244,7 +241,6 @@ SEEN = {
     "fisher-forgotten-in-the-drift": V,
     "mean-of-batch-means": G,
     "validation-gradient-in-bf16": G,
-    "gram-factors-not-divided": GRAM,
     "token-weights-ignored": trial("adaptation", "path", build=weighted),
     "epsilon-inside-adams-root": FULL,
     "no-bias-correction-in-adam": FULL,
@@ -280,7 +276,6 @@ UNSEEN = {
     "G from captured errors, and a certificate of sharded weights is refused",
     "sum-then-outer-in-the-validation-gradient": "as above: sharded weights only",
     "validation-prompt-dropped-from-the-gradient": "as above: sharded weights only",
-    "bias-forgotten-in-the-gram-route": "no scorer hands a bias to contract_gram",
     "diagonal-ignores-the-mask": "a position that cannot attend to itself is in masks only that "
     "no decoder makes",
     "log-sum-exp-taken-as-a-constant": "values take first derivatives of the losses only",
@@ -352,7 +347,7 @@ PLANTED = {
     "another lambda": (
         edit(
             "estimate.token_values.combine",
-            "gain + stability_weight *", "gain + 0.9 * stability_weight *",
+            "g + stability_weight *", "g + 0.9 * stability_weight *",
         ),
         TOTAL,
     ),
@@ -364,7 +359,11 @@ PLANTED = {
         trial("scope", "path", scored=2),
     ),
     "a validation batch fewer": (
-        edit("direction.current.Target.set_validation", "= validation", "= validation[:-1]"),
+        edit(
+            "direction.current.DirectionBuilder.set_validation",
+            "= validation",
+            "= validation[:-1]",
+        ),
         G,
     ),
     "the validation gradient in bfloat16": (
@@ -448,7 +447,7 @@ def test_stale_directions_do_not_agree() -> None:
         doubled = {n: 2 * f for n, f in drift.fisher.items()}
         scorer.set_retention(FisherDrift(doubled, drift.reference, exact_names=True))
         assert scorer.verify(case.batch).passed
-        scorer.target.retention = drift  # the Fisher before
+        scorer.builder.retention = drift  # the Fisher before
         scorer.refresh()
         off = scorer.verify(case.batch)
     assert {"direction (stability)", "stability", "total"} <= {c.component for c in off.failures}
@@ -458,7 +457,7 @@ def test_stale_directions_do_not_agree() -> None:
 def test_the_linear_that_is_off_is_named() -> None:
     """A contraction that is wrong in one linear map only."""
     fault = edit(
-        "estimate.columns._contract_use",
+        "estimate.columns.ColumnSums.contract",
         "return contraction.contract(",
         "return (1.01 if linear.name.endswith('0.mlp.down_proj') else 1.0) * contraction.contract(",
     )
@@ -614,7 +613,7 @@ def test_lora_factors_agree_and_a_fault_is_named() -> None:
         scorer = Scorer(model, batch, None, ScorerConfig(estimator, layers=2))
         assert scorer.verify(batch, tokens=3).passed
     fault = edit(
-        "estimate.columns._contract_use",
+        "estimate.columns.ColumnSums.contract",
         "return contraction.contract(",
         "return (2.0 if 'v_proj.lora_A' in linear.name else 1.0) * contraction.contract(",
     )

@@ -1,4 +1,4 @@
-"""Projected and gram contractions, and the plan that chooses between them."""
+"""Contraction with a matrix, and the gram form that it is compared with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from alphatoken.estimate import contraction
 from tests.property import properties_algebra as algebra
-from tests.property import properties_scorer as scorer
 from tests.property.devices import on_devices
 from tests.property.profiles import budget
-from tests.property.properties import Setup, setups
-from tests.property.strategies import ContractionCase, contractions, make_case
-
-SIZES = st.integers(1, 5000)
+from tests.property.strategies import ContractionCase, contractions
 
 
 @on_devices
@@ -50,13 +46,6 @@ def test_outer_sum_is_the_weight_gradient(device: str, case: ContractionCase) ->
     algebra.check_outer_sum_is_the_weight_gradient(replace(case, device=device))
 
 
-@given(SIZES, SIZES, SIZES, SIZES)
-@example(2, 2, 2, 2)  # a tie goes to the projected route
-@example(1, 1, 2, 2)
-def test_the_plan_is_the_inequality(tokens: int, validation: int, d_out: int, d_in: int) -> None:
-    algebra.check_plan(tokens, validation, d_out, d_in)
-
-
 @on_devices
 @given(contractions())
 @budget(0.25)
@@ -69,23 +58,3 @@ def test_summing_before_the_outer_product_is_right_for_one_example_only() -> Non
     for factors, equal in ((one, True), (two, False)):
         swapped = torch.einsum("o,i->oi", factors.delta.sum((0, 1)), factors.x.sum((0, 1)))
         assert torch.equal(contraction.outer_sum(factors.delta, factors.x), swapped) == equal
-
-
-# --- through the scorer --------------------------------------------------------------------------
-
-TIED = make_case(
-    ("pprrr", "..prr"), (("pprr",), ("prrr.", "..prr")), mlp="gated", bias=True, tied_linears=True
-)
-
-
-@given(setups())
-@example(Setup(TIED, "all", True))  # one weight, two modules, a bias each
-@budget(0.08, least=4)
-def test_the_route_never_changes_the_value(setup: Setup) -> None:
-    scorer.check_every_route_gives_one_value(setup)
-
-
-@given(setups(repeated_block=True, repeated_linear=True, layers=2, max_rows=2))
-@budget(0.03, least=3)
-def test_every_use_of_a_weight_enters_both_routes(setup: Setup) -> None:
-    scorer.check_every_route_gives_one_value(setup)

@@ -44,6 +44,14 @@ FULL = Setup(
 )  # fmt: skip
 TWICE = Setup(make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True), 1)
 FUSED = Setup(make_case(("pprrr",), (("pprr",),), fused_qkv=True, transposed=True, bias=True), 1)
+TIED = Setup(
+    make_case(
+        ("pprrr", "..prr"), (("pprrr",), ("prrr.", "..prr")),
+        mlp="gated", bias=True, tied_linears=True,
+    ),
+    "all",
+    True,
+)  # fmt: skip
 PLAIN = make_case(("pprrr", "..prr"), (("pprr", "prrr"),), layers=2)
 
 
@@ -111,6 +119,7 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
 
 
 @given(setups(tied_linears=True, mlp="gated"))
+@example(TIED)  # one weight, two modules, a bias each
 @budget(0.05)
 def test_a_weight_in_two_modules_is_accumulated(setup: Setup) -> None:
     claims.check_direct_is_the_diagonal(setup)

@@ -288,9 +288,8 @@ def test_wrong_options_are_refused(wrong: dict, said: str):
 
 
 def test_settings_that_an_estimator_does_not_allow_fall_back():
-    config = ScorerConfig(path="causal", contraction="gram", window=8)
+    config = ScorerConfig(path="causal", window=8)
     assert with_estimator(config, "label").path == "both"
-    assert with_estimator(config, "label").contraction == "auto"
     assert with_estimator(config, "direct").path == "both"
     assert with_estimator(config, "same_layer_hop").path == "causal"
     everything = ScorerConfig(estimator="label", parameters="all")

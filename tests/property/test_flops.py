@@ -65,7 +65,7 @@ def ready(size: Size, estimator: str, layers: int, *, retention: bool = False) -
         model,
         size.batch(rows=3, seed=1),
         fisher(model, layers) if retention else None,
-        ScorerConfig(estimator=estimator, layers=layers, contraction="projected"),
+        ScorerConfig(estimator=estimator, layers=layers),
     )
     made.warn = False
     made.score(size.batch())
@@ -249,7 +249,7 @@ def test_the_interaction_is_two_products_a_linear() -> None:
 def test_scoring_is_flat_in_the_validation_set_once_G_is_built() -> None:
     counted = []
     for rows in (1, 16):
-        config = ScorerConfig(contraction="projected")
+        config = ScorerConfig()
         made = Scorer(model_of(SMALL), SMALL.batch(rows=rows, seed=1), None, config)
         batch = SMALL.batch()
         made.score(batch)
@@ -264,7 +264,7 @@ def test_all_but_attention_is_linear_in_T(estimator: str) -> None:
     model = Size(32, 3, 64, 4, length=512).model()
     for length in lengths:
         size = Size(32, 3, 64, 4, length=length)
-        config = ScorerConfig(estimator=estimator, layers="all", contraction="projected")
+        config = ScorerConfig(estimator=estimator, layers="all")
         made, batch = Scorer(model, size.batch(seed=1), None, config), size.batch()
         made.score(batch)
         counted.append(flops(lambda made=made, batch=batch: made.score(batch)))

@@ -9,9 +9,12 @@ import warnings
 
 import pytest
 
+from alphatoken import Scorer, ScorerConfig
 from alphatoken.moved import FORMER
+from tests.property.strategies import make_case
 
 OPTIONAL = ("adapters.dispatch", "adapters.transformers")
+CASE = make_case(("pprrr",), (("pprr",),), layers=3)
 
 
 @pytest.mark.parametrize("former", FORMER)
@@ -49,3 +52,13 @@ def test_the_warning_points_at_the_import_and_comes_once() -> None:
 def test_what_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match="alphatoken.no_such"):
         importlib.import_module("alphatoken.no_such")
+
+
+def test_former_names_of_the_scorer_warn() -> None:
+    """An option that has no effect any more, and an attribute under another name now."""
+    with pytest.warns(DeprecationWarning, match="contraction=.* has no effect"):
+        config = ScorerConfig(contraction="gram")
+    assert config == ScorerConfig()
+    scorer = Scorer(CASE.model(), CASE.validation)
+    with pytest.warns(DeprecationWarning, match=r"Scorer\.builder now"):
+        assert scorer.target is scorer.builder

@@ -87,22 +87,30 @@ def test_every_mutant_of_the_list_is_there() -> None:
     assert not sentences & wanted
 
 
+FROZEN = "direction.preconditioner.frozen_preconditioner"
+
+
 def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
     """Imported names, methods, static methods, super() and defaults; also past an exception."""
     edits = (
         Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),
         Edit("model.batch.to_token_index", "(1, 0)", "(0, 1)"),
-        Edit("direction.current.Target._current_stamp", "tuple(", "list("),
+        Edit("direction.current.DirectionBuilder._current_stamp", "tuple(", "list("),
         Edit("model.attention._Gate.backward", "None, dq, dk, dv", "dv, dq, dk, None"),
         Edit("errors.AlphaTokenError.__init__", "super().__init__(", "super().__init__(0, "),
-        Edit("estimate.contraction.contract_gram", "chunk: int = 4096", "chunk: int = 3"),
+        Edit(
+            "direction.preconditioner.frozen_preconditioner",
+            "floor: float = 1e-16",
+            "floor: float = 3",
+        ),
     )
     before = [_state(edit) for edit in edits]
 
     def inside() -> None:
         with applied(Mutant("six", "", edits, (), listed=False)) as calls:
             assert all(_state(e)[0] != one[0] for e, one in zip(edits, before, strict=True))
-            assert function_of("estimate.contraction.contract_gram").__kwdefaults__ == {"chunk": 3}
+            frozen = function_of(FROZEN)
+            assert frozen.__kwdefaults__ == {"floor": 3}
             assert selection.InputError("no").args[0] == 0
             assert calls == {"errors.AlphaTokenError.__init__": 1}
             raise KeyError

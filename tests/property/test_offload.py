@@ -82,19 +82,18 @@ def same_files(one: Path, two: Path) -> None:
     objective=st.sampled_from(["both", "stability"]),
     kind=st.sampled_from(PRECONDITIONERS),
     structure=st.sampled_from(["diagonal", "kronecker"]),
-    route=st.sampled_from(["projected", "gram", "auto"]),
 )
 @example(
     setup=Setup(make_case(mlp="plain", tied_linears=True, layers=2)),
-    estimator="alphatoken", objective="both", kind="full", structure="diagonal", route="projected",
+    estimator="alphatoken", objective="both", kind="full", structure="diagonal",
 )  # fmt: skip
 @example(
     setup=Setup(make_case(bias=True), score_bias=True),
-    estimator="path", objective="both", kind="frozen", structure="diagonal", route="projected",
+    estimator="path", objective="both", kind="frozen", structure="diagonal",
 )  # fmt: skip
 @example(
     setup=Setup(make_case(transposed=True)),
-    estimator="direct", objective="stability", kind=None, structure="kronecker", route="projected",
+    estimator="direct", objective="stability", kind=None, structure="kronecker",
 )  # fmt: skip
 @budget(0.5)
 def test_values_are_the_same_to_the_bit(
@@ -103,7 +102,6 @@ def test_values_are_the_same_to_the_bit(
     objective: str,
     kind: str | None,
     structure: str,
-    route: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """F, W_ref and V whole; F and W_ref on disk; V formed; all three, scored and observed."""
@@ -115,15 +113,12 @@ def test_values_are_the_same_to_the_bit(
     parameters = parameters_of(setup, ReferenceAdapter(model))
     given_p = {n: x.square() for n, x in setup.case.directions(parameters, salt=5).items()}
     preconditioner: Any = given_p if kind == "given" else kind
-    if kind is not None or estimator == "label":
-        route = "projected"
 
     def scorer(retention: FisherDrift, offload: str) -> Scorer:
         config = ScorerConfig(
             estimator=estimator, objective=objective, layers=setup.layers, window=None,
             score_bias=setup.score_bias, stability_weight=LAMBDA, max_relative_drift=None,
             preconditioner=preconditioner, precondition_after=1, offload=offload,
-            contraction="auto" if estimator == "label" else route,
         )  # fmt: skip
         return Scorer(model, setup.case.validation, retention, config, optimizer=optimizer)
 
@@ -139,9 +134,9 @@ def test_values_are_the_same_to_the_bit(
         for other in others:
             same_bits(other.score(batch), expected)
             same_bits(observed_values(other, model, batch), alone)
-    streams = isinstance(others[-1].target.stability, Formed)
+    streams = isinstance(others[-1].builder.stability, Formed)
     assert streams == (estimator != "label")  # forward mode moves all weights: V is built whole
-    assert not isinstance(plain.target.stability, Formed)
+    assert not isinstance(plain.builder.stability, Formed)
 
 
 @given(setup=setups(), structure=st.sampled_from(["diagonal", "kronecker"]))
@@ -237,7 +232,6 @@ def test_no_more_than_one_matrix_of_each_is_in_memory(
     path = saved(fisher, tmp_path_factory)
     config = ScorerConfig(
         estimator="alphatoken", layers="all", offload="stream", max_relative_drift=None,
-        contraction="projected",
     )  # fmt: skip
     with reads() as seen:
         opened = FisherDrift.open(path)
@@ -307,7 +301,6 @@ def streaming(setup: Setup, model: ReferenceDecoder, offload: str = "stream") ->
     fisher = FisherDrift(*drift_of(setup, setup.case.model()))
     config = ScorerConfig(
         estimator="direct", layers="all", offload=offload, max_relative_drift=None,
-        contraction="projected",
     )  # fmt: skip
     return Scorer(model, setup.case.validation, fisher, config)
 

@@ -98,12 +98,12 @@ def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
 
 # --- the total alone ------------------------------------------------------------------------------
 
-ROUTES = ("projected", "gram", "given", "full")
+PRECONDITIONERS = ("none", "given", "full")
 
 
 @given(
     setups(),
-    st.sampled_from([(e, k) for e in EVERY for k in ROUTES if (e, k) != ("label", "gram")]),
+    st.tuples(st.sampled_from(EVERY), st.sampled_from(PRECONDITIONERS)),
     st.sampled_from(["label", "context"]),
 )
 @budget(0.2)
@@ -119,12 +119,11 @@ def test_errors_contracted_in_the_backward_give_the_same_bits(setup: Setup, cut:
     claims.check_errors_streamed_are_the_errors_kept(setup, cut)
 
 
-@pytest.mark.parametrize("kind", ROUTES)
+@pytest.mark.parametrize("kind", PRECONDITIONERS)
 @pytest.mark.parametrize("estimator", EVERY)
 def test_the_total_alone_on_padded_and_packed_rows(estimator: str, kind: str) -> None:
-    if (estimator, kind) != ("label", "gram"):
-        claims.check_total_alone(SETUP, estimator, kind)
-        claims.check_total_alone(PACKED, estimator, kind, "context")
+    claims.check_total_alone(SETUP, estimator, kind)
+    claims.check_total_alone(PACKED, estimator, kind, "context")
 
 
 @pytest.mark.parametrize("objective", ["adaptation", "stability"])
@@ -222,14 +221,6 @@ def test_the_proofs_run_without_a_validation_set_too() -> None:
         assert scorer.coverage.isolated
         assert scorer.coverage.relative_error is not None
         assert scorer.coverage.relative_error < 1e-12
-
-
-def test_a_reducer_has_no_use_for_the_gram_route() -> None:
-    def reduce(role: str, sums: dict[str, torch.Tensor], count: float) -> dict[str, torch.Tensor]:
-        return {n: s / count for n, s in sums.items()}
-
-    with pytest.raises(ConfigError, match="gram route has no gradient to reduce"):
-        Scorer(CASE.model(), CASE.validation, None, ScorerConfig(contraction="gram"), reduce=reduce)
 
 
 def test_full_without_an_optimizer() -> None:

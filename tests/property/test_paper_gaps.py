@@ -122,7 +122,7 @@ def test_gap_04_the_validation_gradient_needs_all_positions_and_aggregated_error
     def outer(error: Tensor) -> Tensor:
         return torch.einsum("bto,bti->oi", error, use.x)
 
-    config = ScorerConfig("path", layers="all", contraction="projected")
+    config = ScorerConfig("path", layers="all")
     built = Scorer(model, batch, config=config).direction.adaptation[linear.weight_name]
     scale = torch.einsum("bto,bti->oi", aggregated.abs(), use.x.abs())
     close(built, outer(aggregated), scale, MODEL, name="G, all positions")

@@ -729,8 +729,6 @@ def test_what_is_left_out_is_said() -> None:
     assert TIDPO().variant == "ti-dpo (no triplet, no KL)"
     assert TIDPO(tdpo_alpha=0.5).variant == "ti-dpo (no triplet)"
     assert TIDPO(tdpo_alpha=0.5, triplet_gamma=0.1).variant == "ti-dpo"
-    assert not TIDPO().own_forwards
-    assert TIDPO(triplet_gamma=0.1).own_forwards
 
 
 # --- budget, padding, batches: all of them --------------------------------------------------------

@@ -25,13 +25,14 @@ from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses as oracle_losses
 from alphatoken.policies.attention_received import receiving
 from alphatoken.policies.less import LESS, adam_update, fill_tokens
-from alphatoken.policies.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, trainable, warm_up
+from alphatoken.policies.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
 from alphatoken.policies.otsu import multi_otsu
 from alphatoken.policies.projection import Projection
 from alphatoken.policies.static import keep_best, measure_losses, model_losses, static_pass
 from alphatoken.policies.static_mask import GivenTable, StaticMask
 from alphatoken.policies.stm import STM
 from alphatoken.policies.token_cleaning import TokenCleaning
+from alphatoken.policies.trained_weights import trainable
 from alphatoken.policies.xtf import XTF, low_outliers, task_relevance
 from alphatoken.train.documents import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.direction.optimizers import read_update
-from alphatoken.direction.preconditioner import full_preconditioner
 from tests.property import optimizer_steps as steps
 from tests.property import properties_algebra as algebra
 from tests.property import properties_optimizers as real
@@ -82,25 +77,6 @@ def test_a_constant_clip_factor_is_in_P(case: Case, factor: float) -> None:
 @budget(0.5)
 def test_frozen_is_full_where_the_denominator_stays(case: Case) -> None:
     real.check_frozen_is_full_where_the_denominator_stays(case)
-
-
-@pytest.mark.parametrize("name", ["AdaBound", "AdaBound, amsbound, decay", "AdaMod"])
-def test_the_bounds_of_bounded_optimizers_are_reached(name: str) -> None:
-    """Witness: among the pinned cases are entries on a bound, and entries off it."""
-    kind = next(k for k in steps.OTHERS if k.name == name)
-    on = []
-    for taken in (1, 2, 5, 6, 29):
-        case = Case(kind, taken, 7)
-        parameter, optimizer = case.run()
-        read = read_update(optimizer, parameter, case.gradient)
-        assert read is not None
-        update, g = read
-        assert g is not None
-        free = replace(update, lower=None, upper=None)
-        on.append(full_preconditioner(free, g) != full_preconditioner(update, g))
-    assert int(torch.stack(on).sum()) > 0
-    if name == "AdaMod":
-        assert not bool(torch.stack(on).all())
 
 
 # --- where P is approximate: the error is stated --------------------------------------------------

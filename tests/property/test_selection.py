@@ -115,7 +115,7 @@ def test_a_value_that_is_not_finite_is_named(bad: float) -> None:
 
 def test_an_unknown_scope_is_refused() -> None:
     values, mask = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(InputError, match="'batch' or 'sequence'"):
+    with pytest.raises(InputError, match="scope must be one of batch, sequence"):
         selection.select_top(values, mask, 0.5, scope="rank")
 
 

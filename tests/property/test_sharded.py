@@ -44,13 +44,6 @@ def test_label_is_refused_by_name() -> None:
             Scorer(model, CASE.validation, None, config, sharding=claims.FlatSharding(model))
 
 
-def test_the_gram_route_is_refused() -> None:
-    model = CASE.model()
-    config = ScorerConfig(layers=1, contraction="gram")
-    with pytest.raises(UnsupportedError, match="gram route cannot run on sharded weights"):
-        Scorer(model, CASE.validation, None, config, sharding=claims.FlatSharding(model))
-
-
 def test_a_weight_shared_with_a_module_outside_is_refused() -> None:
     case = make_case(("pprrr",), (("pprr",),), layers=3, tied_linears=True, mlp="gated")
     model = case.model()

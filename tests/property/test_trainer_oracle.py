@@ -76,6 +76,23 @@ def drawn_anew(seen: Seen, replay: Replay) -> bool:
     return len(set(replay.told.validation)) == seen.asked.steps
 
 
+def crowded_out(seen: Seen, replay: Replay) -> bool:
+    """Some step left a token out although tokens of less value were kept."""
+    return any(
+        bool((values["total"][weights == 0][:, None] > values["total"][weights == 1]).any())
+        for step in replay.steps
+        for values, weights in zip(step.values, step.weights, strict=True)
+    )
+
+
+def drawn(seen: Seen, replay: Replay) -> bool:
+    """Tokens were left out at every step, and kept ones weigh differently."""
+    return all(
+        any(not bool(w.all()) for w in of_step) and any(len(set(w.tolist())) > 2 for w in of_step)
+        for of_step in seen.weights
+    )
+
+
 def kept_less(seen: Seen, replay: Replay) -> bool:
     """The ratio has fallen."""
     return replay.ratio(0) == 1 and replay.ratio(2) < 0.6
@@ -141,6 +158,15 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked(policy="random", kept_normalization="kept", keep_ratio_start=1.0), moved
     ),
     "proportional weights": (Asked(weighting="proportional", kept_normalization="kept"), moved),
+    "unbiased weights": (Asked(weighting="unbiased", max_grad_norm=1e9), drawn),
+    "unbiased weights, DPO": (Asked("dpo", weighting="unbiased", keep_ratio=0.3), drawn),
+    "tokens that repeat each other": (
+        Asked(interaction_weight=1.5, estimator="path", layers=2), crowded_out
+    ),
+    "tokens that repeat each other, DPO": (
+        Asked("dpo", interaction_weight=1.0, lora=True, seed=1), crowded_out
+    ),
+    "DFT": (Asked(loss="dft", layers=2, preconditioner="full", max_grad_norm=1e9), moved),
     "nothing held out": (Asked(held_out_steps=0, validation_mode="pool"), drawn_anew),
     "three micro-batches of one row": (
         Asked(accumulation=3, rows=1, preconditioner="full", direction_steps=2), moved
@@ -168,22 +194,31 @@ def runs(draw: st.DrawFn) -> Asked:
     preconditioner = pick(None, "frozen", "full")
     objective = pick("both", "both", "adaptation", "stability")
     kinds = ("diagonal", "kronecker", "data")
+    estimator = pick("label", "direct", "path", "alphatoken")
+    weighting = pick("mask", "mask", "mask", "proportional", "unbiased")
+    divisors = ("response", "sum") if family != "dpo" else ("response",)
+    policy = pick("top", "top", "bottom") if weighting == "mask" else "top"
+    ranked = weighting == "mask" and policy == "top" and scope != "global"
+    interacts = ranked and not whole and not reuse and pick(False, True)
     return Asked(
         family=family,
+        loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
+        weighting=weighting,
         lora=draw(st.booleans()),
         accumulation=accumulation,
         rows=rows,
-        estimator=pick("label", "direct", "path", "alphatoken"),
+        estimator=estimator,
         layers=pick(1, 2),
         objective=objective,
         stability_weight_start=pick(None, 0.0),
         window=pick(None, 1, 3),
-        policy=pick("top", "top", "bottom"),
+        policy=policy,
+        interaction_weight=pick(0.5, 1.0, 2.0) if interacts else 0.0,
         keep_ratio=pick(0.5, 0.3, 0.7, 1.0),
         keep_ratio_start=pick(None, None, 0.9),
         keep_scope=scope,
         value_unit="response" if whole else "token",
-        kept_normalization=pick("response", "kept") if dpo else pick("response", "kept", "sum"),
+        kept_normalization=pick(*divisors, *(() if weighting == "unbiased" else ("kept",))),
         shared_threshold=dpo and draw(st.booleans()),
         masked_logit=dpo and draw(st.booleans()),
         retention=pick(*kinds) if objective == "stability" else pick("none", *kinds),

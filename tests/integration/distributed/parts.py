@@ -81,22 +81,22 @@ def check_parts(sharding: Sharding, model: nn.Module, before: dict[str, Tensor],
         x = before[name]
         assert sharding.shape(name) == x.shape
         assert torch.equal(sharding.full(name, p), x)
-        part = sharding.keep(name, x)
+        part = sharding.part_of(name, x)
         assert torch.equal(sharding.local(name, p), part)
         assert part.numel() < x.numel() or x.numel() == 1
         assert torch.equal(sharding.gather(name, part), x)
         wide = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
-        assert torch.equal(sharding.gather(name, sharding.keep(name, wide)), wide)
-        product = sharding.keep(name, wide) * part
+        assert torch.equal(sharding.gather(name, sharding.part_of(name, wide)), wide)
+        product = sharding.part_of(name, wide) * part
         assert torch.equal(sharding.gather(name, product), wide * x)
         strided = (wide * (rank + 1)).mT.contiguous().mT if wide.ndim == 2 else wide * (rank + 1)
         total = sharding.reduce(name, strided)
         torch.testing.assert_close(sharding.gather(name, total), wide * 3, rtol=1e-15, atol=0)
         # What comes back is nobody's memory but the caller's.
-        for copy in (sharding.full(name, p), sharding.local(name, p), sharding.keep(name, x)):
+        for copy in (sharding.full(name, p), sharding.local(name, p), sharding.part_of(name, x)):
             copy.fill_(float("nan"))
         assert torch.equal(sharding.full(name, p), before[name])
-    norms = sharding.norms({n: sharding.keep(n, x) for n, x in before.items()})
+    norms = sharding.norms({n: sharding.part_of(n, x) for n, x in before.items()})
     for name, x in before.items():
         assert abs(norms[name] - float(x.double().norm())) <= 1e-14 * (1 + norms[name])
     assert sharding.norms({}) == {}
@@ -123,9 +123,9 @@ def check_parts_of_any_size(
     for name, p in module.named_parameters():
         assert torch.equal(sharding.full(name, p), before[name])
         part = sharding.local(name, p)
-        assert torch.equal(part, sharding.keep(name, before[name]))
+        assert torch.equal(part, sharding.part_of(name, before[name]))
         assert torch.equal(sharding.gather(name, part), before[name])
-    norms = sharding.norms({n: sharding.keep(n, x) for n, x in before.items()})
+    norms = sharding.norms({n: sharding.part_of(n, x) for n, x in before.items()})
     for name, x in before.items():
         assert abs(norms[name] - float(x.double().norm())) < 1e-12
 

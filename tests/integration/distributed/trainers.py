@@ -84,23 +84,21 @@ def dpo(layout: str, folder: Path, **more: Any) -> AlphaDPOTrainer:
 def watched(trainer: Any) -> list[dict[str, Any]]:
     """Filled during training: what was decided for each micro-batch."""
     decided: list[dict[str, Any]] = []
-    record = trainer._record
+    record = trainer.records.micro_batch
 
-    def keep(
-        inputs: Any, mask: Tensor, num_items: Any, scored: Any, weights: Tensor, *seconds: float
-    ) -> None:
+    def listen(batch: Any, scored: Any, weights: Tensor, *seconds: float) -> None:
         decided.append(
             {
                 "step": trainer.state.global_step,
-                "ids": inputs["input_ids"],
-                "mask": mask,
+                "ids": batch.inputs["input_ids"],
+                "mask": batch.mask,
                 "values": None if scored is None else scored.totals,
                 "weights": weights,
             }
         )
-        record(inputs, mask, num_items, scored, weights, *seconds)
+        record(batch, scored, weights, *seconds)
 
-    trainer._record = keep
+    trainer.records.micro_batch = listen
     return decided
 
 

@@ -1,0 +1,101 @@
+"""Options that several commands share, group by group, and the former names of flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alphatoken.cli.options import option
+
+__all__ = [
+    "FORMER",
+    "LAYERS",
+    "EarlierOptions",
+    "ModelOptions",
+    "ReadingOptions",
+    "RunningOptions",
+    "TrainingRowOptions",
+    "ValuationOptions",
+]
+
+FORMER = {
+    "debug": "traceback",
+    "fisher": "fisher_file",
+    "messages_field": "messages_column",
+    "model": "model_name_or_path",
+    "out": "output_dir",
+    "overwrite": "overwrite_output",
+    "prompt_field": "prompt_column",
+    "response_field": "response_column",
+    "train": "train_file",
+    "validation": "validation_file",
+}
+"""Flag as it was called -> as it is called now, and in the trainers' options."""
+
+LAYERS = "last K layers, 'all', or indices such as 0,4"
+
+# Those of alphatoken.estimate.estimators, which imports torch.
+_Estimator = Literal["alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model."""
+
+    model_name_or_path: str = option(help="model folder or hub name")
+    adapter: str | None = option(None, "folder of a LoRA adapter to load onto it (peft)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "of its weights")
+    device: str = option("auto", "default: cuda if there is one, else cpu")
+    trust_remote_code: bool = option(False, "run code that comes with the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValuationOptions:
+    """How to value."""
+
+    estimator: _Estimator = option("alphatoken", "of token values")
+    layers: str = option("3", LAYERS)
+    window: int | None = option(32, "causal window in tokens, or none")
+    stability_weight: float = option(1.5, "lambda, of stability in the total")
+    ratio: float = option(0.5, "share to keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """How to read the rows."""
+
+    prompt_column: str | None = option(None, "of the prompt")
+    response_column: str | None = option(None, "of the response")
+    messages_column: str | None = option(None, "of the chat")
+    limit: int | None = option(None, "most rows that are read", least=1)
+    max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
+    chat_template: bool = option(True, "write chats with the tokenizer's template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRowOptions:
+    """What to do with training rows."""
+
+    on_long: Literal["truncate", "skip", "error"] = option("truncate", "rows too long")
+    on_empty: Literal["error", "skip"] = option("error", "rows without response")
+    on_leak: Literal["remove", "error"] = option("remove", "rows that repeat held-out ones")
+    turns: Literal["all", "last"] = option("all", "assistant turns to value")
+    end_token: bool = option(True, "plain format: end each response with it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierOptions:
+    """What to do with an earlier run in --output_dir."""
+
+    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
+    overwrite_output: bool = option(False, "replace it", either="earlier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningOptions:
+    """How to run."""
+
+    batch_size: int = option(8, "rows of one forward", least=1)
+    seed: int = option(0, "of every draw")
+    quiet: bool = option(False, "no progress and no notes")
+    traceback: bool = option(False, "show the whole traceback of an error")

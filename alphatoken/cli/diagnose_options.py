@@ -1,0 +1,236 @@
+"""Options of ``alphatoken diagnose NAME``, the diagnostic's own among them."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+from alphatoken.cli.common import (
+    EarlierOptions,
+    ModelOptions,
+    ReadingOptions,
+    RunningOptions,
+    TrainingRowOptions,
+    ValuationOptions,
+)
+from alphatoken.cli.diagnose import ALL
+from alphatoken.cli.options import (
+    CommandParser,
+    add_option,
+    add_options,
+    default_of,
+    kinds_of,
+    option,
+    shown,
+)
+from alphatoken.errors import AlphaTokenError, ConfigError, require_choice
+from alphatoken.fidelity.registry import Entry
+from alphatoken.fidelity.subject import Subject
+
+__all__ = ["DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
+
+_ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
+
+_WRITES = """\
+Writes to the folder given with --output_dir:
+  {name}/diagnosis.json   the answer, the tables and notes; it is written last
+  {name}/*.csv            each table, and what each figure shows
+  {name}/*.svg, *.png     each figure
+  report.html{pad}all diagnoses of the folder on one page that needs nothing from elsewhere
+  run.json{pad}   what the numbers depend on; --resume compares it
+
+Exit status: 0 done, 1 a diagnostic of "all" could not run or a file could not be written, 2 wrong
+arguments or input, 130 interrupted.
+
+usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
+           (--validation_file FILE | --validation_rows N) [options]"""
+
+_ROWS = """\
+rows
+  JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
+  question/answer), or chats under "messages". Plain text: --response_column text. Retention files
+  say their columns themselves: --retention code=mbpp.jsonl,prompt=text,response=code. Training
+  rows that repeat a validation or retention row or prompt are removed and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """What to diagnose."""
+
+    reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
+    train_file: str = option(help="rows whose tokens are valued")
+    validation_file: str | None = option(None, "rows that define the objective")
+    validation_rows: int | None = option(
+        None, "drawn from --validation_file (default: at most 32), or the training rows", least=1
+    )
+    retention: list[str] = option(
+        [],
+        "rows of what must not be forgotten; repeat it for several sets. Other columns: "
+        "FILE,prompt=COLUMN,response=COLUMN",
+        metavar="[NAME=]FILE",
+        append=True,
+    )
+    fisher_file: str | None = option(None, "Fisher of the reference (default: one is fitted)")
+    output_dir: str = option(help="folder for the results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """How much work."""
+
+    tokens: int = option(Subject.tokens, "most response tokens that are valued", least=1)
+    oracle_tokens: int = option(Subject.oracle_tokens, "most tokens sent one by one", least=1)
+    fisher_samples: int = option(Subject.fisher_samples, "of a Fisher fitted here", least=1)
+    tuning_steps: int = option(
+        Subject.tuning_steps, "of the fine-tuning that stands in for a missing reference", least=1
+    )
+    tuning_rate: float = option(Subject.tuning_rate, "its learning rate (AdamW)")
+    train_rows: int = option(500, "most training rows drawn for all of this", least=1)
+    retention_rows: int = option(32, "most rows drawn of each retention set", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions(
+    ModelOptions,
+    _Subject,
+    ValuationOptions,
+    _Work,
+    ReadingOptions,
+    TrainingRowOptions,
+    EarlierOptions,
+    RunningOptions,
+):
+    """What all diagnostics share."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be run: diagnostics with their options, and what they share.
+
+    Attributes:
+        entries: the diagnostics, in their order.
+        options: name -> its ``Options``.
+        shared: everything else.
+        command: the whole command line, for the report.
+    """
+
+    entries: tuple[Entry, ...]
+    options: Mapping[str, Any]
+    shared: DiagnoseOptions
+    command: str
+
+
+def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> Request:
+    """The arguments after ``alphatoken diagnose NAME``, checked.
+
+    Raises:
+        ConfigError: whatever is wrong with them.
+    """
+    modules = {entry.name: entry.load() for entry in entries}
+    known = {key: module.Options for key, module in modules.items()}
+    said = vars(build_parser(name, entries, known).parse_args(list(words)))
+    shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
+    if name == ALL:
+        given = assignments(said["set"], known)
+    else:
+        own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
+        given = {name: own}
+    options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
+    command = shlex.join(["alphatoken", "diagnose", name, *words])
+    return Request(tuple(entries), options, shared, command)
+
+
+_OWN = "own_"
+"""Before the names of a diagnostic's own options, which may be called as one that all share."""
+
+
+def _options(name: str, module: ModuleType, given: Mapping[str, Any]) -> Any:
+    try:
+        return module.Options(**given)
+    except AlphaTokenError as error:
+        raise ConfigError(f"an option of {name} has no meaning: {error}") from None
+
+
+def build_parser(
+    name: str, entries: Sequence[Entry], known: Mapping[str, type]
+) -> argparse.ArgumentParser:
+    """The parser of one diagnostic, or of all of them together.
+
+    Args:
+        name: of the diagnostic, or "all".
+        entries: the diagnostics that are run.
+        known: the dataclass of each one's options.
+    """
+    parser = CommandParser(
+        f"diagnose {name}",
+        description=_description(name, entries),
+        epilog=_ROWS,
+        allow_abbrev=False,
+    )
+    own = parser.add_argument_group(f"options of {name}" if name != ALL else "options of each")
+    add_options(parser, DiagnoseOptions)
+    if name == ALL:
+        own.description = (
+            "with their defaults; alphatoken diagnose NAME --help says what they mean:"
+        )
+        own.description += "".join(
+            f"\n  {key}.{one.name}={shown(default_of(one))}"
+            for key, options in known.items()
+            for one in fields(options)
+        )
+        own.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="NAME.option=value",
+            help="option of one diagnostic; repeat it for several",
+        )
+        return parser
+    kinds = kinds_of(known[name])
+    for one in fields(known[name]):
+        # One that all diagnostics have already gets the diagnostic's name before it.
+        taken = f"--{one.name}" in parser._option_string_actions
+        flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
+        add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
+    return parser
+
+
+def _description(name: str, entries: Sequence[Entry]) -> str:
+    place = "NAME" if name == ALL else name
+    writes = _WRITES.format(name=place, pad=" " * (len(place) + 7))
+    if name == ALL:
+        width = max(len(entry.name) for entry in entries) + 2
+        lines = [f"  {entry.name:{width}}{entry.question}" for entry in entries]
+        return "\n".join([_ALL_QUESTION, "", *lines, "", writes])
+    (entry,) = entries
+    about = (inspect.getdoc(entry.load()) or "").removeprefix(entry.question).strip()
+    return f"{entry.question}\n\n{about}\n\n{writes}"
+
+
+def assignments(texts: Sequence[str], known: Mapping[str, type]) -> dict[str, dict[str, Any]]:
+    """``NAME.option=value`` texts as name -> field -> value.
+
+    Raises:
+        ConfigError: another shape, an unknown name or option, a value that cannot be read.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        name, dot, said = target.strip().partition(".")
+        if not (equals and dot):
+            raise ConfigError(
+                "--set cannot be read", got=repr(text), remedy="--set NAME.option=value"
+            )
+        require_choice("the diagnostic that --set names", name, known)
+        kinds, key = kinds_of(known[name]), said.replace("-", "_")
+        require_choice(f"an option of {name}", key, kinds)
+        try:
+            found.setdefault(name, {})[key] = kinds[key].read(value.strip())
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--set cannot be read: {error}", got=repr(text)) from None
+    return found

@@ -1,0 +1,94 @@
+"""The work of ``alphatoken fisher``: fit the Fisher of the reference model and save it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from alphatoken import fit_fisher
+from alphatoken.cli.fisher import FisherOptions
+from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
+from alphatoken.data import (
+    EncodeOptions,
+    Row,
+    collate,
+    encode_prompt,
+    encode_rows,
+    leak_keys,
+)
+from alphatoken.errors import DataError
+from alphatoken.model.layer_choice import read_layers
+
+__all__ = ["run"]
+
+
+def run(options: FisherOptions) -> None:
+    """Fit on the prompts of ``data`` and write ``output_file``, whole or not at all.
+
+    The file's metadata holds digests of the rows, by which ``alphatoken score`` keeps them out
+    of the training rows.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    layers = read_layers(options.layers, "--layers")
+    tokenizer = read_tokenizer(options)
+    prompt_only = options.labels == "sequence"  # the model writes the responses
+    rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
+    random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
+    model = read_model(options)
+    given = _sequences if options.labels == "token" else _prompts
+    prompts, used = given(rows, tokenizer, encoding(options, model))
+    fisher = fit_fisher(
+        model,
+        prompts,
+        samples=options.samples,
+        layers=layers,
+        structure=options.structure,
+        labels=options.labels,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        checkpoint=options.checkpoint,
+        progress=not options.quiet,
+    )
+    left_out, used = len(rows) - len(used), used[: options.samples]
+    keys = sorted({key for row in used for key in leak_keys(row)})
+    fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys}, exact_names=True)
+    fisher.save(options.output_file)
+    if left_out:
+        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
+    print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.output_file}")
+
+
+Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> tuple[Prompts, list[Row]]:
+    """Prompts that leave room for at least one new token."""
+    prompts, used = [], []
+    for row in rows:
+        ids = encode_prompt(row, tokenizer, how)
+        if how.max_length is None or len(ids) < how.max_length:
+            prompts.append(torch.tensor(ids))
+            used.append(row)
+    if not used:
+        raise DataError(
+            "no prompt leaves room for a response",
+            got=f"{len(rows)} prompts, limit {how.max_length} tokens",
+            remedy="give shorter prompts",
+        )
+    return prompts, used
+
+
+def _sequences(
+    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions
+) -> tuple[Prompts, list[Row]]:
+    """Whole sequences whose response positions get resampled labels."""
+    examples, _ = encode_rows(rows, tokenizer, how)
+    return collate(examples), [example.row for example in examples]

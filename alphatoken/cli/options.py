@@ -1,0 +1,264 @@
+"""Options of a command as a dataclass: one field is one flag, with its type, default and help.
+
+A field's type says how its value is written: a number or a text; ``tuple[...]``: several with
+commas between them; ``list[...]``: several words; ``Literal[...]``: one of these; ``... | None``:
+"none" too; ``bool``: a flag without a value, which ``--no_NAME`` takes back where it is the
+default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and what
+:func:`option` lists. The bases of a dataclass are the groups of its help, in their order. Nothing
+here imports torch or transformers: ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Literal, NoReturn, TypeVar
+
+from alphatoken.errors import ConfigError
+
+__all__ = [
+    "CommandParser",
+    "Kind",
+    "add_option",
+    "add_options",
+    "default_of",
+    "kinds_of",
+    "option",
+    "present_names",
+    "read_options",
+    "shown",
+]
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+T = TypeVar("T")
+
+
+def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
+    """A field of a dataclass of options; without default it must be given.
+
+    Args:
+        default: of the field.
+        help: what the option does; its default is added.
+        **more: ``metavar`` that stands for a value in the help (the last word of the name, if left
+            out); ``least`` number; ``append``, where the flag
+            may be repeated; ``either``, a name that options share of which one at most may be
+            given, and with ``required`` in the first of them one must be.
+    """
+    metadata = {"help": help, **more}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of an option, and how its values are written.
+
+    Attributes:
+        base: int, float, str or bool.
+        several: a tuple of them, with commas between them.
+        optional: or None, written "none".
+        listed: a list of them, one word each.
+        choices: which alone are allowed; empty for all.
+    """
+
+    base: type
+    several: bool = False
+    optional: bool = False
+    listed: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        """Of a type.
+
+        Raises:
+            TypeError: of a type whose values have no text. A programmer's mistake.
+        """
+        origin, inside = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (typing.Union, types.UnionType) and inside[1:] == (types.NoneType,):
+            return replace(cls.of(inside[0]), optional=True)
+        if origin is tuple and inside[1:] == (...,):
+            return replace(cls.of(inside[0]), several=True)
+        if origin is list:
+            return replace(cls.of(inside[0]), listed=True)
+        if origin is Literal:
+            return cls(type(inside[0]), choices=inside)
+        if hint not in _WORDS:
+            raise TypeError(f"an option of type {hint!r} has no text")
+        return cls(hint)
+
+    def read(self, text: str, least: int | None = None) -> Any:
+        """The value that ``text`` writes; of a list, one of its words.
+
+        >>> Kind.of(tuple[float, ...]).read("0.1,1e-3")
+        (0.1, 0.001)
+
+        Raises:
+            argparse.ArgumentTypeError: it writes none of this kind, or less than ``least``.
+        """
+        if text.lower() == "none" and (self.optional or self.several) and not self.listed:
+            return None if self.optional else ()
+        parts = [text]
+        if self.several:
+            parts = [part.strip() for part in text.split(",") if text]
+        one: Callable[[str], Any] = _BOOLEANS.__getitem__ if self.base is bool else self.base
+        try:
+            values = tuple(one(part) for part in parts)
+        except (ValueError, KeyError):
+            several = "; several with commas between them" if self.several else ""
+            words = _WORDS[self.base] + several + (", or none" if self.optional else "")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
+        if least is not None and any(value < least for value in values):
+            raise argparse.ArgumentTypeError(f"must be at least {least}: {text}")
+        return values if self.several else values[0]
+
+
+def kinds_of(options: type) -> dict[str, Kind]:
+    """The kind of each field, by name; see :meth:`Kind.of` for what is refused."""
+    hints = typing.get_type_hints(options)
+    return {one.name: Kind.of(hints[one.name]) for one in fields(options)}
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The default of a field; ``MISSING`` where it must be given."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def shown(value: Any) -> str:
+    """A value as it would be written.
+
+    >>> shown((0.1, 1.0)), shown(None)
+    ('0.1,1.0', 'none')
+    """
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+# --- argparse -------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A description, which says the usage too, then the options; an error is one line."""
+
+    def __init__(self, command: str, **more: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog=f"alphatoken {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing dozens of options."""
+        raise ConfigError(message, remedy=f"{self.prog} --help")
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Give a parser the fields of a dataclass, those of each of its bases as a group.
+
+    The first line of a base's docstring is the title of its group.
+    """
+    kinds = kinds_of(options)
+    for base in options.__mro__[:-1]:
+        own = [one for one in fields(options) if one.name in vars(base).get("__annotations__", {})]
+        if not own:
+            continue
+        title = inspect.cleandoc(base.__doc__ or "").partition("\n")[0].rstrip(".")
+        group = parser.add_argument_group(title[:1].lower() + title[1:])
+        pairs: dict[str, Any] = {}
+        for one in own:
+            shared = one.metadata.get("either", "")
+            if shared and shared not in pairs:
+                required = one.metadata.get("required", False)
+                pairs[shared] = group.add_mutually_exclusive_group(required=required)
+            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{one.name}")
+
+
+def add_option(
+    group: Any, one: Field[Any], kind: Kind, flag: str, dest: str = "", **more: Any
+) -> None:
+    """Give a group the flag of one field.
+
+    Args:
+        group: of a parser.
+        one: the field.
+        kind: its type.
+        flag: by which it is given.
+        dest: name of the value, where it is not the field's.
+        **more: of ``add_argument``, before what the field says.
+    """
+    default, text = default_of(one), str(one.metadata.get("help", "")).replace("%", "%%")
+    more = {"dest": dest or one.name, "default": default, "help": text} | more
+    if kind.base is bool:
+        said = f"{text} (default)" if default else text
+        group.add_argument(flag, action="store_true", **(more | {"help": said}))
+        if more["default"] is not False:
+            more["help"] = f"not {flag}"
+            group.add_argument(f"--no_{flag[2:]}", action="store_false", **more)
+        return
+    if more["default"] is MISSING:
+        more |= {"default": None, "required": True}
+    elif default not in (None, "", []) and "default" not in text:
+        more["help"] = f"{text} (default {shown(default)})"
+    least = one.metadata.get("least")
+    more["type"] = lambda word: kind.read(word, least)
+    if kind.choices:
+        more["choices"] = kind.choices
+    else:
+        more["metavar"] = one.metadata.get("metavar", one.name.rpartition("_")[2].upper())
+    if one.metadata.get("append"):
+        more["action"] = "append"
+    elif kind.listed:
+        more["nargs"] = "+"
+    group.add_argument(flag, **more)
+
+
+def read_options(command: str, options: type[T], words: Sequence[str], **more: Any) -> T:
+    """The options of a command, read from its words.
+
+    Args:
+        command: its name.
+        options: the dataclass.
+        words: what follows the name.
+        **more: of the parser: ``description``, ``epilog`` and others.
+
+    Raises:
+        ConfigError: words that cannot be read.
+    """
+    parser = CommandParser(command, **more)
+    add_options(parser, options)
+    return options(**vars(parser.parse_args(list(words))))
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+
+def present_names(words: Sequence[str], former: Mapping[str, str]) -> list[str]:
+    """Words with flags in their present spelling: underscores, and no former name.
+
+    Former names are said on stderr, once each, unless ``--quiet`` is among the words.
+
+    >>> present_names(["--batch-size", "8", "--set", "a.b-c=1"], {})
+    ['--batch_size', '8', '--set', 'a.b-c=1']
+    """
+    found, renamed = [], {}
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            name = flag[2:].replace("-", "_")
+            now = former.get(name, name)
+            if now != name:
+                renamed[name] = now
+            word = f"--{now}{equals}{value}"
+        found.append(word)
+    if renamed and "--quiet" not in found:
+        said = ", ".join(f"--{name} is --{now}" for name, now in renamed.items())
+        print(f"note: options that have another name now: {said}", file=sys.stderr)
+    return found

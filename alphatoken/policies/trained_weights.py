@@ -1,0 +1,97 @@
+"""Weights of models that a policy trains on the way, in folders named by all they depend on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import DataError
+from alphatoken.support.storage import read_tensors, write_tensors
+from alphatoken.train.policy import PolicyStage
+from alphatoken.train.policy_stage import copied
+
+__all__ = [
+    "copy_weights",
+    "has_weights",
+    "load_copy",
+    "load_weights",
+    "save_weights",
+    "trainable",
+    "weights_folder",
+]
+
+_FILE = "trained.safetensors"
+
+
+def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settings: Any) -> Path:
+    """Where the weights of a training are kept: the name holds a digest of all it depends on.
+
+    Args:
+        stage: its folder, and the trainer's options.
+        kind: of training, the readable part of the name.
+        model: digest of the weights that it starts from.
+        data: digest of its rows.
+        *settings: what else it depends on, as JSON values.
+    """
+    made_of = [model, data, settings, dict(stage.run)]
+    digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return Path(stage.folder) / f"token-cleaning-{kind}-{digest}"
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters by name, sorted: one order for gradients, moments and files."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(sorted(found.items()))
+
+
+@torch.no_grad()
+def copy_weights(
+    weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor], remedy: str = ""
+) -> None:
+    """Set each parameter to the weight of its name.
+
+    Raises:
+        DataError: other names: weights would go to the wrong parameter.
+    """
+    if weights.keys() != parameters.keys():
+        raise DataError(
+            "the weights that were kept have other parameters than the model",
+            got=", ".join(sorted(weights.keys() ^ parameters.keys())[:3]),
+            remedy=remedy,
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Write the trainable parameters, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / _FILE, {n: p.detach() for n, p in trainable(model).items()}, {})
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a training that leaves its weights here was finished."""
+    return (folder / _FILE).exists()
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Set the trainable parameters to those of a folder.
+
+    Raises:
+        DataError: a file that cannot be read, or is of another model.
+    """
+    weights, _ = read_tensors(folder / _FILE)
+    copy_weights(weights, trainable(model), f"remove the folder '{folder.parent}'")
+
+
+def load_copy(stage: PolicyStage, folder: Path) -> nn.Module:
+    """A copy of the stage's model with the weights of a folder."""
+    model = copied(stage.model)
+    load_weights(model, folder)
+    return model

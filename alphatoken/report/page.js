@@ -1,0 +1,216 @@
+"use strict";
+(function () {
+  const source = document.getElementById("data").textContent;
+  const data = JSON.parse(source);
+
+  function element(tag, attributes, text) {
+    const node = document.createElement(tag);
+    for (const name in attributes || {}) node.setAttribute(name, attributes[name]);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  }
+
+  // As numbers.py writes them.
+  function number(value, digits) {
+    if (value === null) return "\u2013";
+    const size = Math.abs(value), whole = Number.isInteger(size) && size < 1e15;
+    const text = whole || size >= 10 ** digits && size < 1e6
+      ? size.toLocaleString("en", { maximumFractionDigits: 0 })
+      : size >= 1e-3 && size < 1e6
+        ? String(+size.toPrecision(digits))
+        : size.toExponential(digits - 1).replace(/e([+-])(\d)$/, "e$10$2");
+    return (value < 0 ? "\u2212" : "") + text;
+  }
+
+  function signed(value) {
+    return (value > 0 ? "+" : "") + number(value, 3);
+  }
+
+  // Where an arrow key leads from a place in a row of so many; null for another key.
+  function moved(event, place, count) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -count, End: count };
+    if (!(event.key in steps)) return null;
+    event.preventDefault();
+    return Math.max(0, Math.min(count - 1, place + steps[event.key]));
+  }
+
+  // --- values over the text ------------------------------------------------------------------
+
+  function heatmaps(list) {
+    const tip = document.getElementById("tip");
+    const theme = getComputedStyle(document.documentElement);
+    const [PLUS, MINUS] = ["--plus", "--minus"].map(
+      (name) => theme.getPropertyValue(name).split(",").map(Number));
+    const state = { component: data.components.length ? data.components[0].key : "", scale: "row" };
+    const views = [];
+
+    // The absolute value below which so large a share of the values lies.
+    function quantile(values, share) {
+      const sizes = values.map(Math.abs).sort((a, b) => a - b);
+      return sizes.length ? sizes[Math.floor(share * (sizes.length - 1))] : 0;
+    }
+
+    function colour(value, scale) {
+      if (!scale || !value) return "";
+      const strength = Math.min(1, Math.abs(value) / scale);
+      const end = value > 0 ? PLUS : MINUS;
+      const mix = end.map((channel) => Math.round(255 + (channel - 255) * strength));
+      return "rgb(" + mix.join(", ") + ")";
+    }
+
+    function build(example) {
+      const card = element("section", { class: "example paper", "aria-label": example.place });
+      const title = element("h3", {}, example.place);
+      const of = example.tokens.length < example.length
+        ? "tokens " + example.start + " to " + (example.start + example.tokens.length - 1) + " of " + example.length
+        : example.length + " tokens";
+      title.append(element("span", {}, of));
+      const text = element("div", { class: "text", dir: "auto" });
+      const spans = [];
+      let prompt = "";
+      example.tokens.forEach(function (token, index) {
+        if (example.response[index] !== "1") { prompt += token; return; }
+        if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
+        const kept = example.kept[index] === "1";
+        const span = element("span", {
+          class: kept ? "tok kept" : "tok", role: "button", tabindex: spans.length ? "-1" : "0",
+          "data-place": example.start + index,
+        }, token);
+        span.view = views.length;
+        span.order = spans.length;
+        spans.push(span);
+        text.append(span);
+      });
+      if (prompt) text.append(element("span", { class: "prompt" }, prompt));
+      card.append(title, text);
+      list.append(card);
+      views.push({ example, spans });
+    }
+
+    function paint() {
+      const key = state.component;
+      const page = state.scale === "page"
+        ? quantile(data.examples.flatMap((example) => example.values[key] || []), 0.99) : 0;
+      for (const view of views) {
+        const values = view.example.values[key] || [];
+        const scale = page || quantile(values, 1);
+        view.spans.forEach(function (span, index) {
+          span.style.backgroundColor = colour(values[index], scale);
+          span.setAttribute("aria-label", span.textContent + ": " + signed(values[index] || 0)
+            + (span.classList.contains("kept") ? ", kept" : ", dropped"));
+        });
+      }
+      const component = data.components.find((one) => one.key === key);
+      document.getElementById("meaning").textContent = component ? component.name + ": " + component.meaning + "." : "";
+      document.getElementById("ramp-low").textContent = page ? signed(-page) : "lower";
+      document.getElementById("ramp-high").textContent = page ? signed(page) : "higher";
+    }
+
+    function showTip(span) {
+      const view = views[span.view];
+      const name = span.textContent.trim();
+      const title = "\u201c" + (name.length > 60 ? name.slice(0, 60) + "\u2026" : name) + "\u201d";
+      tip.replaceChildren(element("b", { dir: "auto" }, title),
+        document.createTextNode(" token " + span.dataset.place + ", "
+          + (span.classList.contains("kept") ? "kept" : "dropped")));
+      const table = element("table");
+      for (const component of data.components) {
+        const row = element("tr", component.key === state.component ? { class: "now" } : {});
+        row.append(element("td", {}, component.name),
+          element("td", {}, signed(view.example.values[component.key][span.order])));
+        table.append(row);
+      }
+      tip.append(table);
+      tip.hidden = false;
+      const box = span.getClientRects()[0] || span.getBoundingClientRect();
+      const high = tip.offsetHeight, wide = tip.offsetWidth;
+      const top = box.bottom + 8 + high < window.innerHeight ? box.bottom + 8 : box.top - high - 8;
+      tip.style.top = Math.max(4, top) + "px";
+      tip.style.left = Math.max(4, Math.min(box.left, window.innerWidth - wide - 12)) + "px";
+    }
+
+    function move(span, event) {
+      const spans = views[span.view].spans;
+      if (event.key === "Escape") { tip.hidden = true; return; }
+      const place = moved(event, span.order, spans.length);
+      if (place === null) return;
+      span.tabIndex = -1;
+      spans[place].tabIndex = 0;
+      spans[place].focus();
+    }
+
+    const token = (event) => event.target.closest ? event.target.closest(".tok") : null;
+    list.addEventListener("mouseover", (event) => token(event) ? showTip(token(event)) : (tip.hidden = true));
+    list.addEventListener("mouseleave", () => { tip.hidden = true; });
+    list.addEventListener("focusin", (event) => token(event) && showTip(token(event)));
+    list.addEventListener("focusout", () => { tip.hidden = true; });
+    list.addEventListener("click", (event) => token(event) && showTip(token(event)));
+    list.addEventListener("keydown", (event) => token(event) && move(token(event), event));
+    document.addEventListener("change", function (event) {
+      if (event.target.name === "component") state.component = event.target.value;
+      if (event.target.name === "scale") state.scale = event.target.value;
+      if (event.target.id === "kept") list.classList.toggle("hide-kept", !event.target.checked);
+      else paint();
+    });
+    data.examples.forEach(build);
+    paint();
+  }
+
+  // --- curves: the numbers of one step ---------------------------------------------------------
+
+  function readable(figure) {
+    const drawing = figure.querySelector(".drawing"), out = figure.querySelector(".reading");
+    const frame = figure.querySelector(".picture"), cursor = element("div", { class: "cursor" });
+    const keys = figure.dataset.keys.split("|"), names = figure.dataset.names.split("|");
+    const [first, last] = figure.dataset.steps.split(" ").map(Number);
+    const [left, right, top, bottom] = figure.dataset.box.split(" ").map(Number);
+    const entries = data.history.filter((entry) => keys.some((key) => key in entry));
+    cursor.style.top = 100 * top + "%";
+    cursor.style.height = 100 * (bottom - top) + "%";
+    let at = entries.length - 1;
+
+    function show(index) {
+      at = index;
+      const entry = entries[at];
+      const share = (entry.step - first) / (last - first);
+      cursor.style.left = 100 * (left + share * (right - left)) + "%";
+      drawing.append(cursor);
+      out.textContent = "step " + entry.step + ": " + keys
+        .map((key, i) => key in entry ? names[i] + " " + number(entry[key], 4) : "")
+        .filter(Boolean).join(", ");
+    }
+
+    function hide() {
+      cursor.remove();
+      out.textContent = "";
+    }
+
+    drawing.addEventListener("pointermove", function (event) {
+      const box = drawing.getBoundingClientRect();
+      const share = ((event.clientX - box.left) / box.width - left) / (right - left);
+      const step = first + share * (last - first);
+      let best = 0;
+      entries.forEach(function (entry, index) {
+        if (Math.abs(entry.step - step) < Math.abs(entries[best].step - step)) best = index;
+      });
+      show(best);
+    });
+    drawing.addEventListener("pointerleave", hide);
+    frame.addEventListener("focus", () => show(at));
+    frame.addEventListener("blur", hide);
+    frame.addEventListener("keydown", function (event) {
+      const place = moved(event, at, entries.length);
+      if (place !== null) show(place);
+    });
+  }
+
+  document.getElementById("download").addEventListener("click", function () {
+    const link = element("a", { download: "alphatoken-report-data.json",
+      href: URL.createObjectURL(new Blob([source], { type: "application/json" })) });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+  const list = document.getElementById("examples");
+  if (list) heatmaps(list);
+  document.querySelectorAll("figure[data-keys]").forEach(readable);
+})();

@@ -1,0 +1,261 @@
+"""Self-contained HTML pages: one template and one style for all of them.
+
+A page has a title, a sentence or two, and sections; a section has sentences, pictures, tables and
+notes. Style, drawings and data are inside the page. A content security policy keeps out everything
+else: the network, and every script but the one that comes with this package.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.report.drawing import MINUS, PLUS
+from alphatoken.report.examples import visible
+from alphatoken.report.numbers import number
+from alphatoken.support.storage import replacing
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = [
+    "Column",
+    "Picture",
+    "Section",
+    "ShownTable",
+    "anchor_of",
+    "environment",
+    "missing_libraries",
+    "render_page",
+    "script_safe",
+    "write_page",
+]
+
+_SIZE = re.compile(r'<svg\b[^>]*?\swidth="([0-9.]+)(pt)?"')
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG document, with its heading, what to look for, and what it shows in words.
+
+    The page shows it as an image: nothing in it runs, or refers to a place outside itself.
+    ``csv`` holds what was drawn, to be downloaded; ``data`` is what the page's script reads of it.
+    """
+
+    anchor: str
+    title: str
+    caption: str
+    svg: str
+    alt: str
+    csv: str = ""
+    data: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Its natural width in CSS pixels.
+
+        Raises:
+            DataError: it is no SVG.
+        """
+        found = _SIZE.search(self.svg)
+        if found is None:
+            raise DataError("a figure is no SVG with a width", got=self.anchor)
+        return round(float(found[1]) * (4 / 3 if found[2] else 1))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: heading, cells as shown, and what they are.
+
+    Cells of kind "html" must be safe as they are; all others are escaped.
+    """
+
+    name: str
+    cells: Sequence[str]
+    kind: Literal["number", "words", "html"] = "number"
+
+
+@dataclass(frozen=True)
+class ShownTable:
+    """Equally long columns under a heading, or under the section's where ``title`` is "".
+
+    ``csv`` holds the whole table, to be downloaded, with the rows that are ``left_out`` here.
+    A ``folded`` table is hidden until asked for.
+    """
+
+    anchor: str
+    title: str
+    columns: Sequence[Column]
+    note: str = ""
+    csv: str = ""
+    left_out: int = 0
+    folded: bool = False
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """Its cells, row by row."""
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page; what is empty is not shown.
+
+    Attributes:
+        anchor: its name on the page.
+        title: heading.
+        name: short name over the heading.
+        failure: why there is nothing in it.
+        answers: findings, the first one the main one.
+        remarks: how to read what follows.
+        pictures: side by side where they fit.
+        html: anything else, safe as it is.
+        tables: below each other.
+        notes: warnings.
+        settings: what this section depends on and others do not.
+    """
+
+    anchor: str
+    title: str
+    name: str = ""
+    failure: str = ""
+    answers: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    html: str = ""
+    tables: Sequence[ShownTable] = ()
+    notes: Sequence[str] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def render_page(
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    *,
+    contents: bool = False,
+    tiles: Sequence[tuple[str, str]] = (),
+    notes: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+    command: str = "",
+    data: object = None,
+) -> str:
+    """The page as text.
+
+    Args:
+        title: heading.
+        lead: what the page is about.
+        sections: in order.
+        contents: whether the page begins with a list of its sections.
+        tiles: the few numbers at the top: (number, what it is).
+        notes: sentences a reader must know before trusting the numbers.
+        rows: sentences about the rows used, at the end.
+        settings: what was run, at the end.
+        command: what made the page, to be run again.
+        data: what the page's script reads, and a reader may download; None for no script.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+        DataError: a picture is no SVG.
+    """
+    script = "" if data is None else _script()
+    return (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            lead=lead,
+            sections=sections,
+            contents=contents,
+            tiles=tiles,
+            notes=notes,
+            rows=rows,
+            settings=dict(settings or {}),
+            command=command,
+            data="" if data is None else script_safe(data),
+            script=script,
+            digest=_base64(hashlib.sha256(script.encode()).digest()) if script else "",
+            plus=", ".join(map(str, PLUS)),
+            minus=", ".join(map(str, MINUS)),
+        )
+    )
+
+
+def write_page(path: str | Path, html: str) -> Path:
+    """Write a rendered page, whole or not at all, and return its path.
+
+    Raises:
+        DataError: the file could not be written; an old one is intact.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    return Path(path)
+
+
+def missing_libraries() -> list[str]:
+    """What a page needs and is not installed: ask before long work, not after it."""
+    return [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+
+
+def environment() -> jinja2.Environment:
+    """Where pages and their parts are rendered.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise ConfigError(
+            "HTML pages need jinja2", remedy="pip install 'alphatoken[report]'"
+        ) from None
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("alphatoken.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"visible": visible, "number": number, "address": _address}
+    return made
+
+
+def anchor_of(text: str) -> str:
+    """A name for the address line: letters, digits, hyphens.
+
+    >>> anchor_of("adaptation_causal, share")
+    'adaptation-causal-share'
+    """
+    return re.sub(r"[^0-9A-Za-z]+", "-", text).strip("-")
+
+
+def script_safe(data: Any) -> str:
+    """JSON that can stand inside a script element: no ``<``, ``>``, ``&`` or line separators."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _script() -> str:
+    """The one script; its digest in the page's policy lets no other run."""
+    return files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
+
+
+def _address(text: str, kind: str) -> str:
+    """A file of that kind as its own address: an image, or a download without any script."""
+    return f"data:{kind};base64,{_base64(text.encode())}"
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

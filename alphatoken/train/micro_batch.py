@@ -1,0 +1,114 @@
+"""One micro-batch of a training step: read once, and handed from part to part.
+
+The trainer's hooks cannot hand anything to each other but the batch itself. So what is read or
+decided where the batches of a step are gathered (``get_batch_samples``) travels inside the batch,
+under the key ``CARRIED``, to where it is trained on (``compute_loss``), which takes it out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from alphatoken.values import TokenValues
+
+if TYPE_CHECKING:
+    from alphatoken.train.host import TokenTrainer
+
+__all__ = ["CARRIED", "MicroBatch", "Scored", "draw_seed", "normalised", "undivided"]
+
+CARRIED = "alphatoken_micro_batch"
+"""Key of a batch under which its ``MicroBatch`` travels from one hook to the next."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the parts of a run know of one micro-batch. It never changes; ``replace`` makes another.
+
+    Attributes:
+        inputs: the trainer's batch.
+        labels: (b, t) unshifted labels, -100 off the response.
+        mask: (b, t) response tokens.
+        pools: rows that are ranked together; chosen, then rejected, in a preference trainer.
+        index: number of this micro-batch within its optimizer step.
+        num_items: transformers' count of the step's response tokens, or None.
+        unit_of: (mask, num_items) -> ``unit``; asked only where it is needed, because its answer
+            waits for the device.
+        plan: what a weigher decided ahead, for the whole step; it alone reads it.
+    """
+
+    inputs: Mapping[str, Any] = field(repr=False)
+    labels: Tensor
+    mask: Tensor
+    pools: Sequence[slice]
+    unit_of: Callable[[Tensor, Any], float] = field(repr=False)
+    index: int = 0
+    num_items: Any = None
+    plan: Any = None
+
+    @property
+    def unit(self) -> float:
+        """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
+        return self.unit_of(self.mask, self.num_items)
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> MicroBatch:
+        """The same micro-batch, its labels and mask where these inputs are."""
+        device = inputs["input_ids"].device
+        return replace(
+            self, inputs=inputs, labels=self.labels.to(device), mask=self.mask.to(device)
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Values of one micro-batch: totals to rank by, and what the records need.
+
+    Attributes:
+        totals: (b, t) value of each response token.
+        values: as the scorer gave them; None where values of an earlier visit are reused.
+        gram: inner products of the token gradients, where the policy asks for them.
+        seconds: spent on scoring, the shared forward not included.
+    """
+
+    totals: Tensor
+    values: TokenValues | None = None
+    gram: Tensor | None = None
+    seconds: float = 0.0
+
+
+def undivided(batch: MicroBatch, kind: str) -> float:
+    """What takes the trainer's divisor out of the loss, where nothing is to divide it."""
+    return 1.0 / batch.unit if kind == "sum" else 1.0
+
+
+def normalised(
+    weights: Tensor, batch: MicroBatch, kind: str, kept_share: float | None = None
+) -> Tensor:
+    """Weights under one normalisation of the loss.
+
+    Args:
+        weights: (b, t) of the tokens.
+        batch: whose they are.
+        kind: "response" (the trainer's own divisor), "kept" (the kept tokens) or "sum" (none).
+        kept_share: kept tokens over response tokens of the whole step; None takes the
+            micro-batch's own.
+    """
+    if kind != "kept":
+        return weights * undivided(batch, kind)
+    if kept_share is not None:
+        return weights * (1 / kept_share)
+    return weights * (batch.mask.sum() / weights.sum().clamp(min=1e-12))
+
+
+def draw_seed(trainer: TokenTrainer, batch: MicroBatch) -> int:
+    """A seed that is a function of (run seed, step, micro-batch, rank)."""
+    parts = (
+        trainer.args.value_seed,
+        trainer.state.global_step,
+        batch.index,
+        trainer.accelerator.process_index,
+    )
+    return hash(parts) & (2**63 - 1)

@@ -1,0 +1,311 @@
+"""Weights of tokens by a ``TokenPolicy``: the part of the trainers that carries one out.
+
+One micro-batch, on the training forward::
+
+    columns        what the static pass left of each response token
+    reference      token log-probabilities of the reference model, without gradients
+    base loss      the trainer's own forward, through the gate
+    weights        of the policy, from all of that
+    coefficients   of the trainer's loss times the weights; or of the policy's own loss of the pairs
+    surrogate      the loss in value, the weighted update in gradient
+
+Nothing is scored, so no layout needs a second forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.support.storage import write_json
+from alphatoken.train.distributed import Ranks
+from alphatoken.train.gate import TokenGate, by_token, gated_loss, require_finite
+from alphatoken.train.host import TokenTrainer
+from alphatoken.train.micro_batch import MicroBatch, draw_seed, normalised
+from alphatoken.train.policy import PolicyBatch, TokenPolicy
+from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
+from alphatoken.train.records import RunRecords
+
+if TYPE_CHECKING:
+    from alphatoken.train.token_table import TokenTable
+
+__all__ = ["PolicyWeigher", "policy_digest"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known of one micro-batch before its training forward.
+
+    Attributes:
+        kept: kept tokens of the whole step, where they divide the loss and can be counted.
+        columns: of the static pass, where they were looked up to count.
+    """
+
+    kept: Tensor | None = None
+    columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
+
+
+class PolicyWeigher:
+    """Static pass, weights and loss of a policy.
+
+    Args:
+        trainer: whose run it is; rows that the policy does not choose are taken out of it.
+        records: where each micro-batch is written down.
+        policy: that is carried out.
+        validation: validation data set as it was handed over, or None.
+        reference: second model that was handed over, or None.
+
+    Raises:
+        ConfigError: something that the policy needs is missing; a streamed data set.
+        InputError: an empty selection.
+    """
+
+    def __init__(
+        self,
+        trainer: TokenTrainer,
+        records: RunRecords,
+        policy: TokenPolicy,
+        validation: Any,
+        reference: nn.Module | None,
+    ) -> None:
+        self._trainer, self._records, self.policy = trainer, records, policy
+        self._columns: TokenTable | None = None
+        trainer.check_policy(policy)
+        self._prepare(validation, reference)
+        self._write()
+
+    # --- before training --------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """``policy.json`` in ``output_dir``: what runs under which name, and what it found."""
+        args, policy = self._trainer.args, self.policy
+        if not args.should_save:
+            return
+        folder = Path(str(args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "policy": policy.variant,
+            "settings": asdict(policy.settings),
+            "summary": dict(policy.summary),
+        }
+        write_json(folder / "policy.json", record)
+
+    def _prepare(self, validation: Any, reference: Any) -> None:
+        """Let the policy choose rows and run its static pass, where it has them."""
+        policy, kind = self.policy, type(self.policy)
+        chooses = kind.choose_rows is not TokenPolicy.choose_rows
+        passes = kind.prepare is not TokenPolicy.prepare
+        if not chooses and not passes:
+            if policy.needs.columns:
+                raise ConfigError(
+                    f"policy '{policy.name}' asks for columns and has no prepare() to make them",
+                    got=", ".join(policy.needs.columns),
+                )
+            return
+        with kept_random_state():
+            stage = make_stage(self._trainer, policy, validation, reference)
+            if chooses:
+                rows = policy.choose_rows(stage)
+                rows = Ranks(self._trainer.accelerator).broadcast_object(rows)
+                if rows is not None:
+                    self._keep_rows(rows)
+                    stage = make_stage(self._trainer, policy, validation, stage.reference_model)
+            self._columns = policy.prepare(stage)
+        missing = set(policy.needs.columns) - set(self._columns.columns if self._columns else ())
+        if missing:
+            raise ConfigError(
+                f"prepare() of policy '{policy.name}' left columns out",
+                got=", ".join(sorted(missing)),
+            )
+
+    def _keep_rows(self, rows: Sequence[int]) -> None:
+        trainer, name = self._trainer, self.policy.name
+        if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
+            raise ConfigError(
+                "samples cannot be chosen from packed rows",
+                got=f"policy '{name}', packing=True",
+                why="a packed row holds several samples",
+                remedy="packing=False",
+            )
+        trainer.train_dataset = select_rows(trainer.train_dataset, rows, name)
+
+    # --- one optimizer step -----------------------------------------------------------------------
+
+    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+        """Kept tokens of the whole step, where they are known before the forward.
+
+        Counted as the trainer counts ``num_items``: over the micro-batches, and over the processes
+        under ``average_tokens_across_devices``.
+        """
+        trainer, nothing = self._trainer, [_Plan()] * len(batches)
+        if self._divisor != "kept" or not batches or batches[0].num_items is None:
+            return nothing
+        seen = [self._seen(batch) for batch in batches]
+        counts = [self.policy.kept_tokens(batch) for batch in seen]
+        known = [count.double() for count in counts if count is not None]
+        # One batch that cannot be counted leaves the step uncounted, on every process.
+        ranks = Ranks(trainer.accelerator)
+        if ranks.any(len(known) < len(counts)):
+            return [_Plan(None, batch.columns) for batch in seen]
+        kept = torch.stack([count.cpu() for count in known]).sum().to(trainer.args.device)
+        if trainer.args.average_tokens_across_devices and ranks.world > 1:
+            kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
+        return [_Plan(kept, batch.columns) for batch in seen]
+
+    def _seen(self, batch: MicroBatch, **more: Any) -> PolicyBatch:
+        """The micro-batch as the policy sees it; without a forward its log-probabilities are 0."""
+        plan = _plan_of(batch)
+        columns = self._looked_up(batch) if plan.columns is None else plan.columns
+        more.setdefault("log_probs", torch.zeros(batch.mask.shape, device=batch.mask.device))
+        return PolicyBatch(
+            inputs=batch.inputs,
+            labels=batch.labels,
+            mask=batch.mask,
+            pools=batch.pools,
+            columns={name: column.to(batch.mask.device) for name, column in columns.items()},
+            step=self._trainer.state.global_step,
+            **more,
+        )
+
+    def _looked_up(self, batch: MicroBatch) -> Mapping[str, Tensor]:
+        if self._columns is None or not self.policy.needs.columns:
+            return {}
+        return self._columns.columns_of(batch.inputs, batch.mask, self.policy.needs.columns)
+
+    @property
+    def _divisor(self) -> str:
+        """What the update is divided by: as published, or as the options say at a budget."""
+        if self.policy.settings.mode == "native":
+            return self.policy.denominator
+        return str(self._trainer.args.kept_normalization)
+
+    # --- one micro-batch --------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: MicroBatch) -> Tensor:
+        """Loss of one micro-batch whose gradient is the policy's.
+
+        Raises:
+            NumericalError: a loss or a weight that is not finite.
+        """
+        policy = self.policy
+        inputs, reference = self._trainer.reference_log_probs(batch.inputs)
+        gate = TokenGate(model)
+        with self._last_attention() as attention:
+            loss = gated_loss(self._trainer, gate, batch.with_inputs(inputs))
+        seen = self._seen_after(batch, gate, reference, attention)
+        started = time.perf_counter()
+        weights = policy.weights(seen)
+        self._records.micro_batch(batch, None, weights, time.perf_counter() - started)
+        log_probs = seen.log_probs.clone().requires_grad_()
+        own = policy.loss(seen, log_probs, weights)
+        if own is not None:
+            return self._own_loss(gate, own, log_probs)
+        if type(policy).loss is not TokenPolicy.loss and not policy.needs.reference:
+            raise ConfigError(
+                f"policy '{policy.name}' gave no loss for a batch",
+                why="it asks for no reference model, so the trainer's own loss was not computed",
+                remedy="needs = Needs(reference=True), or no loss() of its own",
+            )
+        return gate.surrogate(loss, gate.coefficients(loss), self._divided(weights, batch))
+
+    def _own_loss(self, gate: TokenGate, own: Tensor, log_probs: Tensor) -> Tensor:
+        """A loss of the policy's, as a surrogate on the model's graph.
+
+        Its own graph stays: a term that reaches the model through another forward has its gradient
+        there. What it adds to the leaf is read by nobody.
+        """
+        if gate.auxiliary:
+            raise UnsupportedError(
+                "a policy with its own loss does not add the router loss of mixtures of experts",
+                remedy="router_aux_loss_coef=0",
+            )
+        require_finite(own, self._trainer.state.global_step)
+        coefficients = torch.zeros_like(log_probs)
+        if own.requires_grad:
+            grad = torch.autograd.grad(own, log_probs, retain_graph=True, allow_unused=True)[0]
+            coefficients = coefficients if grad is None else grad
+        ones = torch.ones_like(log_probs)
+        return gate.surrogate(own.detach(), coefficients[:, 1:], ones) + (own - own.detach())
+
+    def _seen_after(
+        self,
+        batch: MicroBatch,
+        gate: TokenGate,
+        reference: Tensor | None,
+        attention: Sequence[AttentionStatistics],
+    ) -> PolicyBatch:
+        """The micro-batch as the policy sees it after the training forward."""
+        policy, mask = self.policy, batch.mask
+        assert gate.log_probs is not None
+        if policy.needs.attention and not attention:
+            raise UnsupportedError(
+                "the last layer's attention could not be seen in the training forward",
+                got=f"policy '{policy.name}'",
+                remedy="attn_implementation='sdpa' or 'eager'",
+            )
+        return self._seen(
+            batch,
+            log_probs=by_token(gate.log_probs.detach()).masked_fill(~mask, 0.0),
+            reference=None if reference is None else reference.masked_fill(~mask, 0.0),
+            reference_logits=self._trainer.reference_logits(),
+            attention=attention[0] if attention else None,
+            model=self._trainer.model if policy.needs.model else None,
+            generator=torch.Generator().manual_seed(draw_seed(self._trainer, batch)),
+        )
+
+    @contextmanager
+    def _last_attention(self) -> Iterator[list[AttentionStatistics]]:
+        """Inside, the attention of the last layer is kept as it is computed."""
+        seen: list[AttentionStatistics] = []
+        if not self.policy.needs.attention:
+            yield seen
+            return
+        adapter = find_adapter(self._trainer.model)
+        last = len(adapter.layers()) - 1
+
+        def record(call: AttentionCall, native: NativeAttention) -> Tensor:
+            seen.append(AttentionStatistics(call))
+            return native(call.query, call.key, call.value)
+
+        with (
+            adapter.pause_checkpointing([adapter.layers()[last]]),
+            adapter.override_attention(adapter.attention_modules(last), record),
+        ):
+            yield seen
+
+    def _divided(self, weights: Tensor, batch: MicroBatch) -> Tensor:
+        """Weights under the policy's denominator."""
+        kept = _plan_of(batch).kept
+        if self._divisor == "kept" and kept is not None:
+            count = torch.as_tensor(batch.num_items).to(weights.device)
+            share = count / kept.to(weights.device).clamp(min=1e-12)
+            return weights * share.to(weights.dtype)
+        return normalised(weights, batch, self._divisor)
+
+
+def _plan_of(batch: MicroBatch) -> _Plan:
+    """What was decided ahead; nothing for a batch that came without its step."""
+    return batch.plan if isinstance(batch.plan, _Plan) else _Plan()
+
+
+def policy_digest(policy: TokenPolicy | None) -> str | None:
+    """Digest of a policy and its arguments; a resumed run must have the same. None for none."""
+    if policy is None:
+        return None
+    plain = (bool, int, float, str, tuple, list, dict, type(None))
+    own = {k: v for k, v in vars(policy).items() if isinstance(v, plain) and k[0] != "_"}
+    parts = {"class": type(policy).__qualname__, "own": own, "settings": asdict(policy.settings)}
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

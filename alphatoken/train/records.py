@@ -1,0 +1,121 @@
+"""What a run writes down: statistics for its logs, the ledger of values, and a page at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from alphatoken.report.page import missing_libraries
+from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
+from alphatoken.train.host import TokenTrainer
+from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.manifest import RESULTS
+from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
+from alphatoken.train.monitor import TrainMonitor, weight_drift
+from alphatoken.train.report import write_run_report
+
+__all__ = ["RunRecords"]
+
+
+class RunRecords:
+    """Monitor and ledger of a run; each micro-batch is written down once, by whoever weighed it.
+
+    Args:
+        trainer: whose run it is.
+
+    Attributes:
+        monitor: statistics between two logs; a callback of the trainer.
+        ledger: values of every training token, summed over its visits.
+        reference: scored weights before training, by name, which the drift is measured from.
+    """
+
+    def __init__(self, trainer: TokenTrainer) -> None:
+        self._trainer = trainer
+        self.monitor = TrainMonitor(trainer, drift=self._drift)
+        self.ledger = ValueLedger()
+        self.reference: Mapping[str, Tensor] = {}
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the ledger takes part, which adds up the components too."""
+        return bool(self._trainer.args.export_values or self._trainer.args.reuse_values)
+
+    def micro_batch(
+        self, batch: MicroBatch, scored: Scored | None, weights: Tensor, seconds: float = 0.0
+    ) -> None:
+        """Write down what one micro-batch is trained with.
+
+        Args:
+            batch: it.
+            scored: its values, if it has any.
+            weights: (b, t) of its tokens, before the loss is normalised.
+            seconds: spent on the weights, where they come of no values.
+        """
+        values = None if scored is None else scored.values
+        inputs = batch.inputs
+        self.monitor.record(
+            weights=weights,
+            mask=batch.mask,
+            values=values,
+            reused=scored is not None and values is None,
+            seconds=seconds if scored is None else scored.seconds,
+            tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
+        )
+        if scored is not None and self.keeps_values:
+            self.ledger.add(
+                {**inputs, "labels": batch.labels},
+                batch.mask,
+                values,
+                weights,
+                scale=self._trainer._get_learning_rate()
+                * batch.unit
+                * undivided(batch, self._trainer.args.kept_normalization),
+                step=self._trainer.state.global_step,
+            )
+
+    def _drift(self) -> dict[str, float]:
+        """How far the scored weights have moved."""
+        trainer = self._trainer
+        parameters = dict(trainer.model.named_parameters())
+        here = {n: parameters[n] for n in self.reference if n in parameters}
+        if not here:
+            return {}
+        sharding = sharding_of(trainer.accelerator, trainer.model)
+        if sharding is None:
+            return weight_drift(here, self.reference)
+        return sharded_drift(sharding, here, self.reference)
+
+    def write_results(self) -> None:
+        """Values and a page about the run, into ``output_dir/_alphatoken``."""
+        trainer = self._trainer
+        parts = Ranks(trainer.accelerator).gather_objects(self.ledger.state_tensors())
+        if not trainer.args.should_save:
+            return
+        trainer.save_state()
+        folder = Path(str(trainer.args.output_dir))
+        if trainer.args.export_values and len(self.ledger):
+            whole = ValueLedger()
+            for part in parts:
+                one = ValueLedger()
+                one.load_tensors(part)
+                whole.merge(one)
+            rows = trainer.train_dataset if hasattr(trainer.train_dataset, "__len__") else None
+            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+            place = folder / RESULTS / "values"
+            whole.export(place, rows, tokenizer=tokenizer, **trainer.export_arguments())
+        if not missing_libraries():
+            write_run_report(folder, history=trainer.state.log_history)
+
+    # --- the checkpoint's part --------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The ledger by column, and the statistics since the last log."""
+        return self.ledger.state_tensors(), self.monitor.state_values()
+
+    def load(self, ledger: dict[str, Tensor], monitor: Mapping[str, Any]) -> None:
+        """Take back what ``state`` gave."""
+        self.ledger.load_tensors(ledger)
+        self.monitor.load_values(monitor)

@@ -1,0 +1,155 @@
+"""What values of a run are taken against: validation rows, retention rows or a Fisher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.errors import ConfigError
+from alphatoken.model.capture import find_scope
+from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.protocol import find_adapter
+from alphatoken.train.checks import check_lengths, check_pool
+from alphatoken.train.distributed import Ranks, sharding_of
+from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
+from alphatoken.train.host import TokenTrainer
+from alphatoken.train.pool import ValidationPool
+from alphatoken.train.valuation import Batches, Valuation
+
+__all__ = ["RunRows", "build_valuation", "prepare_run_rows"]
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Rows of a run beside those it trains on; empty where it needs none.
+
+    Attributes:
+        validation: tokenised validation rows.
+        retention: tokenised retention rows, under ``retention="data"``.
+        fisher: of the reference model, under a Fisher retention.
+        reference: scored weights before training, by name: the only copy that is kept.
+    """
+
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    retention: list[dict[str, Any]] = field(default_factory=list)
+    fisher: FisherDrift | None = None
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def prepare_run_rows(
+    trainer: TokenTrainer,
+    validation: Any,
+    retention: Any,
+    fisher: FisherDrift | None,
+    fisher_dataset: Any,
+) -> RunRows:
+    """Tokenise and check the rows, fit or load the Fisher; before training.
+
+    Args:
+        trainer: whose run it is; its model is as it was before training.
+        validation: validation data set, in any form that the trainer takes.
+        retention: retention data set, likewise.
+        fisher: handed over, or None.
+        fisher_dataset: rows to fit it on; None for the training rows.
+
+    Raises:
+        ConfigError, InputError: rows that cannot be used, by name.
+    """
+    options = trainer.args
+    reference: Mapping[str, Tensor] = _scored_weights(trainer)
+    adapter = find_adapter(trainer.model)
+    if hasattr(trainer.train_dataset, "__len__"):  # of a stream no row is known yet
+        check_lengths(adapter, trainer.train_dataset, "training", trainer.row_length)
+    validation_rows: list[dict[str, Any]] = []
+    if options.objective != "stability":
+        validation_rows = trainer.prepare_rows(validation, "validation")
+        check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
+        check_lengths(adapter, validation_rows, "validation", trainer.row_length)
+    stability = options.objective != "adaptation"
+    retention_rows: list[dict[str, Any]] = []
+    if options.retention == "data" and stability:
+        retention_rows = trainer.prepare_rows(retention, "retention")
+    if options.retention in ("diagonal", "kronecker") and stability:
+        fisher = fisher or fit_or_load_fisher(trainer, fisher_dataset)
+        if reference:  # whole weights, as they are before training
+            limit = options.max_relative_drift
+            fisher.check(adapter, list(reference), max_relative_drift=limit)
+        reference = fisher.reference
+    return RunRows(validation_rows, retention_rows, fisher, reference)
+
+
+def _scored_weights(trainer: TokenTrainer) -> dict[str, Tensor]:
+    """The scored layers' weights before training.
+
+    Raises:
+        ConfigError: layers that the model does not have, nothing trainable in them.
+    """
+    scope = find_scope(find_adapter(trainer.model), read_layers(trainer.args.score_layers))
+    weights = {linear.weight_name: linear.weight for linear in scope.linears}
+    if any(weight.numel() == 0 for weight in weights.values()):  # cut up by ZeRO-3 already
+        return {}
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrift:
+    """A Fisher fitted on these rows (training rows for None), or taken from the cache.
+
+    With ``fisher_labels="sequence"`` on responses to their prompts, with "token" on labels
+    resampled at their own response positions.
+
+    Raises:
+        ConfigError: the rows that were named for it leave no prompt.
+    """
+    options = trainer.args
+    rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
+    by_token = options.fisher_labels == "token"
+    given = trainer.fisher_sequences if by_token else trainer.fisher_prompts
+    prompts = given(rows, options.fisher_samples)
+    if not prompts:
+        raise ConfigError(
+            "no row is left to fit the Fisher on",
+            why="its responses are sampled after the prompts of these rows",
+            remedy="check the columns and max_length of fisher_dataset",
+        )
+    folder = cache_folder(options, str(options.output_dir))
+    progress = None if not options.disable_tqdm else False
+    return fitted_fisher(trainer.model, prompts, options, folder, progress=progress)
+
+
+def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
+    """The valuation of a run whose model and optimizer are wrapped."""
+    options, ranks = trainer.args, Ranks(trainer.accelerator)
+    pool = None
+    retention: FisherDrift | tuple[ValidationPool, Batches] | None = rows.fisher
+    if rows.validation:
+        pool = check_pool(options, len(rows.validation), ranks.world)
+        trainer.prepare_pool(rows.validation)
+    if rows.retention:
+        trainer.prepare_pool(rows.retention)
+        drawn = ValidationPool(
+            len(rows.retention),
+            min(options.retention_batch_size, len(rows.retention)),
+            mode="pool",
+            held_out_share=0.0,
+            seed=options.value_seed + 1,
+        )
+        retention = drawn, partial(_batch, trainer, rows.retention)
+    return Valuation(
+        trainer.model,
+        options,
+        pool,
+        partial(_batch, trainer, rows.validation),
+        retention,
+        optimizer=trainer.optimizer,
+        ranks=ranks,
+        sharding=sharding_of(trainer.accelerator, trainer.model),
+    )
+
+
+def _batch(trainer: TokenTrainer, rows: list[dict[str, Any]], chosen: Any) -> Any:
+    return trainer.row_batch([rows[i] for i in chosen])

@@ -1,0 +1,449 @@
+"""Weights of tokens by their values: the trainers' own way of choosing.
+
+One micro-batch, with a forward that scoring and training share::
+
+    begin          validation rows, schedules, direction M (once an optimizer step)
+    observe        the trainer's own forward, through the gate
+    coefficients   c = d loss / d log-probabilities, of whatever loss the trainer computes
+    score          one value a response token
+    choose         weights of the values
+    surrogate      the trainer's loss in value, the sum of w c lp in gradient
+
+Where scoring needs a forward of its own (DeepSpeed, or ``keep_scope="global"``) the first four run
+without a backward, and the trainer's step follows with the weights at hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.direction.objective import scoring_forward
+from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.scorer import Observed
+from alphatoken.select.interaction import select_diverse
+from alphatoken.select.masks import keep_count, response_values
+from alphatoken.select.weights import token_weights
+from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
+from alphatoken.train.gate import TokenGate, by_token, gated_loss
+from alphatoken.train.host import TokenTrainer
+from alphatoken.train.micro_batch import MicroBatch, Scored, draw_seed, normalised, undivided
+from alphatoken.train.records import RunRecords
+from alphatoken.train.valuation import Valuation
+
+__all__ = ["ValueWeigher"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known of one micro-batch before its training forward.
+
+    Attributes:
+        kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
+        weights: (b, t), where a threshold over the whole step decided them; None otherwise.
+        scored: the values that they came from, if any.
+        extra: inputs that scoring added, such as the reference's log-probabilities.
+    """
+
+    kept_share: float | None = None
+    weights: Tensor | None = None
+    scored: Scored | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ValueWeigher:
+    """Scores micro-batches, makes weights of the values, and gives the weighted loss.
+
+    Args:
+        trainer: whose run it is.
+        records: where each micro-batch is written down, and values of earlier visits are found.
+        build: makes the valuation, at the first step that needs one.
+
+    Its state: the valuation with its running mean, and the norm of the last step's gradient.
+    """
+
+    def __init__(
+        self, trainer: TokenTrainer, records: RunRecords, build: Callable[[], Valuation]
+    ) -> None:
+        self._trainer, self._records, self._build = trainer, records, build
+        self._valuation: Valuation | None = None
+        self._resumed: dict[str, Tensor] = {}  # the running mean, until the valuation is built
+        self._norm: Any = None  # of the last step's gradient, before it was cut; None for none
+
+    @property
+    def built(self) -> bool:
+        """Whether the valuation exists already."""
+        return self._valuation is not None
+
+    @property
+    def valuation(self) -> Valuation:
+        """Built at the first training step, when model and optimizer are wrapped."""
+        if self._valuation is None:
+            self._valuation = self._build()
+            if self._valuation.running is not None and self._resumed:
+                self._valuation.running.load_tensors(self._resumed)
+            self._resumed = {}
+        return self._valuation
+
+    @property
+    def _options(self) -> Any:
+        return self._trainer.args
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    # --- one optimizer step -----------------------------------------------------------------------
+
+    def plan(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+        """What is decided for a whole step before its first training forward.
+
+        Under a global threshold all micro-batches are scored and weighed here.
+        """
+        found = [_Plan()] * len(batches)
+        if self._options.keep_scope == "global" and batches:
+            found = self._weigh_globally(batches)
+        if self._options.kept_normalization == "kept":
+            share = self._kept_share(batches, [plan.weights for plan in found])
+            found = [_Plan(share, plan.weights, plan.scored, plan.extra) for plan in found]
+        return found
+
+    def _begin(self) -> None:
+        """Enter the current optimizer step: a new direction where one is due."""
+        if not self._options.needs_values:
+            return
+        options, monitor = self._options, self._records.monitor
+        started = time.perf_counter()
+        self.valuation.begin(self._step, self._trainer.state.max_steps)
+        monitor.direction(time.perf_counter() - started)
+        due = options.held_out_steps and self._step % options.held_out_steps == 0
+        if due and monitor.looked_at != self._step:
+            monitor.gap(self._step, self.valuation.objective_gap(self._step))
+
+    # --- one micro-batch --------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: MicroBatch) -> Tensor:
+        """Loss of one micro-batch whose gradient is weighted by token.
+
+        Raises:
+            NumericalError: the loss is not finite.
+        """
+        self._begin()
+        plan = _plan_of(batch)
+        if plan.weights is not None:
+            batch = batch.with_inputs({**batch.inputs, **plan.extra})
+            return self._weighted(model, batch, plan.scored, plan.weights)
+        scored = self._known(batch)
+        if self._must_score(scored, batch):
+            if not needs_own_forward(self._trainer.accelerator, self._options):
+                return self._shared(model, batch)
+            batch = batch.with_inputs(self._trainer.own_inputs(batch.inputs))
+            scored = self._own_pass(batch)
+        return self._weighted(model, batch, scored, self.choose(batch, scored))
+
+    def _known(self, batch: MicroBatch) -> Scored | None:
+        """Values of an earlier visit, if they may be reused."""
+        if not self._options.reuse_values or not self._options.needs_values:
+            return None
+        totals = self._records.ledger.lookup(
+            batch.inputs, batch.mask, self._step, max_age=self._options.reuse_values
+        )
+        return None if totals is None else Scored(totals.to(batch.mask.device))
+
+    def _must_score(self, known: Scored | None, batch: MicroBatch) -> bool:
+        """Whether this micro-batch is scored. Where one process must, all do: it is collective."""
+        if not self._options.needs_values:
+            return False
+        ranks = Ranks(self._trainer.accelerator)
+        return ranks.any(known is None and bool(batch.mask.any()))
+
+    def _shared(self, model: Any, batch: MicroBatch) -> Tensor:
+        """Score and train on one forward."""
+        gate = TokenGate(model)
+        with self._observing() as observed:
+            loss = gated_loss(self._trainer, gate, batch)
+            coefficients = gate.coefficients(loss)
+            scored = self._score(observed, gate, coefficients, batch)
+        weights = self.choose(batch, scored)
+        return self._surrogate(gate, loss, coefficients, batch, scored, weights)
+
+    def _weighted(
+        self, model: Any, batch: MicroBatch, scored: Scored | None, weights: Tensor
+    ) -> Tensor:
+        """Train with weights that are known already."""
+        gate = TokenGate(model)
+        loss = gated_loss(self._trainer, gate, batch)
+        return self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights)
+
+    def _surrogate(
+        self,
+        gate: TokenGate,
+        loss: Tensor,
+        coefficients: Tensor,
+        batch: MicroBatch,
+        scored: Scored | None,
+        weights: Tensor,
+    ) -> Tensor:
+        self._records.micro_batch(batch, scored, weights)
+        kind = self._options.kept_normalization
+        divided = normalised(weights.to(coefficients), batch, kind, _plan_of(batch).kept_share)
+        final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)
+        return gate.surrogate(loss, final, divided)
+
+    # --- values -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _observing(self) -> Iterator[Observed]:
+        """The scorer's own, entered with the gradients that values are taken against."""
+        started = time.perf_counter()
+        with self.valuation.scorer.observe(interaction=self._interacts) as observed:
+            self._records.monitor.direction(time.perf_counter() - started)
+            yield observed
+
+    def _score(
+        self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
+    ) -> Scored:
+        started = time.perf_counter()
+        labels, mask = batch.labels, batch.mask
+        empty = not bool(mask.any())
+        if empty:  # on another process there is a response; this one takes part, and counts nothing
+            labels = _with_one_label(labels, batch.inputs)
+            mask = label_mask(labels)
+        assert gate.log_probs is not None
+        wants, keeps = self._records.monitor.wants_components, self._records.keeps_values
+        # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
+        below = self.valuation.scorer.builder.first is not None
+        with gate.errors_only() if below else nullcontext():
+            values = observed.values(
+                gate.log_probs,
+                labels,
+                token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
+                step_weights=self._step_weights(coefficients, batch),
+                components=keeps,
+                keep_errors=wants and not keeps,
+            )
+            if wants:  # the totals keep their bits: no log moves a mask
+                values = observed.components()
+        if empty:
+            return Scored(torch.zeros_like(values.total))
+        gram = observed.interaction() if self._interacts else None
+        return Scored(values.total, values, gram, time.perf_counter() - started)
+
+    def _own_pass(self, batch: MicroBatch) -> Scored:
+        """Score one micro-batch without training on it (dropout off)."""
+        builder = self.valuation.scorer.builder
+        gate = TokenGate(self._trainer.model)
+        with _untouched_metrics(self._trainer), self._observing() as observed:
+            with scoring_forward(self.valuation.adapter, builder.first):
+                loss = gated_loss(self._trainer, gate, batch)
+            return self._score(observed, gate, gate.coefficients(loss), batch)
+
+    def _step_weights(self, coefficients: Tensor, batch: MicroBatch) -> Tensor | None:
+        """Of each token's gradient in that of the step, all tokens kept, as the optimizer gets it.
+
+        This micro-batch stands for the whole step, and the last step's clipping for this one's.
+        """
+        if self._options.preconditioner != "full":
+            return None
+        scale = self._trainer.step_scale(batch.num_items)
+        whole = scale * undivided(batch, self._options.kept_normalization) * self.clip_factor
+        return -by_token(coefficients) * whole
+
+    def gradient_cut(self, norm: Any) -> None:
+        """Take the norm that the step's gradient had before it was cut.
+
+        Kept where values of the next step are of a full step; not read yet, which would wait for
+        the device.
+        """
+        if self._options.preconditioner == "full":
+            self._norm = norm
+
+    @property
+    def clip_factor(self) -> float:
+        """By which the last step's gradient was cut; reading it waits for the device."""
+        if self._norm is None:
+            return 1.0
+        self._norm = float(self._norm)
+        return float(min(1.0, self._options.max_grad_norm / (self._norm + 1e-6)))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def choose(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+        """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
+        mask, totals = batch.mask, self._ranked(batch, scored)
+        generator = torch.Generator().manual_seed(draw_seed(self._trainer, batch))
+        if scored is None or scored.gram is None:
+            return torch.cat([self._weigh(totals[r], mask[r], generator) for r in batch.pools])
+        parts: list[Tensor] = []
+        used = 0
+        for rows in batch.pools:
+            tokens = slice(used, used := used + int(mask[rows].sum()))
+            kept = select_diverse(
+                totals[rows],
+                mask[rows],
+                self._ratio,
+                scored.gram[tokens, tokens],
+                self._options.interaction_weight,
+                scope=self._options.keep_scope,
+                units="relative",
+            )
+            parts.append(kept.to(totals.dtype))
+        return torch.cat(parts)
+
+    def _ranked(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+        """(b, t) by which tokens are ranked."""
+        if scored is None:
+            return torch.zeros(batch.mask.shape, device=batch.mask.device)
+        by_response = self._options.value_unit == "response"
+        return response_values(scored.totals, batch.mask) if by_response else scored.totals
+
+    def _weigh(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """Weights of tokens that are ranked together."""
+        options = self._options
+        return token_weights(
+            totals,
+            mask,
+            self._ratio,
+            policy=options.policy,
+            weighting=options.weighting,
+            scope="sequence" if options.keep_scope == "sequence" else "batch",
+            generator=generator,
+        )
+
+    @property
+    def _interacts(self) -> bool:
+        return bool(self._options.interaction_weight > 0)
+
+    @property
+    def _ratio(self) -> float:
+        """rho of this step, for controls too."""
+        return float(
+            self._options.scheduled("keep_ratio", self._step, self._trainer.state.max_steps)
+        )
+
+    # --- a threshold over the whole step ----------------------------------------------------------
+
+    def _weigh_globally(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
+        """Score all micro-batches of this step; rank over accumulation and processes."""
+        self._begin()
+        scores: list[Scored | None] = []
+        extras: list[Mapping[str, Any]] = []
+        for batch in batches:
+            scored, extra = self._scored_ahead(batch)
+            scores.append(scored)
+            extras.append(extra)
+        weights = self._choose_globally(batches, scores)
+        return [
+            _Plan(None, weight, scored, extra)
+            for weight, scored, extra in zip(weights, scores, extras, strict=True)
+        ]
+
+    def _scored_ahead(self, batch: MicroBatch) -> tuple[Scored | None, Mapping[str, Any]]:
+        """Values of one micro-batch, and the inputs that scoring added to it."""
+        if not self._must_score(None, batch):
+            return None, {}
+        batch = batch.with_inputs(self._trainer._prepare_inputs(dict(batch.inputs)))
+        with self._trainer.compute_loss_context_manager():
+            own = self._trainer.own_inputs(batch.inputs)
+            scored = self._own_pass(batch.with_inputs(own))
+        return scored, {k: v for k, v in own.items() if k not in batch.inputs}
+
+    def _choose_globally(
+        self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
+    ) -> list[Tensor]:
+        device = self._trainer.args.device
+        masks = [batch.mask.to(device) for batch in batches]
+        totals = [
+            self._ranked(batch, one).to(device) for batch, one in zip(batches, scores, strict=True)
+        ]
+        weights = [torch.zeros_like(total) for total in totals]
+        for pool in range(len(batches[0].pools)):
+            rows = [batch.pools[pool] for batch in batches]
+            seed = hash((self._options.value_seed, self._step, pool)) & (2**63 - 1)
+            chosen = global_selection(
+                Ranks(self._trainer.accelerator),
+                [total[r] for total, r in zip(totals, rows, strict=True)],
+                [mask[r] for mask, r in zip(masks, rows, strict=True)],
+                partial(self._weigh, generator=torch.Generator().manual_seed(seed)),
+            )
+            for weight, part, r in zip(weights, chosen, rows, strict=True):
+                weight[r] = part
+        return weights
+
+    # --- kept tokens as the divisor ---------------------------------------------------------------
+
+    def _kept_share(
+        self, batches: Sequence[MicroBatch], weights: Sequence[Tensor | None]
+    ) -> float | None:
+        """Kept tokens over response tokens of the whole step, over all processes.
+
+        The budget says how many are kept before any is scored; so this costs nothing.
+        """
+        ranks = Ranks(self._trainer.accelerator)
+        count = sum(int(batch.mask.sum()) for batch in batches)
+        kept = float(sum(self._budget(batch) for batch in batches))
+        if self._options.keep_scope == "global":
+            kept = sum((float(weight.sum()) for weight in weights if weight is not None), 0.0)
+        totals = torch.tensor([kept, count], dtype=torch.float64, device=ranks.device)
+        kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"].tolist()
+        return kept / count if kept > 0 else None
+
+    def _budget(self, batch: MicroBatch) -> int:
+        """Summed weights of one micro-batch whose tokens are ranked by themselves."""
+        mask = batch.mask
+        if self._options.policy == "all":
+            return int(mask.sum())
+        rows = [slice(i, i + 1) for i in range(len(mask))]
+        pools = rows if self._options.keep_scope == "sequence" else batch.pools
+        return sum(keep_count(self._ratio, int(mask[pool].sum())) for pool in pools)
+
+    # --- the checkpoint's part --------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], Any]:
+        """Running mean by name, and the norm of the last gradient."""
+        tensors: dict[str, Tensor] = {}
+        if self._valuation is not None:
+            # A resumed run builds its direction at its first step; so must the one that goes on.
+            self._valuation.checkpointed()
+            if self._valuation.running is not None:
+                tensors = self._valuation.running.state_tensors()
+        return tensors, None if self._norm is None else float(self._norm)
+
+    def load(self, running: dict[str, Tensor], norm: Any) -> None:
+        """Take back what ``state`` gave."""
+        self._resumed, self._norm = running, norm
+
+
+def _plan_of(batch: MicroBatch) -> _Plan:
+    """What was decided ahead; nothing for a batch that came without its step."""
+    return batch.plan if isinstance(batch.plan, _Plan) else _Plan()
+
+
+@contextmanager
+def _untouched_metrics(trainer: Any) -> Iterator[None]:
+    """TRL's running metrics see the training forward only."""
+    names = ("_metrics", "_total_train_tokens")
+    before = {n: copy.deepcopy(getattr(trainer, n)) for n in names if hasattr(trainer, n)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
+
+
+def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Some token that the model predicts, labelled: values are taken of at least one."""
+    ids = inputs["input_ids"]
+    every = label_mask(predicted_labels(ids, inputs.get("attention_mask")))
+    row, index = every.nonzero()[0].tolist()
+    labels = labels.clone()
+    labels[row, index] = ids[row, index]
+    return labels
