@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,10 +110,6 @@ def random_overlap(tokens: int, ratio: float) -> Estimate:
     return Estimate(kept / tokens, float(low) / kept, float(high) / kept, tokens)
 
 
-def _overlap(ratio: float) -> Callable[..., float]:
-    return lambda a, b: top_overlap(a, b, ratio=ratio)
-
-
 def agreement_records(
     scores: Mapping[str, Numbers],
     proxies: Sequence[str],
@@ -123,21 +120,21 @@ def agreement_records(
 ) -> list[dict[str, Any]]:
     """One record a proxy and target: rank correlations, and overlap of the kept part."""
     chance = random_overlap(len(rows), ratio)
-    records = []
-    for target in targets:
-        for proxy in proxies:
-            a, b = scores[proxy], scores[target]
-            records.append(
-                {
-                    "retention": target,
-                    "proxy": proxy,
-                    "spearman": bootstrap(spearman, a, b, groups=rows, draws=draws),
-                    "kendall": bootstrap(kendall, a, b, groups=rows, draws=draws),
-                    "overlap": bootstrap(_overlap(ratio), a, b, groups=rows, draws=draws),
-                    "random_overlap": chance,
-                }
-            )
-    return records
+    measures: dict[str, Callable[..., float]] = {
+        "spearman": spearman,
+        "kendall": kendall,
+        "overlap": partial(top_overlap, ratio=ratio),
+    }
+    return [
+        {"retention": target, "proxy": proxy}
+        | {
+            name: bootstrap(measure, scores[proxy], scores[target], groups=rows, draws=draws)
+            for name, measure in measures.items()
+        }
+        | {"random_overlap": chance}
+        for target in targets
+        for proxy in proxies
+    ]
 
 
 def _gain(scores: Mapping[str, Numbers], a: str, b: str, rows: Numbers, draws: int) -> Estimate:
@@ -159,16 +156,13 @@ def convergence_records(
 
     ``grown`` maps a name in ``scores`` to (labels, name of the main fit, samples).
     """
+    ranked = partial(bootstrap, spearman, groups=rows, draws=draws)
     return [
         {
             "labels": labels,
             "samples": samples,
-            "with_main_fit": bootstrap(
-                spearman, scores[name], scores[main], groups=rows, draws=draws
-            ),
-            "with_oracle": bootstrap(
-                spearman, scores[name], scores[POOLED], groups=rows, draws=draws
-            ),
+            "with_main_fit": ranked(scores[name], scores[main]),
+            "with_oracle": ranked(scores[name], scores[POOLED]),
         }
         for name, (labels, main, samples) in grown.items()
     ]
@@ -459,13 +453,12 @@ def _figures(
     options: Options,
 ) -> tuple[Any, ...]:
     ratios = [round(0.1 * i, 1) for i in range(1, 10)]
+    overlap = partial(bootstrap, groups=rows, draws=options.draws)
     curve = [
         {
             "proxy": proxy,
             "ratio": ratio,
-            "overlap": bootstrap(
-                _overlap(ratio), scores[proxy], scores[POOLED], groups=rows, draws=options.draws
-            ),
+            "overlap": overlap(partial(top_overlap, ratio=ratio), scores[proxy], scores[POOLED]),
             "random": random_overlap(len(rows), ratio),
         }
         for proxy in proxies
@@ -475,7 +468,7 @@ def _figures(
         scatter_figure(scores["diagonal"], scores[POOLED]),
         overlap_figure(curve),
         agreement_figure([r for r in agreement if r["proxy"] in proxies]),
-        bound_figure({name: terms[name] for name in terms}),
+        bound_figure(terms["diagonal"]),
     ]
     if convergence:
         figures.insert(3, convergence_figure(convergence))

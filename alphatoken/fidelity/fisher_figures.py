@@ -131,9 +131,8 @@ def convergence_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def bound_figure(terms: Mapping[str, BoundTerms]) -> Figure:
+def bound_figure(one: BoundTerms) -> Figure:
     """The summands of the bound, both sides, and the gradient itself, for the diagonal Fisher."""
-    one = terms["diagonal"]
     parts = [(_PARTS[name], p.value, p.exact) for name, p in one.parts.items() if p.known]
     sides = [("right side", one.right.value, one.right.exact), ("left side", one.left, True)]
     records: list[dict[str, Any]] = [

@@ -39,7 +39,7 @@ CLOUD: dict[str, Any] = {"markersize": 3, "markeredgewidth": 0, "rasterized": Tr
 LINE: dict[str, Any] = {"marker": "", "linestyle": "-"}
 """Style of a joined series whose places are no measurements."""
 
-_MOST_NAMES = 16  # of columns; of more, some have no name
+_MOST_NAMES = 48  # of columns; of more, some have no name
 
 
 class Series:
@@ -193,7 +193,7 @@ class Panel:
         look = place if series.look is None else series.look
         x, x_bars = _places(series.x, self.columns)
         y, y_bars = _places(series.y, self.rows)
-        shift = self.apart * (place - (len(self.series) - 1) / 2)
+        shift = 0.0 if series.band else self.apart * (place - (len(self.series) - 1) / 2)
         if x_bars is not None:
             y = y + shift
         else:
@@ -231,8 +231,8 @@ def _places(values: Sequence[Any], names: Sequence[str]) -> tuple[Numbers, Numbe
 
 
 def _name_columns(names: Sequence[str], axes: Axes) -> None:
-    turned = max(map(len, names)) > 3 and len(names) > 3
-    step = 1 if turned else math.ceil(len(names) / _MOST_NAMES)
+    turned = sum(len(name) + 2 for name in names) > 36  # letters that fit beside each other
+    step = math.ceil(len(names) / _MOST_NAMES)
     axes.set_xticks(
         range(0, len(names), step), names[::step], fontsize=8, rotation=60 if turned else 0,
         ha="right" if turned else "center", rotation_mode="anchor",

@@ -137,6 +137,7 @@ def selection_figure(selection: Table, best: Prediction) -> Figure:
             series,
             [Guide(0.0)],
             rows=[str(record["left_out"]) for record in records],
+            also=lambda axes: axes.locator_params(axis="x", nbins=5),
             xlabel="change of the validation loss (right: worse without them)",
         ),
         size=(6.4, 1.2 + 0.4 * len(records)),

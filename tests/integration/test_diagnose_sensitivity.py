@@ -100,7 +100,7 @@ def test_words_notes_and_figures(diagnosis: Diagnosis, tmp_path: Path) -> None:
     assert len(diagnosis.answer) == 5
     assert "The kept tokens depend on the settings in this order" in diagnosis.answer[0]
     assert "|lambda V|| / ||G||" in diagnosis.answer[2]
-    assert any("response tokens were valued" in note for note in diagnosis.notes)
+    assert any("training rows were valued" in note for note in diagnosis.notes)
     assert any("copy fine-tuned" in note for note in diagnosis.notes)
     diagnosis.save(tmp_path)
     again = Diagnosis.load(tmp_path)

@@ -150,7 +150,7 @@ def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it() -> None:
     """One M over all layers, cut to each setting's scope, against full rescoring."""
     config = ScorerConfig(layers=2, window=3, stability_weight=0.4)
     subject = small(rows=7, config=config)
-    run = sensitivity._Run.of(subject, OPTIONS)
+    run = sensitivity._Run.measured(subject, OPTIONS)
     assert run.retains
     sweeps = (run.estimators(OPTIONS), run.layers(OPTIONS), run.windows(OPTIONS))
     tried = [item for sweep in sweeps for item in sweep.items()]
