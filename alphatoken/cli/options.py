@@ -3,9 +3,13 @@
 A field's type says how its value is written: a number or a text; ``tuple[...]``: several with
 commas between them; ``list[...]``: several words; ``Literal[...]``: one of these; ``... | None``:
 "none" too; ``bool``: a flag without a value, which ``--no_NAME`` takes back where it is the
-default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and what
-:func:`option` lists. The bases of a dataclass are the groups of its help, in their order. Nothing
-here imports torch or transformers: ``--help`` is quick.
+default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and:
+``metavar`` that stands for a value in the help (the last word of the name, if left out); ``least``
+number; ``append``, where the flag may be repeated; ``either``, a name that options share of which
+one at most may be given, and with ``required`` in the first of them one must be.
+
+The bases of a dataclass are the groups of its help, in their order. Nothing here imports torch or
+transformers: ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 
 __all__ = [
     "CommandParser",
@@ -38,23 +43,6 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 T = TypeVar("T")
-
-
-def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A field of a dataclass of options; without default it must be given.
-
-    Args:
-        default: of the field.
-        help: what the option does; its default is added.
-        **more: ``metavar`` that stands for a value in the help (the last word of the name, if left
-            out); ``least`` number; ``append``, where the flag
-            may be repeated; ``either``, a name that options share of which one at most may be
-            given, and with ``required`` in the first of them one must be.
-    """
-    metadata = {"help": help, **more}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

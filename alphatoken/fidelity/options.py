@@ -1,13 +1,19 @@
-"""Options of a diagnostic: each field says what it does and which values it takes."""
+"""Options of a diagnostic: each field says what it does and which values it takes.
+
+In the metadata of a field, beside its help: any of ``least``, ``above``, ``most``, ``below``
+(numbers; a NaN keeps to none) and ``choices`` (names), which its value keeps to, or each of its
+entries.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
+from alphatoken.support.options import option
 
 __all__ = ["CheckedOptions", "option"]
 
@@ -17,18 +23,6 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-
-
-def option(default: Any, text: str, **limits: Any) -> Any:
-    """A field with its help, and what its value, or each entry of it, must keep to.
-
-    Args:
-        default: where nothing is said.
-        text: its help on the command line.
-        limits: any of ``least``, ``above``, ``most``, ``below`` (numbers; a NaN keeps to none) and
-            ``choices`` (names).
-    """
-    return field(default=default, metadata={"help": text, **limits})
 
 
 @dataclass(frozen=True)
