@@ -7,13 +7,14 @@ command lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.select.schedule import scheduled
+from alphatoken.support.options import option
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.policy_names import (
     TRAINER_POLICIES,
@@ -38,10 +39,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class AlphaOptions:
     """Fields that the trainers' configurations add. The defaults are the paper's.
@@ -55,155 +52,154 @@ class AlphaOptions:
 
     FAMILY: ClassVar[str] = "sft"  # of the trainer: "sft" or "preference"
 
-    policy: str = _option(
+    policy: str = option(
         "top",
         "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
         "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
         "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
     )
-    policy_mode: str = _option(
+    policy_mode: str = option(
         "native",
         "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
         "same score.",
     )
-    policy_scope: str | None = _option(
+    policy_scope: str | None = option(
         None,
         "Tokens that a method ranks together: 'dataset' (static scores), 'batch' (micro-batch and "
         "rank) or 'sequence'; null for what was published.",
     )
-    policy_rounding: str | None = _option(
+    policy_rounding: str | None = option(
         None, "Of keep_ratio times the tokens: 'ceil' or 'floor'; null for what was published."
     )
-    policy_options: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "The method's own arguments, as a mapping or JSON text."},
+    policy_options: dict[str, Any] | str | None = option(
+        None, "The method's own arguments, as a mapping or JSON text."
     )
-    policy_reference: str | None = _option(
+    policy_reference: str | None = option(
         None, "Folder or hub name of the second model that some methods score with."
     )
-    policy_reference_device: str | None = _option(
+    policy_reference_device: str | None = option(
         None, "Device of that model; null for the trained model's."
     )
-    policy_reference_dtype: str | None = _option(
+    policy_reference_dtype: str | None = option(
         None, "Its dtype: 'float32', 'bfloat16' or 'float16'; null for the trained model's."
     )
-    policy_cache: str | None = _option(
+    policy_cache: str | None = option(
         None, "Folder for what methods compute before training; null for 'policies' beside "
         "output_dir."
     )  # fmt: skip
-    keep_ratio: float = _option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
-    keep_scope: str = _option(
+    keep_ratio: float = option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
+    keep_scope: str = option(
         "batch",
         "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
         "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
     )
-    value_unit: str = _option(
+    value_unit: str = option(
         "token",
         "What is ranked: 'token', or 'response': the mean value of each response, so that "
         "responses are kept or dropped whole, but for one at the edge of the budget.",
     )
-    weighting: str = _option(
+    weighting: str = option(
         "mask",
         "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
         "keeps at random with probability by value and divides by it.",
     )
-    kept_normalization: str = _option(
+    kept_normalization: str = option(
         "response",
         "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
         "nothing (the paper). DPO: 'response' is the mean over pairs.",
     )
-    keep_ratio_start: float | None = _option(None, "Start the ratio here and move to keep_ratio.")
-    stability_weight_start: float | None = _option(None, "The same for stability_weight.")
-    schedule_share: float = _option(0.5, "Share of the training steps over which they move.")
-    schedule_shape: str = _option("linear", "'linear' or 'cosine'.")
-    interaction_weight: float = _option(
+    keep_ratio_start: float | None = option(None, "Start the ratio here and move to keep_ratio.")
+    stability_weight_start: float | None = option(None, "The same for stability_weight.")
+    schedule_share: float = option(0.5, "Share of the training steps over which they move.")
+    schedule_shape: str = option("linear", "'linear' or 'cosine'.")
+    interaction_weight: float = option(
         0.0,
         "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
         "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
     )
-    shared_threshold: bool = _option(
+    shared_threshold: bool = option(
         False, "DPO ablation: rank chosen and rejected tokens in one pool."
     )
-    masked_logit: bool = _option(
+    masked_logit: bool = option(
         False, "DPO ablation: take the coefficient from the masked preference logit."
     )
 
-    estimator: str = _option(
+    estimator: str = option(
         "alphatoken",
         "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
         "mask acts on), or 'paper_literal'.",
     )
-    objective: str = _option("both", "'both', 'adaptation' or 'stability'.")
-    path: str = _option("both", "'both', 'direct' or 'causal'.")
-    score_layers: str = _option("3", "K for the last K layers, 'all', or indices such as 0,4.")
-    value_parameters: str = _option("linears", "'linears', or 'all' (estimator='label' only).")
-    window: int | None = _option(32, "W of Value-Propagation; null for none.")
-    stability_weight: float = _option(1.5, "lambda; without natural unit, see the balance logged.")
-    head_reduction: str = _option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")
-    causal_position: str = _option("label", "'label' or 'context'.")
-    score_bias: bool = _option(False, "Biases of the scored linears take part.")
-    uncovered: str = _option("error", "'error', or 'skip' matrices that no estimator covers.")
-    preconditioner: str | None = _option(
+    objective: str = option("both", "'both', 'adaptation' or 'stability'.")
+    path: str = option("both", "'both', 'direct' or 'causal'.")
+    score_layers: str = option("3", "K for the last K layers, 'all', or indices such as 0,4.")
+    value_parameters: str = option("linears", "'linears', or 'all' (estimator='label' only).")
+    window: int | None = option(32, "W of Value-Propagation; null for none.")
+    stability_weight: float = option(1.5, "lambda; without natural unit, see the balance logged.")
+    head_reduction: str = option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")
+    causal_position: str = option("label", "'label' or 'context'.")
+    score_bias: bool = option(False, "Biases of the scored linears take part.")
+    uncovered: str = option("error", "'error', or 'skip' matrices that no estimator covers.")
+    preconditioner: str | None = option(
         None, "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's."
     )
-    precondition_after: int = _option(30, "P = 1 until the optimizer has taken this many steps.")
+    precondition_after: int = option(30, "P = 1 until the optimizer has taken this many steps.")
 
-    validation_mode: str = _option(
+    validation_mode: str = option(
         "fixed", "'fixed': one validation batch for the whole run (the paper); 'pool': a new one "
         "each step, drawn from all validation rows."
     )  # fmt: skip
-    validation_batch_size: int = _option(32, "Validation rows (pairs) a step, over all ranks.")
-    validation_micro_batch_size: int | None = _option(
+    validation_batch_size: int = option(32, "Validation rows (pairs) a step, over all ranks.")
+    validation_micro_batch_size: int | None = option(
         None, "Rows of one validation forward; null for all at once."
     )
-    running_mean: float = _option(
+    running_mean: float = option(
         0.0,
         "Decay of a running mean of the validation gradient over the steps that took one (none is "
         "taken where all values are reused); 0 switches it off.",
     )
-    held_out_share: float = _option(
+    held_out_share: float = option(
         0.2, "Share of the validation rows that is only watched: the gap is an overfitting alarm."
     )
-    held_out_steps: int = _option(
+    held_out_steps: int = option(
         50, "Steps between two looks at the held-out part; 0 never looks and holds nothing out."
     )
-    direction_steps: int = _option(
+    direction_steps: int = option(
         1, "Optimizer steps for which the direction M (G, V) is used before it is built anew."
     )
-    reuse_values: int = _option(
+    reuse_values: int = option(
         0, "Values of a sequence seen again are reused up to this many steps old; 0 scores always."
     )
 
-    retention: str = _option(
+    retention: str = option(
         "diagonal",
         "'diagonal' or 'kronecker' Fisher drift, 'data' (gradient of the loss on the retention "
         "rows: oracle retention), or 'none'.",
     )
-    retention_batch_size: int = _option(32, "Retention rows a step for retention='data'.")
-    fisher_samples: int = _option(1000, "Monte-Carlo samples of the Fisher.")
-    fisher_labels: str = _option("sequence", "'sequence' (the paper) or 'token'.")
-    fisher_max_new_tokens: int = _option(256, "Longest sampled response.")
-    fisher_batch_size: int = _option(8, "Responses sampled at a time.")
-    fisher_cache: str | None = _option(
+    retention_batch_size: int = option(32, "Retention rows a step for retention='data'.")
+    fisher_samples: int = option(1000, "Monte-Carlo samples of the Fisher.")
+    fisher_labels: str = option("sequence", "'sequence' (the paper) or 'token'.")
+    fisher_max_new_tokens: int = option(256, "Longest sampled response.")
+    fisher_batch_size: int = option(8, "Responses sampled at a time.")
+    fisher_cache: str | None = option(
         None, "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder."
     )
-    fisher_offload: bool = _option(
+    fisher_offload: bool = option(
         False, "Leave Fisher and reference weights on disk, read and turned into V one matrix at a "
         "time; the same values. For models whose Fisher does not fit."
     )  # fmt: skip
-    max_relative_drift: float | None = _option(1.0, "See ScorerConfig; null checks nothing.")
+    max_relative_drift: float | None = option(1.0, "See ScorerConfig; null checks nothing.")
 
-    scoring_forward: str = _option(
+    scoring_forward: str = option(
         "auto",
         "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
     )
-    export_values: bool = _option(
+    export_values: bool = option(
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. They "
         "quote the training rows; push_to_hub leaves them out.",
     )
-    value_seed: int = _option(0, "Seed of pool order, random policy and unbiased weights.")
+    value_seed: int = option(0, "Seed of pool order, random policy and unbiased weights.")
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""
