@@ -1,8 +1,27 @@
 """The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``diagnose`` and others.
 
+Each command is listed below with the module that runs it, and a module is loaded only when its
+command is called: ``alphatoken --help`` needs neither torch nor transformers.
+
+- ``score``, ``fisher``: options in the module of that name, the work in ``score_run`` and
+  ``fisher_run``. ``folder`` says what a run's results depend on and whether it may be resumed;
+  ``notes`` what a reader of the values must know.
+- ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
+  and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
+  starts several processes, ``recipes`` reads options from a file.
+- ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
+- ``compare`` (``compare_grid``), ``merge``, ``policies``.
+
+Options are dataclasses. ``options`` makes the flags of them, ``common`` holds those that several
+commands share, ``reading`` what the commands make of them (a model, rows, tokens). They have the
+names that TRL's have; underscores and dashes in them are the same.
+
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it
-came from. Options have the names that TRL's have; underscores and dashes in them are the same.
+came from.
+
+**May import** every other room. **Tests**: ``tests/integration/test_cli*.py``, in this process and
+in processes of their own.
 """
 
 from __future__ import annotations

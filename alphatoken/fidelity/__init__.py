@@ -1,5 +1,28 @@
 """Where oracle and estimators meet: certificate and diagnostics on the user's own model.
 
-:mod:`alphatoken.fidelity.registry` names the nine diagnostics; each has ``Options`` and
-``diagnose(subject, options)``, which returns a :class:`alphatoken.fidelity.diagnosis.Diagnosis`.
+**The certificate** (``Scorer.verify``): ``certificate`` compares what a scorer returns, number by
+number, with ``expected``, which builds labels, scope, G, V, P, lambda and M anew from what the user
+gave, by the oracles alone; ``entries`` says how far rounding may move each number, ``tolerances``
+how far right code may be off, and ``localise`` which linear map a wrong value comes from.
+
+**The diagnostics** (``alphatoken diagnose NAME``; ``registry`` lists them): one file each, with its
+pictures in ``NAME_figures``.
+
+- ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
+  actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
+  of the flow between tokens it sees (eq. app_value_path_bound).
+- ``fisher``: whether the proxy ranks as real retention data would (eq. fisher_drift_gradient).
+  ``drift``: how far fine-tuning moved what must not be forgotten.
+- ``sensitivity``, ``stability``, ``coverage``, ``heatmap``: settings, noise, what kept tokens
+  cover, and which tokens of a text are valued.
+
+Each has ``Options`` and ``diagnose(subject, options)``, which returns a
+:class:`~alphatoken.fidelity.diagnosis.Diagnosis` of a model, rows and an objective (``subject``):
+an answer in computed sentences with ``intervals``, tables, figures (``plots``, ``drawing``), a
+``page``. The other files compute: directions and decisions (``per_row``, ``resampling``,
+``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back (``stepping``).
+
+**May import** ``scorer`` and the rooms below, ``data``, ``report``, and alone with the tests and
+benchmarks the ``oracle``; no trainer. **Tests**: planted cases with known answers in
+``tests/property/test_fidelity_*.py``; mutants of the core that the certificate must notice.
 """

@@ -1,8 +1,16 @@
-"""Value files, and one self-contained HTML page: heatmaps, distributions, extremes.
+"""Value files, and self-contained HTML pages: heatmaps, distributions, extremes.
 
-:func:`write_values` and :func:`read_values` keep scored sequences as Parquet or JSONL.
-:func:`summarise` goes through them once, and :func:`write_report` draws the page. The page needs no
-network: style, script, drawings and data are inside it.
+- ``files``: :func:`write_values` and :func:`read_values` keep one record a token, as Parquet or
+  JSONL, written whole or not at all; ``examples``: the scored sequences that they hold.
+- ``statistics``: :func:`summarise` goes through all of them once.
+- ``page``: one template and one style for every page of the library (values, a training run,
+  diagnoses); nothing from outside is loaded, and only our own script may run. :func:`write_report`
+  (``build``, ``distributions``) makes the page of values of it.
+- ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes one.
+
+**May import** ``values``, ``support`` and ``errors``. jinja2 and matplotlib are needed for pages
+(``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a real browser
+(``tests/integration/test_report.py``).
 """
 
 from __future__ import annotations
