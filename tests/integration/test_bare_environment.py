@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.property.conftest import OPTIONAL
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +23,7 @@ sys.exit(pytest.main([*words, "-p", "_hypothesis_pytestplugin"]))
 """
 
 
+@pytest.mark.slow
 def test_every_property_is_collected_or_says_what_is_missing() -> None:
     """Without any pytest plugin but Hypothesis's, and without any optional package."""
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}

@@ -642,6 +642,7 @@ def scored_library(library_decoder: Path, tmp_path_factory: pytest.TempPathFacto
     return out
 
 
+@pytest.mark.slow
 def test_trained_model_on_real_rows(scored_library: Path) -> None:
     out = scored_library
     scored = load(out)

@@ -108,6 +108,7 @@ for estimator in ("alphatoken", "path", "label"):
 """
 
 
+@pytest.mark.slow
 def test_a_warning_points_at_the_users_line() -> None:
     """In a process of its own: the run-time type checks of pytest stand between the frames."""
     root = Path(__file__).parents[2]

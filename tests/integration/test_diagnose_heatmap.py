@@ -102,6 +102,7 @@ def test_the_page_shows_signs_in_their_colours_light_and_dark(found: Diagnosis, 
         assert [r for r in browser.requests if not r.startswith("file:")] == []
 
 
+@pytest.mark.slow
 def test_two_checkpoints_side_by_side():
     config = ScorerConfig(layers=1)
     given = subject("near", tokens=150, train_rows=6, validation_rows=3, config=config)

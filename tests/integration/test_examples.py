@@ -33,6 +33,7 @@ def test_plain_loop_gains_from_choosing_tokens() -> None:
     assert losses["value"] < 0.6 * min(losses["all"], losses["random"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The adaptation side alone decides")
 def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
     scored = load("score_real_model.py")["main"](

@@ -341,6 +341,7 @@ def test_controls_take_the_same_arguments(tmp_path: Path) -> None:
     assert made.rows.fisher is None
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_fisher(tmp_path: Path) -> None:
     more = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer("sft", tmp_path, rows=held_out("sft"), **more).train()

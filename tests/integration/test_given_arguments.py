@@ -162,6 +162,7 @@ def test_a_configuration_of_trl_is_taken_whole(
     assert saved.to_dict() == trainer.args.to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "base", "ours"), [CASES[0], CASES[2], CASES[4]],
                          ids=["sft", "dpo", "plain"])  # fmt: skip
 def test_it_trains_as_our_own_configuration_does(

@@ -168,6 +168,7 @@ def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
     assert furthest(found, plain) < 1e-6
 
 
+@pytest.mark.slow
 def test_talr_at_one_is_dft(tmp_path: Path) -> None:
     """w = p at tau = 1 without a floor: DFT's gradient on TRL's cross-entropy."""
     shared = {"max_steps": 6, "gradient_accumulation_steps": 2}
@@ -214,6 +215,7 @@ def test_kept_is_divided_over_the_whole_step(tmp_path: Path) -> None:
     assert share == logged(own, "effective_share")
 
 
+@pytest.mark.slow
 def test_response_denominator_and_kept_normalization(tmp_path: Path) -> None:
     """At a budget the option decides: one step of SGD is 1 / rho longer under 'kept'."""
     found = {}
@@ -307,6 +309,7 @@ def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: s
     assert moved(trainer, model()) > 1e-5
 
 
+@pytest.mark.slow
 def test_random_by_name_and_as_an_object(tmp_path: Path) -> None:
     """The trainer's own control and the class draw the same tokens."""
     settings = PolicySettings(mode="budget", keep_ratio=0.3)
@@ -452,6 +455,7 @@ def test_a_reference_is_trained_by_the_same_trainer(tmp_path: Path, peft: bool) 
     assert furthest(own, whole) == 0.0
 
 
+@pytest.mark.slow
 def test_ten_lines_by_object_class_and_name(tmp_path: Path) -> None:
     place = "tests.integration.policy_examples:Surprising"
     ends = [

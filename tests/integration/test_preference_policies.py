@@ -218,6 +218,7 @@ def test_the_realised_share_is_reported(tmp_path: Path) -> None:
     assert all(0.1 < share < 0.999 for share in logged(soft, "alpha/effective_share"))
 
 
+@pytest.mark.slow
 def test_the_terms_of_ti_dpo_reach_the_weights(tmp_path: Path) -> None:
     """Each term alone changes the step; at the start the divergence is 0 and its gradient too."""
     runs = {

@@ -108,7 +108,14 @@ def trained(folder: Path, strategy: str, **more: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "every_save",
+        "checkpoint",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("end", "all_checkpoints")),
+    ],
+)
 def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, strategy: str) -> None:
     folder = tmp_path / "run"
     trained(folder, strategy)

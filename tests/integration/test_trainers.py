@@ -90,7 +90,7 @@ STEPS = [4, pytest.param(20, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", pytest.param("label", marks=pytest.mark.slow)])
 def test_ratio_one_equals_trl_bit_for_bit(
     tmp_path: Path, peft: bool, estimator: str, steps: int
 ) -> None:
@@ -357,6 +357,7 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
     assert losses(trainer)[-1] < losses(trainer)[0] or policy == "bottom"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [

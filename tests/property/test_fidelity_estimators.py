@@ -156,6 +156,7 @@ def diagnosed() -> Diagnosis:
     return diagnostic.diagnose(subject, QUICK)
 
 
+@pytest.mark.slow
 def test_label_values_rank_as_the_oracle_does() -> None:
     table = diagnosed().table("oracle").records()
     exact = [r for r in table if r["estimator"] == "label" and r["reference"] == "same weights"]
@@ -212,6 +213,7 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.slow
 def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
     """Known ties between rows of the tables."""
     found = diagnosed()
@@ -357,6 +359,7 @@ def test_noise_table_names_the_loss_and_every_estimator() -> None:
 # --- models and input that do not go all the way -------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
     subject = subject_of(decoder_of(conv_mixer=True), tokens=60, batch_size=4)
     found = diagnostic.diagnose(subject, QUICK)

@@ -393,6 +393,7 @@ def test_padding_stops_at_the_models_limit() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_values_that_depend_on_padding_are_flagged() -> None:
     """A model that sees the width of its batch: shuffling, splitting and padding must show it."""
     subject = small(rows=6)

@@ -291,6 +291,7 @@ TODAY = {
 cheaper, so that it stays so."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "layers"), TODAY)
 def test_the_overhead_of_an_observed_step_stays(estimator: str, layers: int) -> None:
     model, batch = model_of(DEEP), DEEP.batch()
