@@ -275,8 +275,8 @@ class _Gate(torch.autograd.Function):
 
     The gradient of a query belongs to the query's own position, so self mode passes it in full and
     cross mode drops it. Those of a key and a value are sums over its own and all later queries, and
-    the kernel gives the sums only. So self mode drops them, and ``_Tap`` adds the k = t terms; cross
-    mode passes them on, and ``_Tap`` takes the k = t terms away.
+    the kernel gives the sums only. So self mode drops them, and ``_Tap`` adds the k = t terms;
+    cross mode passes them on, and ``_Tap`` takes the k = t terms away.
     """
 
     @staticmethod
