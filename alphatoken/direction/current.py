@@ -170,6 +170,9 @@ class DirectionBuilder:
             chosen = self.scope.parameters(biases=self.config.score_bias)
             if self.config.uncovered == "error":
                 chosen |= {name: named[name] for name in self.scope.uncovered}
+        # A tied weight is one parameter with one gradient: counted under two names, its part of
+        # every inner product would be doubled. ``names`` leads each place to the one name that is
+        # kept.
         once: dict[int, str] = {}
         self.names = {name: once.setdefault(id(p), name) for name, p in chosen.items()}
         if not once:
@@ -238,11 +241,13 @@ class DirectionBuilder:
         self._pinned = version
 
     def _current_stamp(self) -> object:
+        """A value that is equal at two times only if G and V need not be rebuilt in between."""
         if self._pinned is not None:
             return ("pinned", self._pinned)
         if self.sharding is not None:  # counters of parts say nothing: always stale
             return object()
-        # Any parameter moves G, frozen ones too if somebody writes to them.
+        # Every parameter of the model counts and not only those in scope: G is a gradient through
+        # all of them, and moves with frozen ones too if somebody writes to them.
         return tuple((id(p), p._version) for p in self.adapter.model.parameters())
 
     def require_gradients(self) -> None:
@@ -263,7 +268,7 @@ class DirectionBuilder:
         stamp = self._current_stamp()
         if stamp == self._stamp:
             return
-        self._stamp = None
+        self._stamp = None  # if building fails, nothing of it may pass for current
         direction = self._build_direction(watcher)
         self.adaptation, self.stability = direction.adaptation, direction.stability
         self._sizes, self._stamp = None, stamp
@@ -290,7 +295,11 @@ class DirectionBuilder:
         return balance(*sizes, self.config.stability_weight)
 
     def direction(self) -> Direction:
-        """Both sides of M in projected form, at the current parameters; P = 1 for "full"."""
+        """Both sides of M as whole matrices, at the current parameters; P = 1 for "full".
+
+        Where M is stale it is built but not stored. ``prepare`` alone stores it, because it shows
+        the first forward to the proofs.
+        """
         if self._current_stamp() != self._stamp:
             return self._build_direction(None)
         return Direction(self.adaptation, self.stability, self.config.stability_weight)
@@ -329,12 +338,12 @@ class DirectionBuilder:
         if self.sharding is not None:
             sums = captured_parts(recorder, loss, self.names, self.sharding)
         else:
-            found = gradient_of(loss, list(self.parameters.values()), retain_graph=True)
+            gradients = gradient_of(loss, list(self.parameters.values()), retain_graph=True)
             sums = {
                 name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
                 if g is None
                 else g.to(wide(g.dtype))
-                for (name, p), g in zip(self.parameters.items(), found, strict=True)
+                for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
             }
         return self._mean("step", sums, 1.0)
 
@@ -352,7 +361,7 @@ class DirectionBuilder:
         gradient: dict[str, Tensor] = {}
         if self.adapts:
             gradient = self._gradient("validation", self.validation, watcher)
-            watcher = None
+            watcher = None  # it has seen a forward; retention batches need not be watched as well
         stability = self._stability(watcher)
         p = self._preconditioner()
         return Direction(
@@ -388,6 +397,7 @@ class DirectionBuilder:
         return mean
 
     def _recording(self) -> AbstractContextManager[Recorder]:
+        # G needs ordinary errors only, for which the model's own attention backward is right.
         return record(self.adapter, self.scope, attention=False, sharding=self.sharding)
 
     def _stability(self, watcher: Watcher | None) -> Matrices | None:
@@ -396,6 +406,7 @@ class DirectionBuilder:
         if self._sharded_drift is not None:
             return self._sharded_drift.direction()
         if isinstance(self.retention, FisherDrift):
+            # Label values move all weights at once, so that V must be whole for them anyway.
             if self.config.offload == "stream" and self.captured:
                 return self.retention.forming(self.parameters)
             return self.retention.direction(self.parameters)
@@ -404,7 +415,7 @@ class DirectionBuilder:
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
         """P that holds for every batch."""
         kind = self.config.preconditioner
-        if kind == "full":
+        if kind == "full":  # it contains the gradient of the step: ``at_step`` applies it per batch
             return None
         if isinstance(kind, Mapping):
             if self.sharding is None:

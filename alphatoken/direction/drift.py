@@ -32,12 +32,12 @@ __all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
-_SAMPLED = 256
+_SAMPLED = 256  # entries of a weight that are compared to see whether it was written to
 
 if TYPE_CHECKING:
     Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 else:
-    Pairs = Mapping  # as ``Matrices``
+    Pairs = Mapping  # as ``Matrices``: a check at run time would read an entry from disk
 
 
 def library_version() -> str:
@@ -91,6 +91,8 @@ class FisherDrift:
 
     def __post_init__(self) -> None:
         rename = (lambda name: name) if self.exact_names else _parameter_name
+        # The dataclass is frozen, so that nothing is replaced once it is checked; its own
+        # ``__post_init__`` writes past that.
         for attribute in ("fisher", "reference", "factors"):
             object.__setattr__(self, attribute, _renamed(getattr(self, attribute), rename))
         object.__setattr__(self, "metadata", _plain(self.metadata))
@@ -103,6 +105,7 @@ class FisherDrift:
         _check_names(set(self.names), set(self.reference))
         for name, weight in self.reference.items():
             _check_finite(weight, name, "reference weight")
+            # Each entry is accessed once: those of a file are read here, and let go of.
             if self.fisher:
                 _check_diagonal(self.fisher[name], weight, name)
             else:
@@ -132,6 +135,7 @@ class FisherDrift:
         Raises:
             FisherError: as for the class.
         """
+        # The transpose of V = S (W - W_ref) A is A (W - W_ref)^T S, both factors being symmetric.
         turned = {_parameter_name(name) for name in transposed}
         pairs = {
             name: (A, S) if _parameter_name(name) in turned else (S, A)
@@ -191,11 +195,12 @@ class FisherDrift:
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
     def forming(self, parameters: Mapping[str, Tensor]) -> Formed[Tensor]:
-        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix when asked for.
+        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix on access.
 
-        Neither V, nor for an opened file F and W_ref, is whole at any time: the device holds those
-        of one matrix. V belongs to the weights as they are at this call. If a weight was written to
-        since (its version counter and a few of its numbers are compared), asking for its V raises.
+        V is never whole in memory, and neither are F and W_ref of an opened file: the device holds
+        those of one matrix at a time. V belongs to the weights as they are at this call. If a
+        weight was written to since (its version counter and a few of its numbers are compared),
+        accessing its V raises.
 
         Args:
             parameters: as for :meth:`direction`.
@@ -208,6 +213,8 @@ class FisherDrift:
             ModelError: on access: the weight has changed since.
         """
         self._require(parameters)
+        # Both are compared because the version counter misses writes through ``.data``, while
+        # numbers spread over the whole weight change with every step of an optimizer.
         before = {name: (w._version, _some_numbers(w)) for name, w in parameters.items()}
 
         @torch.no_grad()
@@ -275,6 +282,7 @@ class FisherDrift:
         self._require(parameters)
         relative: dict[str, float] = {}
         for name, weight in parameters.items():
+            # Only compared with a limit, so float32 will do for float64 weights as well.
             reference = self.reference[name].to(weight.device, torch.float32)
             norm = float(reference.norm())
             if norm > 0:
@@ -387,7 +395,10 @@ class FisherDrift:
         *,
         whole: bool,
     ) -> FisherDrift:
-        """The Fisher that a file's description speaks of; its entries by ``read``."""
+        """The Fisher that a file's description names, with entries read by ``read``.
+
+        With ``whole`` all entries are read now; otherwise each is read when it is accessed.
+        """
         names, metadata = json.loads(description["names"]), json.loads(description["metadata"])
 
         def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
@@ -432,6 +443,7 @@ def check_distance(relative: Mapping[str, float], most: float | None) -> None:
     """
     if most is None or not relative:
         return
+    # The median, so that a few matrices that moved far in training do not decide.
     middle = median(relative.values())
     if not middle <= most:
         worst = max(relative, key=lambda name: relative[name])

@@ -1,8 +1,8 @@
-"""Preconditioners from a live optimizer: finds it, its groups and its state, and asks ``updates``.
+"""Preconditioners from a live optimizer: its groups and state are found here, read in ``updates``.
 
-torch.optim's Adam family, RMSprop, Adagrad and Adadelta; those of torch_optimizer whose second
-moment is plain to read; and low-bit ones whose state can be dequantised. Wrappers of accelerate and
-torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
+Served are torch.optim's Adam family, RMSprop, Adagrad and Adadelta, those of torch_optimizer whose
+second moment is plain to read, and low-bit ones whose state can be dequantised. The wrappers of
+accelerate and torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def full_preconditioners(
     updates = _updates(optimizer, parameters, scaled, after)
     if updates is None:
         return None
-    found = {}
+    preconditioners = {}
     for name, (update, g) in updates.items():
         assert g is not None
+        # The optimizer sees kappa g, so du/dg = kappa u'(kappa g).
         p = gradient_scale * full_preconditioner(update, g)
-        found[name] = _like(parameters[name], _finite(name, p))
-    return found
+        preconditioners[name] = _like(parameters[name], _finite(name, p))
+    return preconditioners
 
 
 def clip_factor(gradients: Iterable[Tensor], max_norm: float) -> float:
@@ -172,7 +173,7 @@ def _updates(
     after: int,
 ) -> dict[str, tuple[Update, Tensor | None]] | None:
     check_optimizer(optimizer)
-    found = {}
+    updates = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -182,10 +183,11 @@ def _updates(
                 remedy="give every parameter's summed gradient, or preconditioner='frozen'",
             )
         read = read_update(optimizer, parameter, None if gradients is None else gradients[name])
+        # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
             return None
-        found[name] = read
-    return found
+        updates[name] = read
+    return updates
 
 
 def _opened(optimizer: Any) -> tuple[Any, Any]:
@@ -201,6 +203,8 @@ def _opened(optimizer: Any) -> tuple[Any, Any]:
         else:
             break
 
+    # Lookahead's step number 0 of a round is followed by the pull towards the slow weights, which
+    # leaves alpha of what the inner step did. Other steps go through whole.
     def factor(group: Mapping[str, Any]) -> float:
         return math.prod(ahead) if group.get("counter") == 0 else 1.0
 
@@ -230,7 +234,7 @@ def _place(optimizer: Any, parameter: Tensor) -> tuple[int, int, Mapping[str, An
     """Number of the group, number within it, the group, and the parameter as it is held."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, own in enumerate(group["params"]):
-            if own is parameter:
+            if own is parameter:  # ``==`` would compare the numbers
                 return group_index, index, group, own
     raise ConfigError(
         "a scored parameter is not held by the optimizer",
