@@ -115,6 +115,7 @@ class Scorer:
         sharding: Sharding | None = None,
     ) -> None:
         config = config or ScorerConfig()
+        # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
         whole = reduce is None and sharding is None
@@ -209,10 +210,12 @@ class Scorer:
     ) -> None:
         """Use another retention term from now on; the next use builds V anew."""
         self.builder.set_retention(retention)
+        # Only now: a retention term that was refused must not be what the certificate compares
+        # with.
         self.given = replace(self.given, retention=retention)
 
     def set_stability_weight(self, stability_weight: float) -> None:
-        """Change lambda; nothing is built anew."""
+        """Change lambda; G and V are kept, since lambda enters only where both are summed."""
         self.builder.config = replace(self.config, stability_weight=stability_weight)
         config = replace(self.given.config, stability_weight=stability_weight)
         self.given = replace(self.given, config=config)
@@ -250,6 +253,7 @@ class Scorer:
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
         valuer.prepare()
+        # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
@@ -266,9 +270,10 @@ class Scorer:
         the first scored one are not run again. Only the last forward with a graph is kept.
 
         Args:
-            interaction: keep what ``Observed.interaction`` needs; of no consequence for
-                estimators with self-only errors, which have it anyway.
+            interaction: keep the self-only errors that ``Observed.interaction`` needs. Estimators
+                that contract such errors compute them anyway.
         """
+        # M first: its forwards on the validation set must not be taken for the observed one.
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
@@ -342,6 +347,7 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
+        # By name, because the certificate imports the scorer that it certifies.
         module = importlib.import_module("alphatoken.fidelity.certificate")
         certificate: Certificate = module.certify(
             self,

@@ -61,13 +61,15 @@ class TokenValues:
             "stability_causal": self.stability_causal,
         }
         whole = {"adaptation": self.adaptation, "stability": self.stability}
-        found = {k: v for k, v in split.items() if v is not None}
-        found = found or {k: v for k, v in whole.items() if v is not None}
+        # Both sets sum to the total, so only one of them may be given: the finer where there is
+        # one.
+        parts = {k: v for k, v in split.items() if v is not None}
+        parts = parts or {k: v for k, v in whole.items() if v is not None}
         weight = self.stability_weight
-        return {k: v * weight if k.startswith("stability") else v for k, v in found.items()}
+        return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
     def total_alone(self) -> TokenValues:
-        """The same without components."""
+        """The same values without components, as ``components=False`` returns them."""
         return replace(
             self,
             adaptation=None,

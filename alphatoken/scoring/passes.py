@@ -24,7 +24,7 @@ class Weights:
 
     @classmethod
     def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
-        """Detached and checked."""
+        """Check the shapes of both, and detach them: values take them as constants."""
         for name, weights in (("token_weights", token), ("step_weights", step)):
             if weights is not None and weights.shape != mask.shape:
                 raise InputError(
@@ -45,6 +45,7 @@ class Weights:
                 "known from the values' weights",
                 remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
             )
+        # Float64, because 1 / n is then exact enough for whatever dtype the losses have.
         return mask.double() / mask.sum()
 
 
@@ -83,6 +84,7 @@ class Pass:
         """
         _, losses = self.recorded
         weights = self.weights.token
+        # Values may be asked for under ``torch.no_grad``; the losses have their graph all the same.
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
         return _attached(loss)
