@@ -155,7 +155,7 @@ class Scorer:
 
     @property
     def warn(self) -> bool:
-        """Say so once when one side of M decides the ranking alone; True at first."""
+        """Whether the scorer warns, once, when one side of M decides the ranking alone."""
         return self.valuer.warn
 
     @warn.setter
@@ -169,7 +169,7 @@ class Scorer:
 
     @property
     def coverage(self) -> CoverageReport:
-        """What is in scope, and the proofs; filled at the first use."""
+        """What is in scope, and what was proved about it so far; proofs run at the first use."""
         return self.valuer.witness.report
 
     @property
@@ -184,9 +184,10 @@ class Scorer:
 
     @property
     def direction(self) -> Direction:
-        """M's two sides at the current parameters, in projected form.
+        """M's two sides at the current parameters, as whole matrices.
 
-        With ``preconditioner="full"`` M depends on the batch as well: this is it with P = 1.
+        With ``preconditioner="full"`` M depends on the batch as well, and P is left out (P = 1)
+        here; ``direction_for`` gives M for a batch.
         """
         return self.builder.direction()
 
@@ -221,10 +222,10 @@ class Scorer:
         self.given = replace(self.given, config=config)
 
     def pin(self, version: object | None) -> None:
-        """Let ``version`` decide when G and V are stale, by equality; None goes back.
+        """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
 
-        For weights that change without their version counters (through ``.data``, or in shards),
-        and to keep a direction over several steps.
+        This is for weights that change without their version counters (through ``.data``, or in
+        shards), and for keeping a direction over several steps. None returns to the counters.
         """
         self.builder.pin(version)
 
@@ -283,9 +284,10 @@ class Scorer:
     def direction_for(
         self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None
     ) -> Direction:
-        """M's two sides as ``score`` takes them for this batch; needs whole weights.
+        """M's two sides as ``score`` takes them for this batch; needs weights that are not sharded.
 
-        The same as ``direction`` unless ``preconditioner="full"``, which depends on the batch.
+        They differ from ``direction`` only under ``preconditioner="full"``, which depends on the
+        batch.
         """
         if self.config.preconditioner != "full":
             return self.direction
@@ -302,9 +304,10 @@ class Scorer:
         weights: Tensor | None = None,
         direction: Mapping[str, Tensor] | None = None,
     ) -> Columns:
-        """Columns by position of use for one direction, with weighted losses.
+        """Columns by position of use for one direction, with weighted losses; for diagnostics.
 
-        For diagnostics; needs a captured estimator (label has rows, no columns), and whole weights.
+        This needs an estimator with captured errors (label gives rows of Psi and no columns), and
+        weights that are not sharded.
 
         Args:
             batch: checked.

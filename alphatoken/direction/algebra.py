@@ -72,7 +72,7 @@ def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | Non
 def balance(
     adaptation: Mapping[str, float], stability: Mapping[str, float], stability_weight: float
 ) -> dict[str, float]:
-    """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
+    """``||lambda V|| / ||G||`` per parameter, by which lambda, which has no unit, can be chosen.
 
     Args:
         adaptation: norms of G.

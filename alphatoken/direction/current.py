@@ -101,7 +101,7 @@ class DirectionBuilder:
         return self.config.objective != "adaptation" and self.retention is not None
 
     def set_validation(self, validation: Sequence[Any]) -> None:
-        """Another validation set; G is built anew at the next use."""
+        """Take another validation set; G is built anew at the next use."""
         if self.adapts and not validation:
             raise InputError(
                 "no validation tokens",
@@ -113,7 +113,7 @@ class DirectionBuilder:
         self.invalidate()
 
     def set_retention(self, retention: Retention) -> None:
-        """Another retention term, once it is checked; V is built anew at the next use."""
+        """Take another retention term, once it is checked; V is built anew at the next use."""
         if retention is None and self.config.objective == "stability":
             raise ConfigError(
                 "objective='stability' needs a retention term",
@@ -136,7 +136,7 @@ class DirectionBuilder:
         self.invalidate()
 
     def _check_drift(self, drift: FisherDrift) -> ShardedDrift | None:
-        """Raise unless the drift fits the model; its parts under sharded weights."""
+        """Raise unless the drift fits the model; under sharded weights return its parts."""
         limit = self.config.max_relative_drift
         if self.sharding is None:
             drift.check(self.adapter, list(self.parameters), max_relative_drift=limit)
@@ -290,7 +290,7 @@ class DirectionBuilder:
         return balance(*self._sizes, self.config.stability_weight)
 
     def balance_of(self, direction: Direction) -> dict[str, float]:
-        """The same of another direction."""
+        """``||lambda V|| / ||G||`` per parameter of another direction, such as one for a step."""
         sizes = self._norms(direction.adaptation, direction.stability)
         return balance(*sizes, self.config.stability_weight)
 
@@ -373,7 +373,7 @@ class DirectionBuilder:
     def _gradient(
         self, role: str, batches: Sequence[Any], watcher: Watcher | None
     ) -> dict[str, Tensor]:
-        """Mean gradient of one objective."""
+        """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
         if self.sharding is None:
             sums, count = objective_sums(
                 self.adapter, self.parameters, batches, first=self.first, role=role, watcher=watcher
@@ -413,7 +413,7 @@ class DirectionBuilder:
         return self._gradient("retention", as_batches(self.retention), watcher)
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
-        """P that holds for every batch."""
+        """P where it is the same for every batch: frozen, or the user's own mapping."""
         kind = self.config.preconditioner
         if kind == "full":  # it contains the gradient of the step: ``at_step`` applies it per batch
             return None
@@ -437,8 +437,9 @@ class DirectionBuilder:
 
 
 def _optimizers() -> ModuleType:
-    """The readers of optimizers, loaded when a preconditioner asks for one.
+    """The module that reads optimizers, loaded when a preconditioner asks for it.
 
-    They know sharded state, and so load torch's distributed tensors, which not every torch has.
+    It handles sharded state and so imports torch's distributed tensors, which not every build of
+    torch has.
     """
     return importlib.import_module("alphatoken.direction.optimizers")

@@ -72,8 +72,8 @@ class FisherDrift:
         exact_names: see above.
         shapes: of each parameter, known without reading it.
 
-    The three mappings may be ``Formed`` (see :meth:`open`): they are then read through once, entry
-    by entry, to be checked, and kept as they are, names included.
+    The three mappings may be ``Formed`` (see :meth:`open`). Their entries are then read once, one
+    by one, to be checked; the mappings are kept as they are, and their names are not changed.
 
     Raises:
         FisherError: nothing given, both kinds given, other shapes, a NaN, an infinity or a
@@ -121,7 +121,7 @@ class FisherDrift:
         transposed: Iterable[str] = (),
         metadata: Mapping[str, Any] | None = None,
     ) -> FisherDrift:
-        """From pairs (S_F, A_F) of shapes (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
+        """Build it from pairs (S_F, A_F), (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
 
         Scale: A_F a mean over tokens, S_F a mean over sequences of the sum over positions; then
         tr(S_F) tr(A_F) is comparable with the trace of the per-sequence diagonal.
@@ -160,13 +160,14 @@ class FisherDrift:
 
     @property
     def streamed(self) -> bool:
-        """Whether its numbers are read from a file whenever they are needed."""
+        """Whether F and W_ref are read from a file whenever they are needed."""
         return isinstance(self.reference, Formed)
 
     def to(self, device: torch.device | str) -> FisherDrift:
-        """The same on another device (V is computed on the weights' device in any case).
+        """The same Fisher on another device (V is computed on the weights' device in any case).
 
-        One that is read from its file stays there for "cpu"; on another device it is whole.
+        A Fisher that was left on disk stays there for "cpu". For any other device it is read into
+        that device's memory.
         """
         if self.streamed and torch.device(device).type == "cpu":
             return self
@@ -374,11 +375,11 @@ class FisherDrift:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
-        """The same as :meth:`load`, but left on disk: entries are read when they are asked for.
+        """The same as :meth:`load`, but left on disk: entries are read when they are accessed.
 
-        The file is gone through twice, for its digest and for the checks of the class, one entry
-        in memory at a time. It must stay as it is: one that is replaced, cut or written to is
-        refused when it is next read. V and all that follows are those of :meth:`load` to the bit.
+        Opening reads the file twice, for its digest and for the checks of the class, with one entry
+        in memory at a time. The file must then stay as it is: if it was replaced, cut or written
+        to, the next access raises. V is the same as after :meth:`load`, to the bit.
 
         Raises:
             FisherError: as :meth:`load`.
@@ -462,7 +463,7 @@ def _parameter_name(name: str) -> str:
 
 
 def _some_numbers(weight: Tensor) -> Tensor:
-    """A copy of evenly spread entries: a step moves them all, through ``.data`` too."""
+    """A copy of some evenly spread entries, by which a later write to the weight is noticed."""
     flat = weight.detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
 

@@ -160,7 +160,7 @@ def fit_fisher(
 
 @dataclass(frozen=True)
 class _Settings:
-    """Everything but model, layers and prompts that the result depends on."""
+    """The options that the result depends on; model, layers and prompts come beside them."""
 
     samples: int
     structure: str
@@ -277,7 +277,7 @@ class _Fit:
         return dict(zip(batch, drawn, strict=True))
 
     def _add(self, index: int, response: Tensor | None) -> None:
-        """One sequence: forward, log-likelihood of its sampled labels, moments."""
+        """Add one sequence to the moments: a forward, its sampled labels, their log-likelihood."""
         i = index % self.prompts_given
         given = self.given[i]
         if response is None:
@@ -377,7 +377,7 @@ def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list
 
 @contextmanager
 def _undisturbed(adapter: DecoderAdapter) -> Iterator[None]:
-    """Eval mode, no checkpointing, no ambient inference mode; everything put back afterwards."""
+    """Run a fit in eval mode, without checkpointing or inference mode; put all back afterwards."""
     devices = {p.device.index for p in adapter.model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         # Inference mode first: nothing made inside it could ever be part of a graph.
@@ -415,7 +415,7 @@ class _Checkpoint:
         write_tensors(self._path, fit.moments.sums, description, error=FisherError)
 
     def resume(self, tracker: Tracker) -> None:
-        """Take over what the file holds, if there is one.
+        """Go on from the sums in the file, if there is one.
 
         Raises:
             FisherError: it is unreadable, or of a fit with other arguments.
@@ -444,7 +444,7 @@ class _Checkpoint:
         tracker.resume(fit.done)
 
     def remove(self) -> None:
-        """The fit is complete: its file is no longer needed."""
+        """Remove the file; called when the fit is complete and its result is written."""
         self._path.unlink(missing_ok=True)
 
 

@@ -50,7 +50,7 @@ class DiagonalMoments:
         }
 
     def observing(self) -> AbstractContextManager[None]:
-        """Nothing to capture: autograd gives the gradients."""
+        """A context that does nothing, since autograd gives the gradients without any capture."""
         return nullcontext()
 
     def add(self, log_likelihood: Tensor) -> None:
@@ -112,7 +112,7 @@ class KroneckerMoments:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Hook the scored linears."""
+        """Record the inputs and errors of the scored linears inside, for ``add``."""
         with record(self._adapter, self._scope, attention=False) as recorder:
             self._recorder = recorder
             try:
@@ -174,7 +174,7 @@ class KroneckerMoments:
         self._proved = True
 
     def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """(left, right) in each parameter's own layout; a bias has (S_F, [[1]])."""
+        """Factors (left, right) of each parameter in its stored layout; of a bias (S_F, [[1]])."""
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, key in self._key.items():
             linear = self._linears[name]

@@ -151,7 +151,7 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class GradientReducer(Protocol):
-    """Makes a mean of summed gradients: called once a build, with what this process has."""
+    """Makes a mean of summed gradients: called once a build, with the sums of this process."""
 
     def __call__(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         """Mean gradient by parameter name.
@@ -204,7 +204,7 @@ def stream_losses(
     recording: Callable[[], AbstractContextManager[Recorder]] | None = None,
     watcher: Watcher | None = None,
 ) -> float:
-    """One forward a piece of the objective: its weighted loss sum, with a graph, to ``consume``.
+    """Run one forward for each piece of an objective, and hand its weighted loss to ``consume``.
 
     Args:
         adapter: of the model.
@@ -281,7 +281,7 @@ def captured_sums(
     role: str = "validation",
     watcher: Watcher | None = None,
 ) -> tuple[dict[str, Tensor], float]:
-    """The same where weights are sharded: from captured inputs and errors, one matrix at a time.
+    """``objective_sums`` for sharded weights: from captured inputs and errors, matrix by matrix.
 
     Autograd is never asked for a weight's gradient. Each process forms its own sum of outer
     products, ``sharding.reduce`` adds them up over the processes and keeps this process's part.

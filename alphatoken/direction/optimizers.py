@@ -191,7 +191,7 @@ def _updates(
 
 
 def _opened(optimizer: Any) -> tuple[Any, Any]:
-    """The innermost optimizer, and the factor by group that look-ahead puts on its step."""
+    """The innermost optimizer, and a function that gives Lookahead's factor on a group's step."""
     ahead = []
     while True:
         names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
@@ -231,7 +231,7 @@ def _rule(optimizer: Any) -> Rule:
 
 
 def _place(optimizer: Any, parameter: Tensor) -> tuple[int, int, Mapping[str, Any], Tensor]:
-    """Number of the group, number within it, the group, and the parameter as it is held."""
+    """Where an optimizer holds a parameter: (group's number, number in it, group, parameter)."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, own in enumerate(group["params"]):
             if own is parameter:  # ``==`` would compare the numbers
@@ -248,7 +248,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient's shard that belongs to the parameter's; a whole or a local one may come."""
+    """The part of a gradient that matches the parameter's local shard.
+
+    The gradient may be given sharded in any layout, whole on every rank, or as the shard itself.
+    """
     if isinstance(gradient, DTensor):
         if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -267,7 +270,7 @@ def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _like(parameter: Tensor, p: Tensor) -> Tensor:
-    """P as the parameter is laid out."""
+    """P in the parameter's layout: a DTensor where the parameter is one."""
     if not isinstance(parameter, DTensor):
         return p
     return DTensor.from_local(

@@ -10,7 +10,8 @@ and P is du/dg. For Adam, with s the number of the step and v^, m^ including g,
 
     P = c / (sqrt(v^) + eps)  -  m^ (1 - beta2) g / ((1 - beta2^s) sqrt(v^) (sqrt(v^) + eps)^2)
 
-with ``c = (1 - beta1) / (1 - beta1^s)``. Momentum and decoupled decay are constants.
+with ``c = (1 - beta1) / (1 - beta1^s)``. Momentum and decoupled decay do not depend on g: they are
+constants, and have no part in P.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def adam_update(
     raw_eps: bool = False,
     bias_correction: bool = True,
 ) -> Update:
-    """The step of Adam and its kin from their raw state.
+    """The step of Adam and its relatives, from their state as the optimizer stores it.
 
     ``u = m^ / (sqrt(v^) + eps)``, m^ = m_s / (1 - beta1^s), v^ = v_s / (1 - beta2^s), s = steps+1.
 

@@ -53,11 +53,11 @@ class Held:
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """Number of steps that the optimizer has taken on this parameter."""
         return int(self.state.get("step", 0))
 
     def number(self, key: str) -> float:
-        """A number of the group."""
+        """An option of the parameter's group, as a number."""
         return float(self.group[key])
 
     def tensor(self, key: str) -> Tensor:
@@ -80,7 +80,7 @@ class Held:
 
 
 def unreadable(optimizer: object, key: str, found: object) -> ConfigError:
-    """State that is there, but not as one number an entry of the parameter."""
+    """The error for state that does not hold one number for each entry of the parameter."""
     got = f"{key} of {type(optimizer).__qualname__}: "
     if isinstance(found, Tensor):
         got += f"{tuple(found.shape)} {found.dtype}"
@@ -140,7 +140,7 @@ def _rectified(held: Held, length: float) -> float | None:
 
 
 def _plain(update: Update, offset: float = 1.0) -> Update:
-    """The same numerator over 1: early steps of the rectified optimizers."""
+    """The update with its denominator replaced by 1, as in a rectified optimizer's early steps."""
     ones = torch.ones_like(update.before)
     scaled = offset * update.slope, offset * update.offset
     return replace(
@@ -149,7 +149,7 @@ def _plain(update: Update, offset: float = 1.0) -> Update:
 
 
 def _radam(held: Held) -> Update:
-    """Adam with rectification, constant in g; before that m^ alone."""
+    """Adam with rectification, a factor without g; in the early steps the numerator m^ only."""
     update = _adam(held, raw_eps=True)  # both RAdams add eps before they correct the bias of v
     factor = _rectified(held, 5.0)
     return _plain(update) if factor is None else replace(update, factor=factor)
@@ -207,7 +207,7 @@ def _adamax(held: Held) -> Update:
 
 
 def _adabelief(held: Held) -> Update:
-    """W is the variance around the mean: ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
+    """Adam with the variance around the mean: w = ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
     (beta1, beta2), number = held.betas, held.steps + 1
     m, v, two = held.tensor("exp_avg"), held.tensor("exp_avg_var"), 1 - beta2**number
     old = 1 - beta2**held.steps if held.steps else 1.0
@@ -251,7 +251,7 @@ def _lamb(held: Held) -> Update:
 
 
 def _trust(held: Held) -> float:
-    """The trust ratio of the next step; of the last one where no gradient is known."""
+    """The trust ratio of the next step; without a gradient (frozen form) that of the last one."""
     g = held.gradient
     if g is None:
         return float(held.state["trust_ratio"])

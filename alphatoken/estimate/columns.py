@@ -42,7 +42,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of M as it is contracted, or ``matrices + weight * others``, both sides in one.
+    """One side of M as it is contracted; or both sides in one, ``matrices + weight * others``.
 
     Attributes:
         matrices: parameter name -> M, or this process's part of it. If it is ``Formed``, each
@@ -70,9 +70,9 @@ class Side:
 def total_side(
     adaptation: Side | None, stability: Side | None, stability_weight: float
 ) -> Side | None:
-    """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
+    """``M = P o (G + lambda V)`` as one side, for one contraction instead of two.
 
-    None where it saves nothing: there is one side only.
+    The result is None where there is one side only, and nothing to save.
     """
     if adaptation is None or stability is None:
         return None

@@ -61,7 +61,7 @@ def captured_gradients(
 def _terms(
     use: LinearUse, error: Tensor, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, gradient, sum of its terms' norms) of the weight and the bias of one use."""
+    """Yield (name, gradient, sum of the norms of its terms) for a use's weight, then its bias."""
     linear, gradient = use.linear, contraction.outer_sum(error, use.x)
     # A term delta (x) x has rank 1, so its Frobenius norm is ||delta|| ||x||.
     sizes = error.to(gradient).norm(dim=-1)

@@ -158,7 +158,7 @@ class LabelledBatch:
 
     @property
     def positions(self) -> int:
-        """Number of positions, padding left out where an attention mask names it."""
+        """Number of positions; padding does not count where an attention mask marks it."""
         attention = self.inputs.get("attention_mask")
         if isinstance(attention, Tensor) and attention.dim() == 2:
             return int((attention != 0).sum())
@@ -185,7 +185,7 @@ class LabelledBatch:
 
 
 def _longest(batch: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence: of a packed row, positions of its longest document."""
+    """Length of the longest sequence; in packed rows that is the longest document's."""
     position_ids, length = batch.get("position_ids"), int(batch["input_ids"].shape[1])
     if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
         return int(position_ids.max()) + 1
@@ -293,7 +293,7 @@ class PreferenceBatch:
         require_choice("normalization", self.normalization, ("tokens", "pairs"), InputError)
 
     def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
-        """Chosen then rejected: (batch, reference log-probabilities, sign)."""
+        """Yield (batch, reference log-probabilities, sign): chosen first, then rejected."""
         yield self.chosen, self.reference_chosen, 1
         yield self.rejected, self.reference_rejected, -1
 
@@ -311,7 +311,7 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
 
 
 def as_batches(validation: Any) -> Sequence[Any]:
-    """One batch, preference batch, or several of either, as a sequence."""
+    """What a user may pass as validation data, as a sequence: one item, or several of them."""
     if isinstance(validation, (Mapping, PreferenceBatch)):
         return [validation]
     return validation if isinstance(validation, Sequence) else list(validation)

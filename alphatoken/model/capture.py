@@ -85,7 +85,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
 
 @dataclass(frozen=True)
 class Scope:
-    """What is valued: the scored layers and their trainable linears.
+    """What is valued: the scored layers and their trainable linears (S in docs/notation.md).
 
     Attributes:
         layers: indices of the scored layers.
@@ -223,7 +223,7 @@ class ObservedForward:
 
 @dataclass
 class Recorder:
-    """What the last forward with a graph left: uses of scored linears, attention calls, in order.
+    """Keeps what the last forward with a graph left: uses of scored linears, attention calls.
 
     The hooks of ``record`` call it while the model runs. A user may run the model many times inside
     the context, with gradients (training) and without (generation, a reference), and only the last
@@ -338,7 +338,7 @@ class Recorder:
             self.begun.plain = isinstance(output, Tensor)
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a decoder block runs."""
+        """Before a decoder block runs: count it."""
         # The user has called a decoder block, not the model: there was no on_forward.
         if self.begun is None:
             self.begun = ObservedForward((), {})
@@ -352,7 +352,7 @@ class Recorder:
             self.on_linear(linear, args[0], output)
 
     def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
-        """Keep one use; forwards without a graph (generation, references) leave no trace."""
+        """Keep one use if it is in a graph; generation and reference models leave no trace."""
         if s.requires_grad:
             self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))

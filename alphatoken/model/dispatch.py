@@ -124,7 +124,7 @@ def _entry(name: str) -> Any:
 
 
 def _installed(name: str) -> _Dispatch:
-    """The dispatch on top of the registry, put there if somebody else's entry is."""
+    """The dispatch on top of the registry; one is put there unless the top entry is one already."""
     top = _entry(name)
     if isinstance(top, _Dispatch):
         return top
@@ -191,7 +191,11 @@ def _translated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[AttentionCall, NativeAttention, list[Tensor | None]]:
-    """One call of the interface in the canonical layout, its kernel, and where weights appear."""
+    """One call of the registry's interface, translated for overrides.
+
+    Returns the call in the canonical layout, the kernel with all other arguments bound, and a list
+    in which the kernel's attention weights appear after it has run (eager kernels return them).
+    """
     # Models pass the mask by position or by name, and kernels differ in what they name; binding to
     # the kernel's own signature gives each argument the name under which the kernel reads it.
     bound = inspect.signature(kernel).bind_partial(module, *tensors, *args, **kwargs)

@@ -220,7 +220,7 @@ class TransformersAdapter:
                     _resume(module)
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that shape the logits, without a cache; what shapes a loss is dropped."""
+        """The inputs that the logits depend on, without a cache; those of a loss are dropped."""
         kept = {k: v for k, v in inputs.items() if k not in _LOSS_KEYWORDS}
         return {**kept, "use_cache": False}
 

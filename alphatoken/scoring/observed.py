@@ -100,8 +100,8 @@ class Observed:
     def components(self) -> TokenValues:
         """The values of the last ``values`` call with their components.
 
-        ``total`` and ``unassigned`` are the same tensors as there, so that who looks at the
-        components changes nothing; they are the components' sum up to rounding.
+        ``total`` and ``unassigned`` are the very tensors of that call, so that looking at the
+        components cannot change a selection. The components sum to them up to rounding.
 
         Raises:
             ModelError: ``values`` was not called.

@@ -35,7 +35,10 @@ class Weights:
         return cls(*(None if w is None else w.detach() for w in (token, step)))
 
     def of_step(self, mask: Tensor) -> Tensor:
-        """d(loss of the step) / d(token loss); the mean over response tokens if not given."""
+        """d(loss of the step) / d(token loss).
+
+        Where it is not given, the step's loss is taken to be the mean over the response tokens.
+        """
         if self.step is not None:
             return self.step
         if self.token is not None:
@@ -102,7 +105,7 @@ class Pass:
 
 
 def _attached(loss: Tensor) -> Tensor:
-    """The loss, if it has a graph."""
+    """The loss itself; raises where it has no graph that errors could be taken through."""
     if not loss.requires_grad:
         raise foreign_scores("a detached tensor")
     return loss

@@ -77,7 +77,7 @@ class Valuer:
     def read(
         self, batch: Mapping[str, Any], token_weights: Tensor | None, step_weights: Tensor | None
     ) -> tuple[LabelledBatch, Weights]:
-        """The batch and its weights, checked."""
+        """Check a batch and the weights on its token losses; the first step of every valuation."""
         checked = read_batch(batch, max_length=self.adapter.max_positions())
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
@@ -120,7 +120,11 @@ class Valuer:
         return values
 
     def sides(self, seen: Pass, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """What is contracted for this pass: G and V, and their balance; or M alone."""
+        """What is contracted for this pass: both sides of M with their balance, or M as one side.
+
+        Without ``components`` both sides are summed first, which saves a contraction. The balance
+        is left empty there.
+        """
         builder = self.builder
         # "full" makes M depend on the step's own gradient, hence on this pass.
         if self.config.preconditioner == "full":
@@ -177,7 +181,7 @@ class Valuer:
         return replace(seen, kept_errors=errors)
 
     def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
-        """Values by errors at linears, contracted with each side."""
+        """Values for all estimators but label: errors at the linears, contracted with each side."""
         builder, (recorder, losses) = self.builder, seen.recorded
         present = [side for side in sides if side is not None]
         # Nothing kept: both sides are contracted inside the backward, with each error as it comes.
@@ -200,7 +204,7 @@ class Valuer:
         return adaptation, stability
 
     def _label(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
-        """Label values along each side, by dual forwards."""
+        """Label values along each side, by one dual forward each."""
         start = self._start(seen)
 
         def along(side: Side) -> Parts:

@@ -70,7 +70,7 @@ def check_values(values: Tensor, mask: Tensor) -> None:
 def response_values(
     values: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """Each response's mean value, at all of its tokens: to keep or drop responses whole.
+    """Each response's mean value, at all of its tokens, to keep or drop whole responses by.
 
         u_bt = (1 / |R_b|) sum over s in R_b of v_bs          t in R_b;  0 elsewhere
 

@@ -196,7 +196,7 @@ def _fill(sizes: list[int], total: int, cap: int) -> list[int]:
 
 
 def _shared(values: Tensor, total: int, cap: int) -> Tensor:
-    """``_fill`` by the positive part of the values, in their own order."""
+    """Share ``total`` out by the positive part of the values; shares in the values' order."""
     order = torch.sort(values, descending=True, stable=True).indices
     positive = values[order].clamp(min=0)
     # Relative to the largest, because only proportions matter and the scale of values is arbitrary.

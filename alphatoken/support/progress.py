@@ -113,7 +113,7 @@ class Tracker:
         self._first = done
 
     def note(self, text: str) -> None:
-        """Say something with the next report."""
+        """Set the note that goes with all further reports."""
         self._note = text
 
     def report(self, done: int) -> None:

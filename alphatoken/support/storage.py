@@ -152,8 +152,8 @@ class TensorFile:
     Opening streams through the whole file once, for its digest, and keeps nothing of it. Each read
     maps the file, copies one tensor and lets go of it: what is read is the caller's alone, and what
     is not needed is nowhere in memory. A file that was replaced, cut or written to since it was
-    opened is refused (device, inode, size and times of change are compared, which costs nothing;
-    who sets back a file's clock is not found out).
+    opened is refused. Device, inode, size and times of change are compared, which costs nothing;
+    a file whose times were set back on purpose is not noticed.
 
     Args:
         path: of the file; must stay there.
