@@ -38,14 +38,16 @@ class ScorerConfig:
             causal part).
         layers: scored decoder layers: K for the last K, "all", or indices.
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
-        stability_weight: lambda; without natural unit (see ``Direction.balance``).
+        stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
+            (``Direction.balance``) before choosing it.
         head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
         causal_position: the causal column of token i is taken where the token is predicted
             ("label", position i - 1) or where it is read ("context", position i).
         preconditioner: None; "frozen" or "full", from the optimizer handed to the scorer; or a
             mapping from parameter name to P. "frozen" holds the step's denominator fixed; "full"
             is the exact derivative of the step, and is built anew for each batch, because it
-            contains the gradient that the step will see (``step_weights``).
+            contains the gradient that the step will see (``step_weights`` of
+            ``Scorer.score`` and ``Observed.values``).
         precondition_after: P = 1 until the optimizer has taken this many steps; the frozen form is
             wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         score_bias: biases of the scored linears take part.
@@ -62,9 +64,10 @@ class ScorerConfig:
             from its file (``FisherDrift.open``) neither F, W_ref nor V is then ever whole. The
             values are the same to the bit; the price is one pass over the file for each batch,
             and one for the balance. The weights must not change between a forward and its values,
-            nor under a pinned direction: refused. ``label`` moves all weights at once, so V is
-            built whole for it, from one matrix of F and W_ref at a time. Where weights are
-            sharded, each process holds its part of F, W_ref and V with either.
+            nor under a pinned direction; if they do, an error is raised. ``label`` moves all
+            weights at once, so V is built whole for it, from one matrix of F and W_ref at a time.
+            Where weights are sharded, each process holds its part of F, W_ref and V with either
+            setting.
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.
@@ -96,6 +99,7 @@ class ScorerConfig:
             )
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
+        # A bool is an int: window=True would mean 1.
         if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
             raise ConfigError("window must be None or at least 0", got=repr(self.window))
         if not abs(self.stability_weight) < float("inf"):

@@ -34,13 +34,14 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     A fixed ``stacklevel`` points into the library as soon as there is another way to the warning.
     (From Python 3.12 on ``skip_file_prefixes`` does the same.)
     """
-    # torch: its decorators stand between two frames of the library.
+    # torch is skipped too, because its decorators stand between two frames of the library.
     modules = (sys.modules.get(name) for name in ("alphatoken", "torch"))
     files = [module.__file__ for module in modules if module is not None and module.__file__]
     within = tuple(os.path.join(os.path.dirname(file), "") for file in files)
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(within):
         frame = frame.f_back
+    # The caller's own registry, so that "once per place" means the caller's line.
     warnings.warn_explicit(
         message,
         category,

@@ -115,6 +115,7 @@ class Scorer:
         sharding: Sharding | None = None,
     ) -> None:
         config = config or ScorerConfig()
+        # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
         whole = reduce is None and sharding is None
@@ -154,7 +155,7 @@ class Scorer:
 
     @property
     def warn(self) -> bool:
-        """Say so once when one side of M decides the ranking alone; True at first."""
+        """Whether the scorer warns, once, when one side of M decides the ranking alone."""
         return self.valuer.warn
 
     @warn.setter
@@ -168,7 +169,7 @@ class Scorer:
 
     @property
     def coverage(self) -> CoverageReport:
-        """What is in scope, and the proofs; filled at the first use."""
+        """What is in scope, and what was proved about it so far; proofs run at the first use."""
         return self.valuer.witness.report
 
     @property
@@ -183,9 +184,10 @@ class Scorer:
 
     @property
     def direction(self) -> Direction:
-        """M's two sides at the current parameters, in projected form.
+        """M's two sides at the current parameters, as whole matrices.
 
-        With ``preconditioner="full"`` M depends on the batch as well: this is it with P = 1.
+        With ``preconditioner="full"`` M depends on the batch as well, and P is left out (P = 1)
+        here; ``direction_for`` gives M for a batch.
         """
         return self.builder.direction()
 
@@ -209,19 +211,21 @@ class Scorer:
     ) -> None:
         """Use another retention term from now on; the next use builds V anew."""
         self.builder.set_retention(retention)
+        # Only now: a retention term that was refused must not be what the certificate compares
+        # with.
         self.given = replace(self.given, retention=retention)
 
     def set_stability_weight(self, stability_weight: float) -> None:
-        """Change lambda; nothing is built anew."""
+        """Change lambda; G and V are kept, since lambda enters only where both are summed."""
         self.builder.config = replace(self.config, stability_weight=stability_weight)
         config = replace(self.given.config, stability_weight=stability_weight)
         self.given = replace(self.given, config=config)
 
     def pin(self, version: object | None) -> None:
-        """Let ``version`` decide when G and V are stale, by equality; None goes back.
+        """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
 
-        For weights that change without their version counters (through ``.data``, or in shards),
-        and to keep a direction over several steps.
+        This is for weights that change without their version counters (through ``.data``, or in
+        shards), and for keeping a direction over several steps. None returns to the counters.
         """
         self.builder.pin(version)
 
@@ -250,6 +254,7 @@ class Scorer:
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
         valuer.prepare()
+        # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
@@ -266,9 +271,10 @@ class Scorer:
         the first scored one are not run again. Only the last forward with a graph is kept.
 
         Args:
-            interaction: keep what ``Observed.interaction`` needs; of no consequence for
-                estimators with self-only errors, which have it anyway.
+            interaction: keep the self-only errors that ``Observed.interaction`` needs. Estimators
+                that contract such errors compute them anyway.
         """
+        # M first: its forwards on the validation set must not be taken for the observed one.
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
@@ -278,9 +284,10 @@ class Scorer:
     def direction_for(
         self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None
     ) -> Direction:
-        """M's two sides as ``score`` takes them for this batch; needs whole weights.
+        """M's two sides as ``score`` takes them for this batch; needs weights that are not sharded.
 
-        The same as ``direction`` unless ``preconditioner="full"``, which depends on the batch.
+        They differ from ``direction`` only under ``preconditioner="full"``, which depends on the
+        batch.
         """
         if self.config.preconditioner != "full":
             return self.direction
@@ -297,9 +304,10 @@ class Scorer:
         weights: Tensor | None = None,
         direction: Mapping[str, Tensor] | None = None,
     ) -> Columns:
-        """Columns by position of use for one direction, with weighted losses.
+        """Columns by position of use for one direction, with weighted losses; for diagnostics.
 
-        For diagnostics; needs a captured estimator (label has rows, no columns), and whole weights.
+        This needs an estimator with captured errors (label gives rows of Psi and no columns), and
+        weights that are not sharded.
 
         Args:
             batch: checked.
@@ -342,6 +350,7 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
+        # By name, because the certificate imports the scorer that it certifies.
         module = importlib.import_module("alphatoken.fidelity.certificate")
         certificate: Certificate = module.certify(
             self,

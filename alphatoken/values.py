@@ -15,9 +15,9 @@ class TokenValues:
 
     Positive: training on the token lowers the composite validation objective, to first order.
     Unit: validation loss times training loss per squared weight unit; within one batch the scale
-    is common. float32 or wider; 0 where ``mask`` is False. What the options leave out (a side by
-    ``objective``, a part by ``path``) is not computed, and zero. Asked for the total alone
-    (``components=False``), the scorer leaves every component None, and ``balance`` empty.
+    is common. Tensors are float32 or wider, and 0 where ``mask`` is False. What the options leave
+    out (a side by ``objective``, a part by ``path``) is not computed, and is zero. If the scorer is
+    asked for the total only (``components=False``), every component is None and ``balance`` empty.
 
     Attributes:
         total: ``adaptation + lambda * stability``, up to rounding.
@@ -61,13 +61,15 @@ class TokenValues:
             "stability_causal": self.stability_causal,
         }
         whole = {"adaptation": self.adaptation, "stability": self.stability}
-        found = {k: v for k, v in split.items() if v is not None}
-        found = found or {k: v for k, v in whole.items() if v is not None}
+        # Both sets sum to the total, so only one of them may be given: the finer where there is
+        # one.
+        parts = {k: v for k, v in split.items() if v is not None}
+        parts = parts or {k: v for k, v in whole.items() if v is not None}
         weight = self.stability_weight
-        return {k: v * weight if k.startswith("stability") else v for k, v in found.items()}
+        return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
     def total_alone(self) -> TokenValues:
-        """The same without components."""
+        """The same values without components, as ``components=False`` returns them."""
         return replace(
             self,
             adaptation=None,

@@ -31,6 +31,8 @@ def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
 
     Exactly zero while W = W_ref. Source: eq. V_layer. Oracle: ``alphatoken.oracle.retention``.
     """
+    # Widened before the difference is taken: after a few steps W and W_ref agree in most bits, and
+    # their difference in 16 bits would be rounding.
     dtype = wide(weight.dtype, fisher.dtype)
     return fisher.to(dtype) * (weight.to(dtype) - reference.to(dtype))
 
@@ -70,7 +72,7 @@ def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | Non
 def balance(
     adaptation: Mapping[str, float], stability: Mapping[str, float], stability_weight: float
 ) -> dict[str, float]:
-    """``||lambda V|| / ||G||`` per parameter; lambda has no natural unit, so look at this.
+    """``||lambda V|| / ||G||`` per parameter, by which lambda, which has no unit, can be chosen.
 
     Args:
         adaptation: norms of G.
@@ -94,7 +96,7 @@ def norms(direction: Matrices) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Direction:
-    """Both sides of M, preconditioned, kept apart so that each component can be reported.
+    """Both sides of M, preconditioned, and not yet summed so that each component can be reported.
 
     Attributes:
         adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.

@@ -101,7 +101,7 @@ class DirectionBuilder:
         return self.config.objective != "adaptation" and self.retention is not None
 
     def set_validation(self, validation: Sequence[Any]) -> None:
-        """Another validation set; G is built anew at the next use."""
+        """Take another validation set; G is built anew at the next use."""
         if self.adapts and not validation:
             raise InputError(
                 "no validation tokens",
@@ -113,7 +113,7 @@ class DirectionBuilder:
         self.invalidate()
 
     def set_retention(self, retention: Retention) -> None:
-        """Another retention term, once it is checked; V is built anew at the next use."""
+        """Take another retention term, once it is checked; V is built anew at the next use."""
         if retention is None and self.config.objective == "stability":
             raise ConfigError(
                 "objective='stability' needs a retention term",
@@ -136,7 +136,7 @@ class DirectionBuilder:
         self.invalidate()
 
     def _check_drift(self, drift: FisherDrift) -> ShardedDrift | None:
-        """Raise unless the drift fits the model; its parts under sharded weights."""
+        """Raise unless the drift fits the model; under sharded weights return its parts."""
         limit = self.config.max_relative_drift
         if self.sharding is None:
             drift.check(self.adapter, list(self.parameters), max_relative_drift=limit)
@@ -170,6 +170,9 @@ class DirectionBuilder:
             chosen = self.scope.parameters(biases=self.config.score_bias)
             if self.config.uncovered == "error":
                 chosen |= {name: named[name] for name in self.scope.uncovered}
+        # A tied weight is one parameter with one gradient: counted under two names, its part of
+        # every inner product would be doubled. ``names`` leads each place to the one name that is
+        # kept.
         once: dict[int, str] = {}
         self.names = {name: once.setdefault(id(p), name) for name, p in chosen.items()}
         if not once:
@@ -238,11 +241,13 @@ class DirectionBuilder:
         self._pinned = version
 
     def _current_stamp(self) -> object:
+        """A value that is equal at two times only if G and V need not be rebuilt in between."""
         if self._pinned is not None:
             return ("pinned", self._pinned)
         if self.sharding is not None:  # counters of parts say nothing: always stale
             return object()
-        # Any parameter moves G, frozen ones too if somebody writes to them.
+        # Every parameter of the model counts and not only those in scope: G is a gradient through
+        # all of them, and moves with frozen ones too if somebody writes to them.
         return tuple((id(p), p._version) for p in self.adapter.model.parameters())
 
     def require_gradients(self) -> None:
@@ -263,7 +268,7 @@ class DirectionBuilder:
         stamp = self._current_stamp()
         if stamp == self._stamp:
             return
-        self._stamp = None
+        self._stamp = None  # if building fails, nothing of it may pass for current
         direction = self._build_direction(watcher)
         self.adaptation, self.stability = direction.adaptation, direction.stability
         self._sizes, self._stamp = None, stamp
@@ -285,12 +290,16 @@ class DirectionBuilder:
         return balance(*self._sizes, self.config.stability_weight)
 
     def balance_of(self, direction: Direction) -> dict[str, float]:
-        """The same of another direction."""
+        """``||lambda V|| / ||G||`` per parameter of another direction, such as one for a step."""
         sizes = self._norms(direction.adaptation, direction.stability)
         return balance(*sizes, self.config.stability_weight)
 
     def direction(self) -> Direction:
-        """Both sides of M in projected form, at the current parameters; P = 1 for "full"."""
+        """Both sides of M as whole matrices, at the current parameters; P = 1 for "full".
+
+        Where M is stale it is built but not stored. ``prepare`` alone stores it, because it shows
+        the first forward to the proofs.
+        """
         if self._current_stamp() != self._stamp:
             return self._build_direction(None)
         return Direction(self.adaptation, self.stability, self.config.stability_weight)
@@ -329,12 +338,12 @@ class DirectionBuilder:
         if self.sharding is not None:
             sums = captured_parts(recorder, loss, self.names, self.sharding)
         else:
-            found = gradient_of(loss, list(self.parameters.values()), retain_graph=True)
+            gradients = gradient_of(loss, list(self.parameters.values()), retain_graph=True)
             sums = {
                 name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
                 if g is None
                 else g.to(wide(g.dtype))
-                for (name, p), g in zip(self.parameters.items(), found, strict=True)
+                for (name, p), g in zip(self.parameters.items(), gradients, strict=True)
             }
         return self._mean("step", sums, 1.0)
 
@@ -352,7 +361,7 @@ class DirectionBuilder:
         gradient: dict[str, Tensor] = {}
         if self.adapts:
             gradient = self._gradient("validation", self.validation, watcher)
-            watcher = None
+            watcher = None  # it has seen a forward; retention batches need not be watched as well
         stability = self._stability(watcher)
         p = self._preconditioner()
         return Direction(
@@ -364,7 +373,7 @@ class DirectionBuilder:
     def _gradient(
         self, role: str, batches: Sequence[Any], watcher: Watcher | None
     ) -> dict[str, Tensor]:
-        """Mean gradient of one objective."""
+        """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
         if self.sharding is None:
             sums, count = objective_sums(
                 self.adapter, self.parameters, batches, first=self.first, role=role, watcher=watcher
@@ -388,6 +397,7 @@ class DirectionBuilder:
         return mean
 
     def _recording(self) -> AbstractContextManager[Recorder]:
+        # G needs ordinary errors only, for which the model's own attention backward is right.
         return record(self.adapter, self.scope, attention=False, sharding=self.sharding)
 
     def _stability(self, watcher: Watcher | None) -> Matrices | None:
@@ -396,15 +406,16 @@ class DirectionBuilder:
         if self._sharded_drift is not None:
             return self._sharded_drift.direction()
         if isinstance(self.retention, FisherDrift):
+            # Label values move all weights at once, so that V must be whole for them anyway.
             if self.config.offload == "stream" and self.captured:
                 return self.retention.forming(self.parameters)
             return self.retention.direction(self.parameters)
         return self._gradient("retention", as_batches(self.retention), watcher)
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
-        """P that holds for every batch."""
+        """P where it is the same for every batch: frozen, or the user's own mapping."""
         kind = self.config.preconditioner
-        if kind == "full":
+        if kind == "full":  # it contains the gradient of the step: ``at_step`` applies it per batch
             return None
         if isinstance(kind, Mapping):
             if self.sharding is None:
@@ -426,8 +437,9 @@ class DirectionBuilder:
 
 
 def _optimizers() -> ModuleType:
-    """The readers of optimizers, loaded when a preconditioner asks for one.
+    """The module that reads optimizers, loaded when a preconditioner asks for it.
 
-    They know sharded state, and so load torch's distributed tensors, which not every torch has.
+    It handles sharded state and so imports torch's distributed tensors, which not every build of
+    torch has.
     """
     return importlib.import_module("alphatoken.direction.optimizers")

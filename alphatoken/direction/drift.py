@@ -32,12 +32,12 @@ __all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
-_SAMPLED = 256
+_SAMPLED = 256  # entries of a weight that are compared to see whether it was written to
 
 if TYPE_CHECKING:
     Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 else:
-    Pairs = Mapping  # as ``Matrices``
+    Pairs = Mapping  # as ``Matrices``: a check at run time would read an entry from disk
 
 
 def library_version() -> str:
@@ -72,8 +72,8 @@ class FisherDrift:
         exact_names: see above.
         shapes: of each parameter, known without reading it.
 
-    The three mappings may be ``Formed`` (see :meth:`open`): they are then read through once, entry
-    by entry, to be checked, and kept as they are, names included.
+    The three mappings may be ``Formed`` (see :meth:`open`). Their entries are then read once, one
+    by one, to be checked; the mappings are kept as they are, and their names are not changed.
 
     Raises:
         FisherError: nothing given, both kinds given, other shapes, a NaN, an infinity or a
@@ -91,6 +91,8 @@ class FisherDrift:
 
     def __post_init__(self) -> None:
         rename = (lambda name: name) if self.exact_names else _parameter_name
+        # The dataclass is frozen, so that nothing is replaced once it is checked; its own
+        # ``__post_init__`` writes past that.
         for attribute in ("fisher", "reference", "factors"):
             object.__setattr__(self, attribute, _renamed(getattr(self, attribute), rename))
         object.__setattr__(self, "metadata", _plain(self.metadata))
@@ -103,6 +105,7 @@ class FisherDrift:
         _check_names(set(self.names), set(self.reference))
         for name, weight in self.reference.items():
             _check_finite(weight, name, "reference weight")
+            # Each entry is accessed once: those of a file are read here, and let go of.
             if self.fisher:
                 _check_diagonal(self.fisher[name], weight, name)
             else:
@@ -118,7 +121,7 @@ class FisherDrift:
         transposed: Iterable[str] = (),
         metadata: Mapping[str, Any] | None = None,
     ) -> FisherDrift:
-        """From pairs (S_F, A_F) of shapes (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
+        """Build it from pairs (S_F, A_F), (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
 
         Scale: A_F a mean over tokens, S_F a mean over sequences of the sum over positions; then
         tr(S_F) tr(A_F) is comparable with the trace of the per-sequence diagonal.
@@ -132,6 +135,7 @@ class FisherDrift:
         Raises:
             FisherError: as for the class.
         """
+        # The transpose of V = S (W - W_ref) A is A (W - W_ref)^T S, both factors being symmetric.
         turned = {_parameter_name(name) for name in transposed}
         pairs = {
             name: (A, S) if _parameter_name(name) in turned else (S, A)
@@ -156,13 +160,14 @@ class FisherDrift:
 
     @property
     def streamed(self) -> bool:
-        """Whether its numbers are read from a file whenever they are needed."""
+        """Whether F and W_ref are read from a file whenever they are needed."""
         return isinstance(self.reference, Formed)
 
     def to(self, device: torch.device | str) -> FisherDrift:
-        """The same on another device (V is computed on the weights' device in any case).
+        """The same Fisher on another device (V is computed on the weights' device in any case).
 
-        One that is read from its file stays there for "cpu"; on another device it is whole.
+        A Fisher that was left on disk stays there for "cpu". For any other device it is read into
+        that device's memory.
         """
         if self.streamed and torch.device(device).type == "cpu":
             return self
@@ -191,11 +196,12 @@ class FisherDrift:
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
     def forming(self, parameters: Mapping[str, Tensor]) -> Formed[Tensor]:
-        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix when asked for.
+        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix on access.
 
-        Neither V, nor for an opened file F and W_ref, is whole at any time: the device holds those
-        of one matrix. V belongs to the weights as they are at this call. If a weight was written to
-        since (its version counter and a few of its numbers are compared), asking for its V raises.
+        V is never whole in memory, and neither are F and W_ref of an opened file: the device holds
+        those of one matrix at a time. V belongs to the weights as they are at this call. If a
+        weight was written to since (its version counter and a few of its numbers are compared),
+        accessing its V raises.
 
         Args:
             parameters: as for :meth:`direction`.
@@ -208,6 +214,8 @@ class FisherDrift:
             ModelError: on access: the weight has changed since.
         """
         self._require(parameters)
+        # Both are compared because the version counter misses writes through ``.data``, while
+        # numbers spread over the whole weight change with every step of an optimizer.
         before = {name: (w._version, _some_numbers(w)) for name, w in parameters.items()}
 
         @torch.no_grad()
@@ -275,6 +283,7 @@ class FisherDrift:
         self._require(parameters)
         relative: dict[str, float] = {}
         for name, weight in parameters.items():
+            # Only compared with a limit, so float32 will do for float64 weights as well.
             reference = self.reference[name].to(weight.device, torch.float32)
             norm = float(reference.norm())
             if norm > 0:
@@ -366,11 +375,11 @@ class FisherDrift:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
-        """The same as :meth:`load`, but left on disk: entries are read when they are asked for.
+        """The same as :meth:`load`, but left on disk: entries are read when they are accessed.
 
-        The file is gone through twice, for its digest and for the checks of the class, one entry
-        in memory at a time. It must stay as it is: one that is replaced, cut or written to is
-        refused when it is next read. V and all that follows are those of :meth:`load` to the bit.
+        Opening reads the file twice, for its digest and for the checks of the class, with one entry
+        in memory at a time. The file must then stay as it is: if it was replaced, cut or written
+        to, the next access raises. V is the same as after :meth:`load`, to the bit.
 
         Raises:
             FisherError: as :meth:`load`.
@@ -387,7 +396,10 @@ class FisherDrift:
         *,
         whole: bool,
     ) -> FisherDrift:
-        """The Fisher that a file's description speaks of; its entries by ``read``."""
+        """The Fisher that a file's description names, with entries read by ``read``.
+
+        With ``whole`` all entries are read now; otherwise each is read when it is accessed.
+        """
         names, metadata = json.loads(description["names"]), json.loads(description["metadata"])
 
         def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
@@ -432,6 +444,7 @@ def check_distance(relative: Mapping[str, float], most: float | None) -> None:
     """
     if most is None or not relative:
         return
+    # The median, so that a few matrices that moved far in training do not decide.
     middle = median(relative.values())
     if not middle <= most:
         worst = max(relative, key=lambda name: relative[name])
@@ -450,7 +463,7 @@ def _parameter_name(name: str) -> str:
 
 
 def _some_numbers(weight: Tensor) -> Tensor:
-    """A copy of evenly spread entries: a step moves them all, through ``.data`` too."""
+    """A copy of some evenly spread entries, by which a later write to the weight is noticed."""
     flat = weight.detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
 

@@ -55,6 +55,7 @@ class ShardedDrift:
                 name: diagonal_drift(self._fisher[name], self._part(name), self._reference[name])
                 for name in self._parameters
             }
+        # S_F and A_F mix all rows and columns: no part of V follows from a part of W by itself.
         parts = {}
         for name, parameter in self._parameters.items():
             whole = self._sharding.full(name, parameter)
@@ -63,6 +64,7 @@ class ShardedDrift:
 
     def check(self, max_relative_drift: float | None) -> None:
         """Refuse a Fisher whose reference is too far away; see ``FisherDrift.check``."""
+        # Norms of whole matrices are taken over all processes, so each comes to the same verdict.
         away = {n: self._part(n).float() - r.float() for n, r in self._reference.items()}
         distance = self._sharding.norms(away)
         size = self._sharding.norms({n: r.float() for n, r in self._reference.items()})

@@ -136,6 +136,7 @@ def fit_fisher(
     else:
         scope = find_scope(adapter, layers)
     given = read_given(prompts, labels=labels)[:samples]
+    # Prompts and their lengths are checked before the first sample: a fit can take hours.
     budgets = _budgets(given, settings, adapter.max_positions())
     tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
@@ -143,6 +144,8 @@ def fit_fisher(
         fit = _Fit(adapter, scope, settings, given, budgets, trained)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
+        # What stays in memory must not follow the weights when they are trained. What is written to
+        # a file at once needs no copy.
         copied = path is None
         fitted = fit.result(
             {n: w.detach().clone() if copied else w.detach() for n, w in trained.items()}
@@ -157,7 +160,7 @@ def fit_fisher(
 
 @dataclass(frozen=True)
 class _Settings:
-    """Everything but model, layers and prompts that the result depends on."""
+    """The options that the result depends on; model, layers and prompts come beside them."""
 
     samples: int
     structure: str
@@ -213,6 +216,7 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.prompts_given = len(self.given)
+        # A weight tied to the embeddings has a part of its gradient below the first scored layer.
         self.whole_graph = used_outside(self.adapter, self.scope.first, self.trained.values())
         if self.settings.structure == "diagonal":
             self.moments = DiagonalMoments(self.trained)
@@ -239,6 +243,8 @@ class _Fit:
             for start in range(self.done // size * size, samples, size):
                 batch = range(start, min(start + size, samples))
                 responses = self._responses(batch)
+                # Drawing is fast in batches. Gradients are taken sequence by sequence, because the
+                # Fisher squares the gradient of one sequence and never that of a batch.
                 for index in batch:
                     if index < self.done:
                         continue
@@ -259,6 +265,7 @@ class _Fit:
     def _responses(self, batch: range) -> dict[int, Tensor]:
         if self.settings.labels == "token":
             return {}
+        # Prompts go round; the generator depends on the sample, so a second round draws anew.
         which = [index % self.prompts_given for index in batch]
         drawn = sample_responses(
             self.adapter,
@@ -270,7 +277,7 @@ class _Fit:
         return dict(zip(batch, drawn, strict=True))
 
     def _add(self, index: int, response: Tensor | None) -> None:
-        """One sequence: forward, log-likelihood of its sampled labels, moments."""
+        """Add one sequence to the moments: a forward, its sampled labels, their log-likelihood."""
         i = index % self.prompts_given
         given = self.given[i]
         if response is None:
@@ -289,11 +296,14 @@ class _Fit:
             logits = self.adapter.forward(
                 {"input_ids": read, "attention_mask": torch.ones_like(read)}
             )[0, positions.to(device)]
+            # labels="token": the labels are drawn from the very logits whose gradient is taken.
             if response is None:
                 uniform = uniform_numbers(
                     len(positions), sample_generator(self.settings.seed, index)
                 )
                 response = draw_tokens(logits, uniform, [f"sample {index} (sequence {i})"])
+            # The sum over the response is differentiated and then squared; squares of single tokens
+            # would leave out the products between positions.
             log_probs = F.log_softmax(logits.to(wide(logits.dtype)), dim=-1)
             chosen = log_probs.gather(-1, response.to(log_probs.device).unsqueeze(-1))
             self.moments.add(chosen.sum())
@@ -321,10 +331,10 @@ def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict
     """The parameters in scope, by name; every one finite."""
     if settings.parameters == "all":
         named = adapter.model.named_parameters()
-        found: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
+        trained: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
     else:
-        found = scope.parameters(biases=settings.score_bias)
-    if not found:
+        trained = scope.parameters(biases=settings.score_bias)
+    if not trained:
         raise ConfigError(
             "nothing trainable is in scope",
             got=f"layers {list(scope.layers)}, parameters={settings.parameters!r}"
@@ -333,14 +343,14 @@ def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict
             remedy="unfreeze them (requires_grad_), attach adapters, choose other layers, or "
             "parameters='all'",
         )
-    for name, parameter in found.items():
+    for name, parameter in trained.items():
         if not bool(torch.isfinite(parameter.detach()).all()):
             raise NumericalError(
                 f"the weight '{name}' holds a NaN or an infinity",
                 why="it cannot be the reference of a retention term",
                 remedy="load the model again, or find the step that broke it",
             )
-    return found
+    return trained
 
 
 def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list[int]:
@@ -367,9 +377,10 @@ def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list
 
 @contextmanager
 def _undisturbed(adapter: DecoderAdapter) -> Iterator[None]:
-    """Eval mode, no checkpointing, no ambient inference mode; everything put back afterwards."""
+    """Run a fit in eval mode, without checkpointing or inference mode; put all back afterwards."""
     devices = {p.device.index for p in adapter.model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
+        # Inference mode first: nothing made inside it could ever be part of a graph.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=sorted(d or 0 for d in devices)))
@@ -383,6 +394,8 @@ class _Checkpoint:
 
     def __init__(self, path: Path, fit: _Fit, every: int) -> None:
         self._path, self._fit, self._every = path, fit, every
+        # All that the sums depend on. A file in which anything differs is refused, since sums of
+        # two models would look like sums of one.
         self._bound = {
             "settings": json.dumps(asdict(fit.settings)),
             "layers": json.dumps(fit.scope.layers),
@@ -402,7 +415,7 @@ class _Checkpoint:
         write_tensors(self._path, fit.moments.sums, description, error=FisherError)
 
     def resume(self, tracker: Tracker) -> None:
-        """Take over what the file holds, if there is one.
+        """Go on from the sums in the file, if there is one.
 
         Raises:
             FisherError: it is unreadable, or of a fit with other arguments.
@@ -423,6 +436,7 @@ class _Checkpoint:
                 remedy="repeat the arguments of the interrupted fit, or remove the file to start "
                 "again",
             )
+        # Into the tensors that are there, which lie on the weights' devices.
         for name, total in fit.moments.sums.items():
             total.copy_(sums[name])
         fit.done = int(description["done"])
@@ -430,7 +444,7 @@ class _Checkpoint:
         tracker.resume(fit.done)
 
     def remove(self) -> None:
-        """The fit is complete: its file is no longer needed."""
+        """Remove the file; called when the fit is complete and its result is written."""
         self._path.unlink(missing_ok=True)
 
 

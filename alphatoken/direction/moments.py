@@ -50,7 +50,7 @@ class DiagonalMoments:
         }
 
     def observing(self) -> AbstractContextManager[None]:
-        """Nothing to capture: autograd gives the gradients."""
+        """A context that does nothing, since autograd gives the gradients without any capture."""
         return nullcontext()
 
     def add(self, log_likelihood: Tensor) -> None:
@@ -62,6 +62,8 @@ class DiagonalMoments:
         gradients = torch.autograd.grad(
             log_likelihood, list(self._unique.values()), allow_unused=True
         )
+        # Widened before squaring (squares of small 16-bit numbers vanish), and all of them checked
+        # before any is added: a refused sequence leaves the sums as they were.
         squares = {
             name: _finite(gradient.detach().to(wide(gradient.dtype)) ** 2, name, "gradient")
             for name, gradient in zip(self._unique, gradients, strict=True)
@@ -71,7 +73,11 @@ class DiagonalMoments:
             self.sums[name] += square
 
     def means(self, count: int) -> dict[str, Tensor]:
-        """The diagonal Fisher, by every name that was given; in place, so only once."""
+        """The diagonal Fisher, by every name that was given.
+
+        The sums are divided in place, which saves a copy of the size of the weights; so this can be
+        called only once.
+        """
         unique = {name: total.div_(count) for name, total in self.sums.items()}
         return {name: unique[key] for name, key in self._key.items()}
 
@@ -106,7 +112,7 @@ class KroneckerMoments:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Hook the scored linears."""
+        """Record the inputs and errors of the scored linears inside, for ``add``."""
         with record(self._adapter, self._scope, attention=False) as recorder:
             self._recorder = recorder
             try:
@@ -124,13 +130,16 @@ class KroneckerMoments:
         """
         assert self._recorder is not None
         uses, self._recorder.linears = self._recorder.linears, []
+        # The first sequence also asks for the weights' own gradients, to compare them. The same
+        # call must give both, since it frees the graph.
         weights = [] if self._proved else [linear.weight for linear in self._scope.linears]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             log_likelihood, [use.s for use in uses] + weights, allow_unused=True
         )
-        rows = [_rows(use, error) for use, error in zip(uses, found, strict=False)]
+        # Errors come first, gradients of weights after them: ``zip`` stops where the uses end.
+        rows = [_rows(use, error) for use, error in zip(uses, gradients, strict=False)]
         if not self._proved:
-            self._prove(uses, rows, found[len(uses) :])
+            self._prove(uses, rows, gradients[len(uses) :])
         for use, (x, delta) in zip(uses, rows, strict=True):
             name = self._key[use.linear.weight_name]
             self.sums[f"A/{name}"].addmm_(x.T, x)
@@ -165,10 +174,12 @@ class KroneckerMoments:
         self._proved = True
 
     def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """(left, right) in each parameter's own layout; a bias has (S_F, [[1]])."""
+        """Factors (left, right) of each parameter in its stored layout; of a bias (S_F, [[1]])."""
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, key in self._key.items():
             linear = self._linears[name]
+            # S over sequences, A over uses: with both over positions the scale would be far below
+            # that of the per-sequence diagonal, by about the length of a sequence.
             S = self.sums[f"S/{key}"] / count
             A = self.sums[f"A/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)
             pairs[name] = (A, S) if linear.transposed else (S, A)

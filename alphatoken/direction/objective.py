@@ -49,6 +49,10 @@ __all__ = [
 ]
 
 
+# A forward runs in this nesting: the recorder's hooks (if anything is recorded), then
+# ``scoring_forward``, then ``forward_losses``. ``stream_losses`` below does so for every batch.
+
+
 @contextmanager
 def scoring_forward(adapter: DecoderAdapter, first: int | None) -> Iterator[None]:
     """Evaluation mode, and a graph from layer ``first`` on (None: from the embeddings on)."""
@@ -89,7 +93,8 @@ def weighted_losses(
 
     The gradient of the objective is the sum over pieces of the gradient of
     ``(weights * losses).sum()``, divided by the sum of counts. Each loss function runs its own
-    forward and must be called inside ``scoring_forward``.
+    forward and must be called inside ``scoring_forward``. A labelled batch is one piece; preference
+    pairs are two, one for each branch, so that only one branch's graph exists at a time.
     """
     limit = adapter.max_positions()
     if not isinstance(item, PreferenceBatch):
@@ -98,12 +103,16 @@ def weighted_losses(
         yield batch, lambda: forward_losses(adapter, batch, role), ones, batch.response_tokens
         return
     branches = [read_batch(b, max_length=limit, role=role) for b, _, _ in item.branches()]
+    # omega depends on both branches, so their losses must be known before the first gradient.
     losses, starts = _known(adapter, branches, first, role)
     omega = preference_weights(item, *losses)
     for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
+        # Half of the pairs for each branch: the counts of both pieces are added up.
         count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2
         weights = (sign * omega).unsqueeze(-1) * batch.mask.to(omega.dtype)
 
+        # Defaults bind this turn's batch and start; the function is called when the loop is
+        # further.
         def again(batch: LabelledBatch = batch, start: Start | None = start) -> Tensor:
             run = partial(forward_losses, adapter, batch, role)
             return losses_from(adapter, first, start, batch.mask, run)
@@ -115,10 +124,10 @@ def weighted_losses(
 def _known(
     adapter: DecoderAdapter, branches: Sequence[LabelledBatch], first: int | None, role: str
 ) -> tuple[list[Tensor], list[Start | None]]:
-    """Token losses of both branches without a graph, and for each where a second forward can start.
+    """Token losses of both branches without a graph, and where a second forward of each can start.
 
-    The second forward has a graph, and skips the layers below the first scored one where it can;
-    None where it cannot.
+    The second forward builds the graph. Where it can, it starts at the first scored layer with the
+    hidden states of this one; where it cannot, its start is None.
     """
     with evaluation_mode(adapter.model), remember_start(adapter, first or 0) as trunk:
         losses = [forward_losses(adapter, branch, role) for branch in branches]
@@ -142,7 +151,7 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class GradientReducer(Protocol):
-    """Makes a mean of summed gradients: called once a build, with what this process has."""
+    """Makes a mean of summed gradients: called once a build, with the sums of this process."""
 
     def __call__(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         """Mean gradient by parameter name.
@@ -195,7 +204,7 @@ def stream_losses(
     recording: Callable[[], AbstractContextManager[Recorder]] | None = None,
     watcher: Watcher | None = None,
 ) -> float:
-    """One forward a piece of the objective: its weighted loss sum, with a graph, to ``consume``.
+    """Run one forward for each piece of an objective, and hand its weighted loss to ``consume``.
 
     Args:
         adapter: of the model.
@@ -221,6 +230,7 @@ def stream_losses(
                     loss = losses()
                     with torch.enable_grad():
                         weighted = (loss * weights.to(loss)).sum()
+                # Before ``consume``, whose backward frees the graph that the proofs need.
                 if watcher is not None and recorder is not None:
                     watcher.see(recorder, loss, batch.mask)
                     watcher = None
@@ -243,14 +253,16 @@ def objective_sums(
     By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
     """
     names = list(parameters)
+    # Sums over many batches in float32 at least: in bfloat16 small gradients would be lost in large
+    # sums.
     total = {
         n: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
         for n, p in parameters.items()
     }
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
-        found = gradient_of(weighted, [parameters[n] for n in names])
-        for name, gradient in zip(names, found, strict=True):
+        gradients = gradient_of(weighted, [parameters[n] for n in names])
+        for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 total[name] += gradient.to(total[name].dtype)
 
@@ -269,7 +281,7 @@ def captured_sums(
     role: str = "validation",
     watcher: Watcher | None = None,
 ) -> tuple[dict[str, Tensor], float]:
-    """The same where weights are sharded: from captured inputs and errors, one matrix at a time.
+    """``objective_sums`` for sharded weights: from captured inputs and errors, matrix by matrix.
 
     Autograd is never asked for a weight's gradient. Each process forms its own sum of outer
     products, ``sharding.reduce`` adds them up over the processes and keeps this process's part.
@@ -313,7 +325,9 @@ def captured_parts(
     parts: dict[str, Tensor] = {}
 
     def reduce(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
-        if gradient is None:  # not used by this process, maybe by others
+        # A weight that this process did not use may have been used by others, and ``reduce`` waits
+        # for all of them: it must be called with zeros.
+        if gradient is None:
             gradient = like.new_zeros(sharding.shape(name), dtype=wide(like.dtype))
         part = sharding.reduce(name, gradient)
         parts[name] = parts[name] + part if name in parts else part

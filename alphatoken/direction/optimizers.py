@@ -1,8 +1,8 @@
-"""Preconditioners from a live optimizer: finds it, its groups and its state, and asks ``updates``.
+"""Preconditioners from a live optimizer: its groups and state are found here, read in ``updates``.
 
-torch.optim's Adam family, RMSprop, Adagrad and Adadelta; those of torch_optimizer whose second
-moment is plain to read; and low-bit ones whose state can be dequantised. Wrappers of accelerate and
-torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
+Served are torch.optim's Adam family, RMSprop, Adagrad and Adadelta, those of torch_optimizer whose
+second moment is plain to read, and low-bit ones whose state can be dequantised. The wrappers of
+accelerate and torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def full_preconditioners(
     updates = _updates(optimizer, parameters, scaled, after)
     if updates is None:
         return None
-    found = {}
+    preconditioners = {}
     for name, (update, g) in updates.items():
         assert g is not None
+        # The optimizer sees kappa g, so du/dg = kappa u'(kappa g).
         p = gradient_scale * full_preconditioner(update, g)
-        found[name] = _like(parameters[name], _finite(name, p))
-    return found
+        preconditioners[name] = _like(parameters[name], _finite(name, p))
+    return preconditioners
 
 
 def clip_factor(gradients: Iterable[Tensor], max_norm: float) -> float:
@@ -172,7 +173,7 @@ def _updates(
     after: int,
 ) -> dict[str, tuple[Update, Tensor | None]] | None:
     check_optimizer(optimizer)
-    found = {}
+    updates = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -182,14 +183,15 @@ def _updates(
                 remedy="give every parameter's summed gradient, or preconditioner='frozen'",
             )
         read = read_update(optimizer, parameter, None if gradients is None else gradients[name])
+        # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
             return None
-        found[name] = read
-    return found
+        updates[name] = read
+    return updates
 
 
 def _opened(optimizer: Any) -> tuple[Any, Any]:
-    """The innermost optimizer, and the factor by group that look-ahead puts on its step."""
+    """The innermost optimizer, and a function that gives Lookahead's factor on a group's step."""
     ahead = []
     while True:
         names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
@@ -201,6 +203,8 @@ def _opened(optimizer: Any) -> tuple[Any, Any]:
         else:
             break
 
+    # Lookahead's step number 0 of a round is followed by the pull towards the slow weights, which
+    # leaves alpha of what the inner step did. Other steps go through whole.
     def factor(group: Mapping[str, Any]) -> float:
         return math.prod(ahead) if group.get("counter") == 0 else 1.0
 
@@ -227,10 +231,10 @@ def _rule(optimizer: Any) -> Rule:
 
 
 def _place(optimizer: Any, parameter: Tensor) -> tuple[int, int, Mapping[str, Any], Tensor]:
-    """Number of the group, number within it, the group, and the parameter as it is held."""
+    """Where an optimizer holds a parameter: (group's number, number in it, group, parameter)."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, own in enumerate(group["params"]):
-            if own is parameter:
+            if own is parameter:  # ``==`` would compare the numbers
                 return group_index, index, group, own
     raise ConfigError(
         "a scored parameter is not held by the optimizer",
@@ -244,7 +248,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient's shard that belongs to the parameter's; a whole or a local one may come."""
+    """The part of a gradient that matches the parameter's local shard.
+
+    The gradient may be given sharded in any layout, whole on every rank, or as the shard itself.
+    """
     if isinstance(gradient, DTensor):
         if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -263,7 +270,7 @@ def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _like(parameter: Tensor, p: Tensor) -> Tensor:
-    """P as the parameter is laid out."""
+    """P in the parameter's layout: a DTensor where the parameter is one."""
     if not isinstance(parameter, DTensor):
         return p
     return DTensor.from_local(

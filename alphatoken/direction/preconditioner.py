@@ -10,7 +10,8 @@ and P is du/dg. For Adam, with s the number of the step and v^, m^ including g,
 
     P = c / (sqrt(v^) + eps)  -  m^ (1 - beta2) g / ((1 - beta2^s) sqrt(v^) (sqrt(v^) + eps)^2)
 
-with ``c = (1 - beta1) / (1 - beta1^s)``. Momentum and decoupled decay are constants.
+with ``c = (1 - beta1) / (1 - beta1^s)``. Momentum and decoupled decay do not depend on g: they are
+constants, and have no part in P.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def adam_update(
     raw_eps: bool = False,
     bias_correction: bool = True,
 ) -> Update:
-    """The step of Adam and its kin from their raw state.
+    """The step of Adam and its relatives, from their state as the optimizer stores it.
 
     ``u = m^ / (sqrt(v^) + eps)``, m^ = m_s / (1 - beta1^s), v^ = v_s / (1 - beta2^s), s = steps+1.
 
@@ -86,10 +87,13 @@ def adam_update(
         bias_correction: False leaves m and v raw.
     """
     v = second.to(wide(second.dtype))
+    # Bias corrections: of m and v after this step (s = steps + 1), and of v as it stands (steps).
     one = two = old = 1.0
     if bias_correction:
         one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)
         old = 1 - beta2**steps if steps else 1.0
+    # m_s = beta1 m + (1 - beta1) g is split into what g does (slope) and what is there (offset);
+    # v_s likewise into share and rest.
     a, b = (1 / one, 0.0) if blend is None else blend
     kept = None if largest is None else largest.to(v)
     return Update(
@@ -143,12 +147,14 @@ def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-1
     g = gradient.to(torch.promote_types(update.before.dtype, wide(gradient.dtype)))
     away = g - update.center
     second = update.rest + update.share * away.square()
+    # Where the floor or amsgrad's maximum holds w, w does not depend on g and has no slope.
     moving = second > floor
     if update.largest is not None:
         moving = moving & (second > update.largest)
         second = torch.maximum(second, update.largest)
     second = second.clamp(min=floor)
     root = second**0.5
+    # d sqrt(w) / dg = share (g - center) / sqrt(w), and P = d(n / d)/dg by the product rule.
     root_slope = update.share * away * root / second
     root_slope = torch.where(moving, root_slope, torch.zeros_like(root_slope))
     scale = 1 / (root + update.eps)

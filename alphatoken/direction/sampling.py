@@ -109,6 +109,7 @@ def read_given(prompts: Prompts, *, labels: str) -> list[Given]:
 
 
 def _cut(one: Given) -> Given:
+    """The sequence up to its last token to be resampled; what follows cannot change a gradient."""
     end = int(one.predicted.nonzero()[-1]) + 1
     return Given(one.ids[:end], one.predicted[:end])
 
@@ -260,6 +261,8 @@ def draw_tokens(
     Raises:
         NumericalError: a NaN or +Inf among the logits, or a row that allows no token.
     """
+    # Inverting a cumulative sum needs more digits than float32 has for a large vocabulary: tokens
+    # of small probability would be rounded away. MPS has no float64.
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
     drawn = []
     for start in range(0, len(logits), _CHUNK):
@@ -275,7 +278,8 @@ def draw_tokens(
                 why="no token can be drawn from them",
                 remedy="check the weights of the model, or load it in a wider dtype",
             )
-        # Strictly below the total, so that the entry found has a probability above 0.
+        # Strictly below the total, or a number near 1 would be searched for past the last token
+        # that has a probability above 0.
         below = torch.nextafter(total, torch.zeros_like(total))
         numbers = uniform[start : start + _CHUNK].to(rows).unsqueeze(1)
         threshold = torch.minimum(numbers * total, below)
@@ -309,6 +313,8 @@ def sample_responses(
     while running:
         logits, state = adapter.next_token_logits(ids, mask, state)
         rows = sorted(running)
+        # Each row draws from its own generator, so that what it draws does not depend on which
+        # other rows still run, nor on the batch that it is in.
         uniform = torch.cat([uniform_numbers(1, generators[row]) for row in rows])
         tokens = draw_tokens(logits[rows], uniform, [names[row] for row in rows]).tolist()
         column = torch.zeros(len(prompts), 1, dtype=torch.int64)

@@ -53,32 +53,34 @@ class Held:
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """Number of steps that the optimizer has taken on this parameter."""
         return int(self.state.get("step", 0))
 
     def number(self, key: str) -> float:
-        """A number of the group."""
+        """An option of the parameter's group, as a number."""
         return float(self.group[key])
 
     def tensor(self, key: str) -> Tensor:
         """A state tensor in the parameter's shape: local shard, dequantised, widened."""
-        found = self.state.get(key)
-        if isinstance(found, DTensor):
-            found = found.to_local()
+        entry = self.state.get(key)
+        if isinstance(entry, DTensor):
+            entry = entry.to_local()
         # Tensor itself has a dequantize, which fails for floats: only a subclass's own counts.
-        if isinstance(found, Tensor) and "dequantize" in vars(type(found)):
-            found = found.dequantize()
+        if isinstance(entry, Tensor) and "dequantize" in vars(type(entry)):
+            entry = entry.dequantize()
+        # Factored or flattened state has another shape. Broadcast to the parameter's it would give
+        # numbers, and wrong ones.
         if (
-            not isinstance(found, Tensor)
-            or found.shape != self.parameter.shape
-            or not found.is_floating_point()
+            not isinstance(entry, Tensor)
+            or entry.shape != self.parameter.shape
+            or not entry.is_floating_point()
         ):
-            raise unreadable(self.optimizer, key, found)
-        return found.detach().to(self.parameter.device, wide(found.dtype))
+            raise unreadable(self.optimizer, key, entry)
+        return entry.detach().to(self.parameter.device, wide(entry.dtype))
 
 
 def unreadable(optimizer: object, key: str, found: object) -> ConfigError:
-    """State that is there, but not as one number an entry of the parameter."""
+    """The error for state that does not hold one number for each entry of the parameter."""
     got = f"{key} of {type(optimizer).__qualname__}: "
     if isinstance(found, Tensor):
         got += f"{tuple(found.shape)} {found.dtype}"
@@ -116,6 +118,7 @@ def _adam(held: Held, **options: Any) -> Update:
 
 def _nadam(held: Held) -> Update:
     """``n = (1 - mu) / (1 - Mu mu) g + mu' / (1 - Mu mu mu') m_s``; Mu: product of past mu."""
+    # mu follows torch's schedule: the step takes this mu with g, and the next one with m_s.
     decay, number = held.number("momentum_decay"), held.steps + 1
     mu, after = (held.betas[0] * (1 - 0.5 * 0.96 ** (s * decay)) for s in (number, number + 1))
     product = float(held.state["mu_product"]) * mu
@@ -123,7 +126,11 @@ def _nadam(held: Held) -> Update:
 
 
 def _rectified(held: Held, length: float) -> float | None:
-    """RAdam's rectification of step s, or None while the variance is not tractable."""
+    """RAdam's rectification of step s, or None while the variance is not tractable.
+
+    ``length`` is the approximated length of the average from which an implementation rectifies:
+    5 in both RAdams, 4 in AdaBelief.
+    """
     beta2, number = held.betas[1], held.steps + 1
     limit = 2 / (1 - beta2) - 1
     now = limit - 2 * number * beta2**number / (1 - beta2**number)
@@ -133,7 +140,7 @@ def _rectified(held: Held, length: float) -> float | None:
 
 
 def _plain(update: Update, offset: float = 1.0) -> Update:
-    """The same numerator over 1: early steps of the rectified optimizers."""
+    """The update with its denominator replaced by 1, as in a rectified optimizer's early steps."""
     ones = torch.ones_like(update.before)
     scaled = offset * update.slope, offset * update.offset
     return replace(
@@ -142,8 +149,8 @@ def _plain(update: Update, offset: float = 1.0) -> Update:
 
 
 def _radam(held: Held) -> Update:
-    """Adam with rectification, constant in g; before that m^ alone."""
-    update = _adam(held, raw_eps=True)
+    """Adam with rectification, a factor without g; in the early steps the numerator m^ only."""
+    update = _adam(held, raw_eps=True)  # both RAdams add eps before they correct the bias of v
     factor = _rectified(held, 5.0)
     return _plain(update) if factor is None else replace(update, factor=factor)
 
@@ -178,6 +185,8 @@ def _adamax(held: Held) -> Update:
     """``m^ / max(beta2 norm, |g| + eps)``."""
     beta1, beta2 = held.betas
     norm, m, one = held.tensor("exp_inf"), held.tensor("exp_avg"), 1 - beta1 ** (held.steps + 1)
+    # The denominator |g| + eps, written as sqrt((g - center)^2): center lies at eps on the other
+    # side of 0, so that the distance from g is longer by eps. ``Update``'s own eps is therefore 0.
     center: Tensor | float = 0.0
     if held.gradient is not None:
         center = torch.where(held.gradient < 0, held.eps, -held.eps).to(norm)
@@ -198,7 +207,7 @@ def _adamax(held: Held) -> Update:
 
 
 def _adabelief(held: Held) -> Update:
-    """W is the variance around the mean: ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
+    """Adam with the variance around the mean: w = ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
     (beta1, beta2), number = held.betas, held.steps + 1
     m, v, two = held.tensor("exp_avg"), held.tensor("exp_avg_var"), 1 - beta2**number
     old = 1 - beta2**held.steps if held.steps else 1.0
@@ -242,7 +251,7 @@ def _lamb(held: Held) -> Update:
 
 
 def _trust(held: Held) -> float:
-    """The trust ratio of the next step; of the last one where no gradient is known."""
+    """The trust ratio of the next step; without a gradient (frozen form) that of the last one."""
     g = held.gradient
     if g is None:
         return float(held.state["trust_ratio"])
@@ -258,6 +267,8 @@ def _yogi(held: Held) -> Update:
     """``v_s = v - (1 - beta2) sign(v - g^2) g^2``."""
     update, v, g = _adam(held), held.tensor("exp_avg_sq"), held.gradient
     two = 1 - held.betas[1] ** (held.steps + 1)
+    # The sign counts as constant, since its derivative is 0 almost everywhere. The frozen form has
+    # no g and reads ``before`` only.
     sign = torch.zeros_like(v) if g is None else (v - g.square()).sign()
     return replace(update, rest=v / two, share=(held.betas[1] - 1) * sign / two)
 
@@ -266,7 +277,10 @@ def _yogi(held: Held) -> Update:
 
 
 def _resolved(update: Update) -> Update:
-    """In a quantised second moment 0 means "below the resolution": the smallest positive entry."""
+    """The update with zeros of a quantised second moment replaced by its smallest positive entry.
+
+    Such a 0 means "below the resolution". Taken as 0 it would make P as large as 1 / eps.
+    """
     v = update.before
     some = v[v > 0]
     return replace(update, before=v.clamp(min=float(some.min()))) if some.numel() else update
@@ -277,7 +291,10 @@ def _torchao(held: Held) -> Update:
 
 
 def _bitsandbytes(held: Held) -> Update:
-    """state1, state2: float32, or 8 bits a number in blocks with their own maximum."""
+    """bitsandbytes' Adam, RMSprop and Adagrad, in 32 or 8 bits.
+
+    ``state1`` and ``state2`` hold float32, or 8 bits a number in blocks with a maximum each.
+    """
     config = held.optimizer.get_config(held.group_index, held.index, held.group)
     if config.get("max_unorm", 0.0) > 0 or config.get("percentile_clipping", 100) < 100:
         raise _refused(
@@ -304,19 +321,21 @@ def _bitsandbytes(held: Held) -> Update:
 
 
 def _blocks(held: Held, index: int) -> Tensor:
+    """One moment, dequantised if it is stored in 8 bits."""
     codes = held.state.get(f"state{index}")
     if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
         return held.tensor(f"state{index}")
     absmax, code = held.state.get(f"absmax{index}"), held.state.get(f"qmap{index}")
+    # The size of a block is not stored, and differs between versions: it follows from their number.
     blocks = absmax.numel() if isinstance(absmax, Tensor) else 0
     fits = [size for size in (256, 2048) if -(-codes.numel() // size) == blocks]
     if not fits or codes.shape != held.parameter.shape:
         raise unreadable(held.optimizer, f"state{index}", codes)
     functional = importlib.import_module("bitsandbytes.functional")
-    found: Tensor = functional.dequantize_blockwise(
+    moment: Tensor = functional.dequantize_blockwise(
         codes, absmax=absmax, code=code, blocksize=fits[0]
     )
-    return found.to(held.parameter.device, wide(found.dtype))
+    return moment.to(held.parameter.device, wide(moment.dtype))
 
 
 # --- who is served by what ----------------------------------------------------------------------
@@ -370,9 +389,11 @@ RULES: dict[tuple[str, str], Rule] = {
 def rule_of(optimizer: object) -> Rule | None:
     """The rule of an optimizer's class, or None."""
     for cls in type(optimizer).__mro__:
-        found = RULES.get((cls.__module__.partition(".")[0], cls.__name__))
-        if found is not None:
-            return found
+        # By name, so that no optional package is imported to ask. Along the bases, because
+        # libraries wrap torch's optimizers in subclasses that keep the state as it is.
+        rule = RULES.get((cls.__module__.partition(".")[0], cls.__name__))
+        if rule is not None:
+            return rule
     return None
 
 

@@ -1,7 +1,8 @@
 """Contraction of errors with each side of M over all uses: values by position of use.
 
-Parameters are found by the names of their places, never by identity: where weights are sharded, a
-module holds another object inside a forward than outside.
+What comes out are column sums of Psi (docs/notation.md): a number for every position at which the
+scored weights were used. Parameters are looked up by the names of their places, never by identity:
+where weights are sharded, a module holds another object inside a forward than outside.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of M as it is contracted, or ``matrices + weight * others``, both sides in one.
+    """One side of M as it is contracted; or both sides in one, ``matrices + weight * others``.
 
     Attributes:
         matrices: parameter name -> M, or this process's part of it. If it is ``Formed``, each
@@ -60,18 +61,18 @@ class Side:
         The sum is made for the parameters that are contracted next and let go after them, so that
         the whole M never lies in memory beside the two sides that it is the sum of.
         """
-        found = {n: self.matrices[n] for n in names if n in self.matrices}
+        chosen = {n: self.matrices[n] for n in names if n in self.matrices}
         if self.others is not None:
-            found = {n: m + self.weight * self.others[n] for n, m in found.items()}
-        return found
+            chosen = {n: m + self.weight * self.others[n] for n, m in chosen.items()}
+        return chosen
 
 
 def total_side(
     adaptation: Side | None, stability: Side | None, stability_weight: float
 ) -> Side | None:
-    """``M = P o (G + lambda V)`` as one side: one contraction instead of two.
+    """``M = P o (G + lambda V)`` as one side, for one contraction instead of two.
 
-    None where it saves nothing: there is one side only.
+    The result is None where there is one side only, and nothing to save.
     """
     if adaptation is None or stability is None:
         return None
@@ -85,8 +86,10 @@ Gather = Callable[[str, Tensor], Tensor]
 class ColumnSums:
     """Contracts errors one by one with each side of M, in whatever order they come.
 
-    The result of each use is kept, (b, t) numbers, and summed in the scope's order at the end:
-    the same bits as ``contract_columns``, whichever way the errors came.
+    ``stream_errors`` hands them over in the order of the backward, the other way in that of the
+    scope, and floating-point sums depend on the order. So the result of each use, (b, t) numbers,
+    is kept, and all are summed in the scope's order at the end: the bits are those of
+    ``contract_columns``.
 
     Args:
         recorder: the recorded forward.
@@ -101,15 +104,21 @@ class ColumnSums:
 
     @full_precision
     def add(self, part: str, index: int, error: Tensor) -> None:
-        """Contract the ("direct" or "causal") error of one use."""
-        for side, found in zip(self._sides, self.found, strict=True):
+        """Contract the ("direct" or "causal") error of one use.
+
+        Hooks call this inside the backward, with each error as it comes by. ``full_precision``
+        matters there: the user may have asked for values inside ``torch.autocast``.
+        """
+        for side, results in zip(self._sides, self.found, strict=True):
             whole = side.of(_owned(self._recorder.linears[index].linear, self._names))
-            found[part, index] = self.contract(index, error, whole)
+            results[part, index] = self.contract(index, error, whole)
 
     def contract(self, index: int, error: Tensor, whole: Mapping[str, Tensor]) -> Tensor:
         """The values (b, t) of one use; ``whole`` are its matrices of one side."""
         use = self._recorder.linears[index]
         linear, names = use.linear, self._names
+        # A bias has a name only where it is in scope (``score_bias``). M has the stored layout,
+        # while the contraction wants (d_out, d_in).
         m, bias = whole[names[linear.weight_name]], names.get(linear.bias_name)
         m_bias = None if bias is None else whole[bias]
         return contraction.contract(error, use.x, m.mT if linear.transposed else m, m_bias)
@@ -118,8 +127,8 @@ class ColumnSums:
         """The sums over all uses, for each side."""
         order = [i for _, uses in uses_by_weight(self._recorder, self._names) for i in uses]
         sums = []
-        for found in self.found:
-            parts = [_sum([found.get((part, i)) for i in order]) for part in ("direct", "causal")]
+        for results in self.found:
+            parts = [_sum([results.get((part, i)) for i in order]) for part in ("direct", "causal")]
             sums.append(_columns(parts, self._recorder.linears[0].x))
         return sums
 
@@ -139,8 +148,10 @@ def contract_columns(
 ) -> list[Columns]:
     """Contract both parts with each side of M, summed over all uses of all scored linears.
 
-    One parameter after the other, so that each matrix is gathered once, and none is whole for
-    longer than it is used. The order is that of the scope, on every process.
+    This is the way for errors that were kept; ``ColumnSums`` alone serves those that come one by
+    one. It takes one parameter after the other, so that each matrix is gathered once, and none is
+    whole for longer than it is used. The order is that of the scope, the same on every process,
+    because gathering is collective.
 
     Args:
         recorder: the recorded forward.
@@ -155,19 +166,19 @@ def contract_columns(
     parts = {"direct": errors.direct, "causal": errors.causal}
     sums = ColumnSums(recorder, sides, names)
     for owned, uses in uses_by_weight(recorder, names):
-        for side, found in zip(sides, sums.found, strict=True):
+        for side, results in zip(sides, sums.found, strict=True):
             whole = side.of(owned)
             if gather is not None:
                 whole = {n: gather(n, m) for n, m in whole.items()}
             for part, index in ((p, i) for i in uses for p in parts):
                 error = parts[part][index]
                 if error is not None:
-                    found[part, index] = sums.contract(index, error, whole)
+                    results[part, index] = sums.contract(index, error, whole)
     return sums.columns()
 
 
 def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
-    """A part that was not computed is zero."""
+    """Both parts as ``Columns``; a part that was not computed is zero, shaped after ``like``."""
     dtype = wide(*(part.dtype for part in parts if part is not None))
     zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
     direct, causal = (zero if part is None else part.to(dtype) for part in parts)
@@ -180,6 +191,8 @@ def uses_by_weight(
     """Per weight in scope: its name and those of the biases beside it, and its recorded uses."""
     owned: dict[str, dict[str, None]] = {}
     uses: dict[str, list[int]] = {}
+    # From the scope and not from the recorded uses: a process that sent no token to an expert has
+    # no use of its weights, and must still go through the same names as the others.
     for linear in recorder.scope.linears:
         parts = _owned(linear, names)
         owned.setdefault(parts[0], {}).update(dict.fromkeys(parts))

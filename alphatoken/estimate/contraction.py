@@ -46,6 +46,8 @@ def contract(
     Source: eq. app_ap_gdp. Oracle: ``alphatoken.oracle.influence``.
     """
     dtype = wide(delta.dtype, x.dtype, m.dtype)
+    # delta^T (M x) per position: one matrix product for all positions. The gradients delta (x) x,
+    # d_out d_in numbers a position, are never formed.
     projected = x.to(dtype) @ m.to(dtype).mT
     if m_bias is not None:
         projected = projected + m_bias.to(dtype)

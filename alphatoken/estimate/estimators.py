@@ -87,10 +87,15 @@ def token_errors(
         consume: gets each error as soon as it is there, and none is kept: the direct ones inside
             the backward, the causal ones after it.
     """
+    # Where no causal part is wanted, one backward down to the linears is all: Psi's column sums by
+    # the ordinary one, its diagonal by the self-only one.
     if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
         return _undivided(recorder, loss, "ordinary", consume)
     if estimator == "direct" or path == "direct":
         return _undivided(recorder, loss, "self", consume)
+    # The errors e_k at the head outputs that Value-Propagation starts from. They must be self-only:
+    # ordinary ones contain what later losses sent to position k, and propagating them counts that
+    # twice. paper_literal does so on purpose, as a literal reading of the paper does.
     mode = "ordinary" if estimator == "paper_literal" else "self"
     scored = scored_attentions(recorder)
     outputs = [attention.output for attention in scored]
@@ -99,6 +104,7 @@ def token_errors(
         direct: list[Tensor | None] = [None] * len(recorder.linears)
         reached = any(error is not None for error in heads)
     else:
+        # One backward gives the errors at the linears and at the head outputs on the same way.
         direct, heads, reached = _at(recorder, loss, mode, consume, outputs)
     causal: list[Tensor | None] = [None] * len(recorder.linears)
     for attention, error in zip(scored, heads, strict=True):
@@ -109,11 +115,11 @@ def token_errors(
         else:
             reduction = "mean" if estimator == "paper_literal" else head_reduction
             part = value_errors(recorder, attention, error, window, reduction)
-        for index, found in part.items():
+        for index, propagated in part.items():
             if consume is None:
-                causal[index] = found
+                causal[index] = propagated
             else:
-                consume("causal", index, found)
+                consume("causal", index, propagated)
     return TokenErrors([], [], reached) if consume else TokenErrors(direct, causal, reached)
 
 
@@ -124,7 +130,10 @@ def _at(
     consume: Consume | None,
     also: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
-    """Errors at the linears (none where they were handed over), those at ``also``, and reached."""
+    """Errors at the linears, errors at ``also``, and whether the loss reached anything recorded.
+
+    With ``consume`` the errors at the linears are handed to it, and the first list is empty.
+    """
     if consume is not None:
         return [], *stream_errors(recorder, loss, mode, partial(consume, "direct"), also)
     uses = len(recorder.linears)
@@ -149,6 +158,11 @@ def scored_attentions(recorder: Recorder) -> list[AttentionUse]:
 
 
 def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Tensor]:
+    """Outputs of the linears that ran in the attention's own call of its decoder block, by index.
+
+    Both causal parts are hops within one layer. Without this limit the backward would go on from
+    the value states into the layers below.
+    """
     return {
         index: use.s
         for index, use in enumerate(recorder.linears)
@@ -163,14 +177,15 @@ def _pull_back(
     error: Tensor,
     targets: dict[int, Tensor],
 ) -> dict[int, Tensor]:
-    """Send ``error`` from ``outputs`` back to the linear outputs above it in the same block."""
+    """Send ``error`` from ``outputs`` back to those ``targets`` of the block that lead to it."""
     if not targets or not outputs.requires_grad:  # as with adapters on the query projection only
         return {}
     with recorder.repeatable(attention.module):
-        found = torch.autograd.grad(
+        # Most targets (the output projection, the MLP) come after the attention: no path, None.
+        errors = torch.autograd.grad(
             outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
         )
-    return {i: e for i, e in zip(targets, found, strict=True) if e is not None}
+    return {i: e for i, e in zip(targets, errors, strict=True) if e is not None}
 
 
 def value_errors(
@@ -182,8 +197,9 @@ def value_errors(
 ) -> dict[int, Tensor]:
     """Value-Propagation of head-output errors, carried back to the value projection's linears.
 
-    The propagated error lives at the value states; from there it runs through whatever the model
-    puts before them (a fused projection's slice, LoRA factors, a value norm).
+    The propagated error is an error at the value states. Autograd carries it from there to the
+    outputs of the linears that made them, through whatever the model puts in between: the slice of
+    a fused projection, LoRA factors, a value norm.
     """
     propagated = propagate_values(
         attention.statistics, error, window=window, head_reduction=head_reduction
@@ -195,6 +211,7 @@ def value_errors(
 
 def hop_errors(recorder: Recorder, attention: AttentionUse, error: Tensor) -> dict[int, Tensor]:
     """All same-layer hops of head-output errors, score path included: the cross backward."""
+    # Cross mode passes the pairs k > t alone; the pairs k = t are in the direct part already.
     with recorder.switch.to("cross"):
         uses = _same_execution(recorder, attention)
         return _pull_back(recorder, attention, attention.output, error, uses)

@@ -26,7 +26,11 @@ __all__ = ["label_values"]
 
 
 def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
-    """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise."""
+    """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise.
+
+    No tangent arrives where nothing before the call depends on the direction, and the kernel is
+    faster. Fused kernels cannot be given dual tensors.
+    """
     tensors = (call.query, call.key, call.value, call.sinks)
     if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
         return native(call.query, call.key, call.value)
@@ -60,8 +64,9 @@ def label_values(
             embeddings, norms, experts and tied weights included.
         first: first layer that the direction reaches; attention below keeps its kernel.
         start: of an earlier forward on the same tokens. The layers below ``first`` are then not
-            run again, unless the losses come out as others than ``start.losses`` (dropout below,
-            or a model that hands more than hidden states from layer to layer); then all are.
+            run again. If the losses then differ from ``start.losses`` (dropout below, or a model
+            that hands more than hidden states from layer to layer), ``start.refused`` is set and
+            the whole forward is run.
 
     Returns:
         (b, t), index i for token i, 0 off the response; float32 or wider.
@@ -70,18 +75,20 @@ def label_values(
     Oracle: ``alphatoken.oracle.gradients.label_values``.
     """
     scale = _scale(adapter, direction)
+    # M = 0, as V is before the first step: every value is 0, and dividing by the norm would give
+    # NaN.
     if scale == 0.0:
         return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
-    found = None
+    derivatives = None
     if start is not None and can_start_at(adapter, first):
         with start_at(adapter, first, start.hidden):
             losses, tangent = _dual_losses(adapter, batch, direction, scale, first)
         start.refused = not start.gives(losses, batch.mask)
-        found = None if start.refused else tangent
-    if found is None:
-        losses, found = _dual_losses(adapter, batch, direction, scale, first)
+        derivatives = None if start.refused else tangent
+    if derivatives is None:
+        losses, derivatives = _dual_losses(adapter, batch, direction, scale, first)
         require_finite(losses, batch.mask, "batch")
-    values: Tensor = found.to(wide(found.dtype)) * scale
+    values: Tensor = derivatives.to(wide(derivatives.dtype)) * scale
     return values.masked_fill(~batch.mask, 0.0)
 
 
@@ -92,8 +99,9 @@ _NEAR_ONE = 2.0**40
 def _scale(adapter: DecoderAdapter, direction: Mapping[str, Tensor]) -> float:
     """What tangents are divided by; the map is linear, so values are multiplied by it again.
 
-    The norm of the direction where that matters: in narrow dtypes, or far from 1. Else 1, and M is
-    the tangent as it stands, without a copy of every matrix.
+    A tangent has the dtype of its weight, and a very long or short direction would leave the range
+    of 16-bit numbers. It is divided by its norm there, and wherever the norm is far from 1. In
+    other cases this is 1: M is the tangent as it stands, without a copy of every matrix.
     """
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     norms = [torch.linalg.vector_norm(m, dtype=wide(m.dtype)).double() for m in direction.values()]
@@ -106,7 +114,7 @@ def _tangent(m: Tensor, scale: float, like: Tensor) -> Tensor:
     return m.to(like) if scale == 1.0 else (m.to(wide(m.dtype)) / scale).to(like)
 
 
-@torch.no_grad()
+@torch.no_grad()  # forward mode works without, and no graph for a backward is stored
 def _dual_losses(
     adapter: DecoderAdapter,
     batch: LabelledBatch,
@@ -122,18 +130,21 @@ def _dual_losses(
         for module in adapter.attention_modules(layer)
     ]
     with (
-        evaluation_mode(adapter.model),
+        evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),
         forward_ad.dual_level(),
     ):
+        # By identity: a tied weight moves at all its places, and its derivative goes through them
+        # all.
         duals = {
             id(parameters[name]): forward_ad.make_dual(
                 parameters[name].detach(), _tangent(m, scale, parameters[name])
             )
             for name, m in direction.items()
         }
-        # Places are found here, not by tie_weights: with a block used at two depths torch would
-        # swap the same place twice, and leave the model with the dual tensors.
+        # ``_places`` lists each place once, instead of torch's tie_weights: with a block used at
+        # two depths that would swap the same place twice, and leave the model with the dual
+        # tensors.
         output = functional_call(
             adapter.model,
             _places(adapter.model, duals),

@@ -18,7 +18,11 @@ __all__ = ["captured_gradients", "gradient_of"]
 def gradient_of(
     loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool = False
 ) -> list[Tensor | None]:
-    """d(loss)/d(parameter), by autograd, touching no .grad; None where there is no path."""
+    """d(loss)/d(parameter), by autograd, touching no .grad; None where there is no path.
+
+    Unless ``retain_graph`` is set, the graph is freed: nothing can be asked of the forward
+    afterwards.
+    """
     return list(
         torch.autograd.grad(loss, list(parameters), allow_unused=True, retain_graph=retain_graph)
     )
@@ -42,22 +46,24 @@ def captured_gradients(
             A bias tied between different weights comes once for each.
     """
     for owned, uses in uses_by_weight(recorder, names):
-        found: dict[str, tuple[Tensor, Tensor | float]] = {}
+        sums: dict[str, tuple[Tensor, Tensor | float]] = {}
         for index in uses:
             error, use = errors[index], recorder.linears[index]
             if error is not None:
                 for name, part, size in _terms(use, error, names):
-                    before, known = found.get(name, (torch.zeros_like(part), 0.0))
-                    found[name] = (before + part, known + size)
+                    before, known = sums.get(name, (torch.zeros_like(part), 0.0))
+                    sums[name] = (before + part, known + size)
+        # Every name is handed over, used or not: under sharded weights what follows is collective.
         for name in owned:
-            consume(name, *found.get(name, (None, 0.0)))
+            consume(name, *sums.get(name, (None, 0.0)))
 
 
 def _terms(
     use: LinearUse, error: Tensor, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, gradient, sum of its terms' norms) of the weight and the bias of one use."""
+    """Yield (name, gradient, sum of the norms of its terms) for a use's weight, then its bias."""
     linear, gradient = use.linear, contraction.outer_sum(error, use.x)
+    # A term delta (x) x has rank 1, so its Frobenius norm is ||delta|| ||x||.
     sizes = error.to(gradient).norm(dim=-1)
     size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
     yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size

@@ -1,4 +1,4 @@
-"""One matrix a parameter: in memory, or formed when it is asked for."""
+"""Mappings from parameter names to matrices: held in memory, or formed when they are accessed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _Entry = TypeVar("_Entry")
 
 
 class Formed(Mapping[str, _Entry], Generic[_Entry]):
-    """A mapping that holds no entry: each is formed anew whenever it is asked for.
+    """A mapping that holds no entry: each is formed anew whenever it is accessed.
 
-    What is as large as the scored weights then exists one matrix at a time, for as long as its
-    user holds it. Iterating over names, ``len()`` and ``in`` compute nothing.
+    Something as large as all scored weights (V, a Fisher on disk) then exists one matrix at a time,
+    for as long as whoever accessed it holds it. Iterating over names, ``len()`` and ``in`` compute
+    nothing.
 
     Args:
         names: the keys, in their order.

@@ -92,20 +92,24 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
 def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator: str) -> bool:
     """Prove that the self-only backward leaks no error to other positions.
 
-    Of each row, the last token's loss is sent back alone; every captured error away from its
-    position must be exactly zero.
+    The loss of the last response token of each row is sent back by itself. Every captured error
+    away from the position that predicts it must be exactly zero: the paths to other positions are
+    cut, so that not even rounding may remain. The last token is the one to try, because all
+    earlier positions can be reached from it.
 
     Returns:
-        False if nothing was proved: each of those tokens is predicted from the first position, and
-        there is no other one to leak to.
+        False if nothing was proved, because each of those tokens is predicted from the first
+        position of its row, and there is no earlier one to leak to.
 
     Raises:
         UnsupportedError: a module mixes positions outside the attention that was switched.
     """
     rows = mask.any(-1).nonzero().squeeze(-1)
+    # Rows without a response token are left out; they may be in a batch of several.
     last = (mask.long() * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)[rows]
     if not bool((last > 1).any()):
         return False
+    # All rows at once: rows do not see each other, so one backward proves each of them.
     with torch.enable_grad():
         loss = losses[rows, last].sum()
     errors = accumulate_errors(recorder, loss, recorder.outputs, "self")
@@ -124,6 +128,7 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
     return True
 
 
+# What rounding explains in each dtype; a use that was missed is of the size of the gradient itself.
 _COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 _COVERAGE_TOLERANCE_HALF = 2e-2
 
@@ -153,14 +158,15 @@ def compare_gradients(
     """
     worst = 0.0
     for name, target in expected.items():
-        found, scale = captured.get(name, (None, 0.0))
-        parts = [t.double() for t in (target, found) if t is not None]
+        explained, scale = captured.get(name, (None, 0.0))
+        parts = [t.double() for t in (target, explained) if t is not None]
         if not parts:
             continue
         difference = parts[0] - parts[1] if len(parts) == 2 else parts[0]
         scale = max(scale, 0.0 if target is None else float(target.double().norm()))
         relative = float(difference.norm()) / scale if scale > 0 else float(difference.norm())
         dtype = torch.bfloat16 if narrow else _dtype(target)
+        # ``not <=`` instead of ``>``: a NaN is refused as well.
         if not relative <= _COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF):
             raise CoverageError(
                 "a weight in scope is used in a way that was not captured",
@@ -206,15 +212,20 @@ def prove_coverage(
             before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
             captured[name] = (before + gradient, known + float(size))
 
+    # Ordinary errors, whatever the estimator: only they sum to the gradient. What is proved holds
+    # for the self-only ones too, since it is about where the weights are used.
     errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
     captured_gradients(recorder, errors, names, add)
-    found = gradient_of(loss, list(parameters.values()), retain_graph=True)
+    gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
     narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
-    return compare_gradients(captured, dict(zip(parameters, found, strict=True)), narrow=narrow)
+    return compare_gradients(captured, dict(zip(parameters, gradients, strict=True)), narrow=narrow)
 
 
 def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
-    """Prove that packed documents do not see each other: change the first ones, watch the last.
+    """Prove that packed documents do not see each other, by two forwards of the model.
+
+    The second forward gets other tokens in all documents of a row but the last, whose logits must
+    stay as they were.
 
     Raises:
         ModelError: logits of a row's last document depend on the tokens before it.
@@ -224,12 +235,14 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
     places = torch.arange(starts.shape[1], device=starts.device)
     last = torch.where(starts, places, 0).amax(-1, keepdim=True)  # where it begins
     ids = batch.inputs["input_ids"]
-    other = torch.where(places < last, (ids == 0).to(ids), ids)  # each token becomes another one
+    # 0 becomes 1 and all else 0: every token changes, and stays within any vocabulary.
+    other = torch.where(places < last, (ids == 0).to(ids), ids)
     with torch.no_grad(), evaluation_mode(adapter.model):
         before = adapter.forward(batch.inputs).float()
         after = adapter.forward({**batch.inputs, "input_ids": other}).float()
     watched = (places >= last) & (last > 0) & _real(batch)
     moved = ((before - after).abs().amax(-1) * watched).amax(-1)
+    # A kernel may sum in another order; a document that is seen moves logits by far more than this.
     changed = moved > 1e-4 * float(before[watched].abs().max())
     if bool(changed.any()):
         row = int(changed.nonzero()[0])
@@ -252,23 +265,29 @@ def _real(batch: LabelledBatch) -> Tensor:
 
 
 def boundary_arguments(batch: LabelledBatch) -> frozenset[str] | None:
-    """By which arguments, and how, this packed batch tells its documents apart.
+    """The arguments of a packed batch, and how each mask among them separates its documents.
 
-    Two batches with one answer are read alike by the model, so that one proof serves both: names
-    alone are not enough, as a mask may separate the documents of one batch and not those of the
-    next. None if an argument cannot be judged, or separates some documents and others not.
+    Two batches for which this is equal are read alike by the model, so one proof serves both. The
+    names of the arguments would not be enough, since a mask may separate the documents of one batch
+    and not those of the next. The result is None if an argument cannot be judged, or separates
+    only some of the documents; such a batch is proved by itself.
     """
-    found: set[str] = set()
+    boundaries: set[str] = set()
     for name, value in batch.inputs.items():
         judged = _judged(value, batch) if "mask" in name else "given"
         if judged is None:
             return None
-        found.add(f"{name}: {judged}")
-    return frozenset(found)
+        boundaries.add(f"{name}: {judged}")
+    return frozenset(boundaries)
 
 
 def _judged(mask: object, batch: LabelledBatch) -> str | None:
-    """How a mask separates documents: "ones", "numbered", "blocked", or None if not fully."""
+    """How a mask separates documents, or None where it separates only some or cannot be read.
+
+    "none": there is no mask. "ones": it hides nothing but padding. "numbered": its numbers change
+    where a document starts, and nowhere else. "blocked": a mask of pairs that allows none across
+    documents.
+    """
     starts, shape = batch.document_starts, batch.labels.shape
     assert starts is not None
     if mask is None:
@@ -285,6 +304,8 @@ def _judged(mask: object, batch: LabelledBatch) -> str | None:
         return None
     document = starts.long().cumsum(-1)
     foreign = (document[:, :, None] != document[:, None, :])[:, None]
+    # Additive masks forbid with about the dtype's most negative number, so half of it parts the
+    # two.
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return None if bool((allowed & foreign).any()) else "blocked"
 
@@ -348,7 +369,7 @@ class Witness:
     ) -> None:
         self._adapter, self._scope, self._estimator = adapter, scope, estimator
         self._parameters, self._names, self._sharding = parameters, names, sharding
-        self._documents: set[frozenset[str]] = set()
+        self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self.pending = estimator in CAPTURED
         self.report = CoverageReport(
             tuple(linear.name for linear in scope.linears),
@@ -373,10 +394,14 @@ class Witness:
     def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
         """Prove what is not proved yet on this forward; its graph stays.
 
+        It is called with the first forward of the first direction that is built, and with every
+        pass that is valued, before the values are returned.
+
         Raises:
             ModelError, UnsupportedError, CoverageError: see the proofs.
         """
         self.require_rule(recorder)
+        # Tried again as long as no batch had a row of which it could be shown.
         if self._estimator in SELF_ONLY and not self.report.isolated:
             proved = prove_isolation(recorder, losses, mask, self._estimator)
             self.report = replace(self.report, isolated=proved)

@@ -24,6 +24,8 @@ def assign_columns(
     shifted = columns.causal if causal_position == "context" else to_token_index(columns.causal)
     direct = to_token_index(columns.direct).masked_fill(~mask, 0.0)
     causal = shifted.masked_fill(~mask, 0.0)
+    # Causal columns of prompt positions belong to no response token. They are reported and not
+    # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
     everything = columns.direct.sum(-1) + columns.causal.sum(-1)
     unassigned = everything - direct.sum(-1) - causal.sum(-1)
     return direct, causal, unassigned

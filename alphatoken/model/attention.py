@@ -42,6 +42,8 @@ __all__ = [
     "switchable_attention",
 ]
 
+# Blocks bound the memory, and smaller ones are faster as well, since they fit the processor's
+# caches (measured, docs/log.md).
 _CHUNK = 256  # queries per block, at most
 _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
 
@@ -51,7 +53,12 @@ MODES = ("ordinary", "self", "cross")
 
 
 class BackwardSwitch:
-    """Tells the attention nodes of a graph which backward to run: ordinary, self or cross."""
+    """Tells the attention nodes of a graph which backward to run: ordinary, self or cross.
+
+    The nodes are made in the forward and hold this object, whose mode they read when a backward
+    passes them. So one forward can be differentiated self-only for values and as usual by the
+    training step that follows.
+    """
 
     def __init__(self) -> None:
         self.mode = "ordinary"
@@ -108,8 +115,10 @@ class _Block:
 class AttentionStatistics:
     """Logits, log-sum-exp and weights of one attention call, recomputed in blocks, never T x T.
 
-    Holds detached queries and keys (storage shared with the graph). Everything is computed
-    without a graph, in float32 or wider.
+    The model's fused kernel returns neither weights nor log-sum-exp, so both are computed again
+    from the queries and keys. These are kept detached, which costs no memory because the graph
+    holds the same storage. Everything is computed without a graph, in float32 or wider, as fused
+    kernels accumulate in float32 for 16-bit inputs too.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -136,7 +145,7 @@ class AttentionStatistics:
         size = min(_CHUNK, max(16, _WORKSPACE // max(1, heads * self.length)))
         for start in range(0, self.length, size):
             rows = slice(start, min(start + size, self.length))
-            # Without a mask attention is causal, and keys after the last query drop out.
+            # Without a mask attention is causal, and keys after the block's last query drop out.
             yield self.block(rows, slice(0, rows.stop if self.mask is None else self.length))
 
     @property
@@ -145,11 +154,13 @@ class AttentionStatistics:
 
         -inf for a row that attends to nothing.
         """
+        # This is the one quantity that needs all T x T logits. It is kept, because the self-only
+        # backward (``diagonal``) and Value-Propagation (``weights``) of a call both need it.
         if self._lse is None:
             with torch.no_grad():
                 rows = [torch.logsumexp(block.logits, -1) for block in self.row_blocks()]
                 lse = torch.cat(rows, -1)
-                if self.sinks is not None:
+                if self.sinks is not None:  # they take probability: part of the denominator
                     sinks = self.sinks.to(self.dtype).view(self.groups, -1)
                     lse = torch.logaddexp(lse, sinks[None, :, :, None])
                 self._lse = lse
@@ -157,6 +168,8 @@ class AttentionStatistics:
 
     def weights(self, block: _Block) -> Tensor:
         """alpha (b, g, r, k, t) of one block."""
+        # A query that may attend to nothing has lse = -inf, and -inf - (-inf) would be NaN. With 0
+        # in its place all its weights are exp(-inf) = 0.
         lse = self.lse[..., block.rows].unsqueeze(-1)
         return torch.exp(block.logits - lse.masked_fill(lse == -torch.inf, 0.0))
 
@@ -175,7 +188,9 @@ class AttentionStatistics:
             alpha, share = torch.softmax(torch.cat([logits, column], -1), -1).split(
                 [logits.shape[-1], 1], -1
             )
-        if self.mask is not None:  # a query that may attend to nothing
+        # A query that may attend to nothing: softmax gives NaN there. Without a mask attention is
+        # causal, and every query attends to itself at least.
+        if self.mask is not None:
             alpha = alpha.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         return alpha, share
 
@@ -187,6 +202,7 @@ class AttentionStatistics:
         if self.mask is not None:
             every = torch.arange(self.length, device=logits.device)
             mask = self.mask
+            # Indexing the diagonal needs both axes in full; ``expand`` makes no copy.
             if mask.shape[-2] == 1 or mask.shape[-1] == 1:
                 mask = mask.expand(*mask.shape[:-2], self.length, self.length)
             logits = _apply(logits, _grouped_mask(mask[..., every, every], self.groups))
@@ -209,7 +225,8 @@ def _grouped_mask(mask: Tensor, groups: int) -> Tensor:
 def _apply(logits: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return logits.masked_fill(~mask, -torch.inf)
-    # Additive masks carry the dtype's most negative number; kept as numbers, as the model does.
+    # Additive masks carry the dtype's most negative number, not -inf. They are added as they are: a
+    # row in which everything is masked (padding) then gets the same equal weights as in the model.
     return logits + mask.to(logits.dtype)
 
 
@@ -243,7 +260,9 @@ def self_terms(
     dtype, groups = statistics.dtype, statistics.groups
     alpha, slope = statistics.diagonal()
     o, e = (_group(x.to(dtype), groups) for x in (output, error))
+    # The sum over r is that over the query heads which share a key/value head.
     dv = torch.einsum("bgrt,bgrtd->bgtd", alpha, e)
+    # The gradient of the diagonal logit, through softmax: ds_tt = alpha_tt (v_t - o_t) . e_t.
     pull = torch.einsum("bgrtd,bgrtd->bgrt", value.to(dtype).unsqueeze(2) - o, e) * alpha
     if slope is not None:
         pull = pull * slope
@@ -252,7 +271,13 @@ def self_terms(
 
 
 class _Gate(torch.autograd.Function):
-    """Identity on query, key and value; decides which of their gradients the kernel may pass."""
+    """Identity before the kernel; decides which gradients of query, key and value go on.
+
+    The gradient of a query belongs to the query's own position, so self mode passes it in full and
+    cross mode drops it. Those of a key and a value are sums over its own and all later queries, and
+    the kernel gives the sums only. So self mode drops them, and ``_Tap`` adds the k = t terms;
+    cross mode passes them on, and ``_Tap`` takes the k = t terms away.
+    """
 
     @staticmethod
     def forward(
@@ -274,7 +299,12 @@ class _Gate(torch.autograd.Function):
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on the head outputs; adds (self) or takes away (cross) the k = t terms."""
+    """Identity on the head outputs; adds (self) or takes away (cross) the k = t terms.
+
+    The forward takes key and value, of which it makes no use, only so that the backward can
+    return gradients for them. They are the tensors from before the gate, which therefore does not
+    drop these terms.
+    """
 
     @staticmethod
     def forward(
@@ -290,7 +320,7 @@ class _Tap(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # the closed form has no graph: a second derivative would lack its part
     def backward(
         ctx: Any, error: Tensor
     ) -> tuple[None, None, Tensor, Tensor | None, Tensor | None]:
@@ -373,6 +403,8 @@ def propagate_values(
     result = torch.zeros_like(e_sum)
     if window == 0:
         return result
+    # A block of ``size`` queries reads ``size + window`` keys, so blocks much shorter than the
+    # window would read most keys many times.
     size = _CHUNK if window is None else max(64, min(window, _CHUNK))
     for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
@@ -380,6 +412,7 @@ def propagate_values(
         block = statistics.block(rows, slice(first, rows.stop))
         alpha = statistics.weights(block).masked_fill(~_band(block, window), 0.0)
         if head_reduction == "per_head":
+            # Head h's weight meets head h's own error before the heads of a group are summed.
             part = torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])
         else:
             part = torch.einsum("bkt,bgkd->bgtd", alpha.mean((1, 2)), e_sum[..., rows, :])
@@ -406,6 +439,8 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
         Oracle: ``alphatoken.oracle.gradients`` (per-token reverse mode).
     """
     plain, tangent = {}, {}
+    # The closed form needs values and tangents side by side, as the factors of one wider product
+    # (below), so the dual tensors are taken apart here.
     for name in ("query", "key", "value", "sinks"):
         tensor = getattr(call, name)
         if tensor is not None:
@@ -422,8 +457,8 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
     dtype = statistics.dtype
 
     def zero_or(name: str) -> Tensor:
-        found = tangent[name]
-        return torch.zeros_like(plain[name]) if found is None else found
+        own = tangent[name]
+        return torch.zeros_like(plain[name]) if own is None else own
 
     # s' = c (q'.k + q.k') is one product of twice the width, o and alpha v' are another.
     queries = torch.cat([_group(zero_or("query"), groups).to(dtype), statistics.query], -1)
@@ -439,6 +474,8 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
         ds = torch.einsum("bgrkd,bgtd->bgrkt", q, k)
         if block.slope is not None:
             ds = ds * block.slope
+        # d alpha_t = alpha_t (s'_t - sum_u alpha_u s'_u), the derivative of softmax; a sink takes
+        # part in the sum over u, and only there.
         weighted = alpha * ds
         mean = weighted.sum(-1, keepdim=True)
         if share is not None and tangent["sinks"] is not None:

@@ -56,8 +56,8 @@ def predicted_labels(
     """``labels`` with -100 where the label position is masked: ``attention_mask[:, i - 1] == 0``.
 
     What the model says there is a function of the pad token, so nothing is to be learned from it
-    and the token has no value. Packed documents are told apart by ``position_ids``, whose
-    first tokens ``read_batch`` does not take as labels at all.
+    and the token has no value. The first token of a packed document is another case: the mask does
+    not show it. ``read_batch`` recognises it by ``position_ids`` and refuses it as a label.
 
     Args:
         labels: unshifted.
@@ -71,6 +71,7 @@ def predicted_labels(
 
 def to_token_index(by_position: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """Move values from label positions to token indices: ``out[:, i] = in[:, i - 1]``."""
+    # What stands at the last position is dropped: it predicts no token of the row.
     return F.pad(by_position[:, :-1], (1, 0))
 
 
@@ -111,6 +112,7 @@ def token_losses(
                 got=f"{tuple(scores.shape)} and {tuple(labels.shape)}",
                 remedy="pass all positions' logits (logits_to_keep=0) and unshifted labels",
             )
+        # Checked first, since an index outside the vocabulary would stop the whole device.
         _require_tokens(labels, mask, scores.shape[-1], role)
         # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
         tokens = mask.flatten().nonzero().squeeze(-1)
@@ -156,7 +158,7 @@ class LabelledBatch:
 
     @property
     def positions(self) -> int:
-        """Number of positions, padding left out where an attention mask names it."""
+        """Number of positions; padding does not count where an attention mask marks it."""
         attention = self.inputs.get("attention_mask")
         if isinstance(attention, Tensor) and attention.dim() == 2:
             return int((attention != 0).sum())
@@ -166,7 +168,8 @@ class LabelledBatch:
     def document_starts(self) -> Tensor | None:
         """(b, t) True at the first token of each packed document; None if nothing is packed.
 
-        A document starts where ``position_ids`` does not continue, between two real tokens.
+        A document starts where ``position_ids`` does not continue, between two real tokens. (From
+        padding to the first token they need not continue either.)
         """
         position_ids = self.inputs.get("position_ids")
         if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
@@ -177,11 +180,12 @@ class LabelledBatch:
             starts = starts & (attention[:, 1:] != 0) & (attention[:, :-1] != 0)
         if not bool(starts.any()):
             return None
+        # ``position_ids`` may have one row for all rows of the batch.
         return F.pad(starts, (1, 0), value=True).expand_as(self.labels)
 
 
 def _longest(batch: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence: of a packed row, positions of its longest document."""
+    """Length of the longest sequence; in packed rows that is the longest document's."""
     position_ids, length = batch.get("position_ids"), int(batch["input_ids"].shape[1])
     if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
         return int(position_ids.max()) + 1
@@ -289,13 +293,14 @@ class PreferenceBatch:
         require_choice("normalization", self.normalization, ("tokens", "pairs"), InputError)
 
     def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
-        """Chosen then rejected: (batch, reference log-probabilities, sign)."""
+        """Yield (batch, reference log-probabilities, sign): chosen first, then rejected."""
         yield self.chosen, self.reference_chosen, 1
         yield self.rejected, self.reference_rejected, -1
 
 
 def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
     """Raise NumericalError naming the first response token whose loss is NaN or Inf."""
+    # Other positions may be NaN: padded rows are under some kernels, and nothing is read there.
     refuse_first(
         ~torch.isfinite(losses.detach()) & mask,
         losses,
@@ -306,7 +311,7 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
 
 
 def as_batches(validation: Any) -> Sequence[Any]:
-    """One batch, preference batch, or several of either, as a sequence."""
+    """What a user may pass as validation data, as a sequence: one item, or several of them."""
     if isinstance(validation, (Mapping, PreferenceBatch)):
         return [validation]
     return validation if isinstance(validation, Sequence) else list(validation)

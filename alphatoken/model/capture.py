@@ -1,8 +1,10 @@
 """Inputs and errors of scored linears, captured in a forward that the model does not notice.
 
-Scope first (which layers, which linears), then a ``Recorder`` that hooks one forward pass, then
-the errors by ``torch.autograd.grad``, which touches no ``.grad``. Everything that is changed on
-the model (hooks, attention dispatch, modes, checkpointing flags) is put back by context managers,
+The file has three parts. ``find_scope`` chooses the layers and linears that are valued.
+``record`` hooks the model, so that a ``Recorder`` gathers the input and the output of each scored
+linear while the model runs. ``accumulate_errors`` and ``stream_errors`` then take the errors at
+those outputs with ``torch.autograd.grad``, which touches no ``.grad``. Context managers put back
+everything that is changed on the model (hooks, attention dispatch, modes, checkpointing flags),
 also when an exception passes through.
 """
 
@@ -50,6 +52,8 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
         ConfigError: K or an index outside the model, an empty choice, another type.
     """
     depth = len(adapter.layers())
+    # This must come before the tests of the type: a string is a Sequence as well, and a bool is an
+    # int, so that True would otherwise mean K = 1.
     if layers == "all":
         return tuple(range(depth))
     if isinstance(layers, bool) or not isinstance(layers, (int, Sequence)) or layers == "":
@@ -68,6 +72,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
                 remedy=f"pass 1 to {depth}, or 'all'",
             )
         return tuple(range(depth - layers, depth))
+    # A set, since -1 and depth - 1 name one layer, whose values would otherwise be counted twice.
     chosen = sorted({i + depth if i < 0 else i for i in layers})
     if not chosen or chosen[0] < 0 or chosen[-1] >= depth:
         raise ConfigError(
@@ -80,14 +85,14 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
 
 @dataclass(frozen=True)
 class Scope:
-    """What is valued: the scored layers and their trainable linears.
+    """What is valued: the scored layers and their trainable linears (S in docs/notation.md).
 
     Attributes:
         layers: indices of the scored layers.
         linears: scored linears, in forward order, each module once.
         uncovered: trainable parameters of these layers that no scored linear covers, and why.
-        mixers: modules of the layers from the first one on that mix positions without softmax
-            attention, and their kind.
+        mixers: modules that mix positions without softmax attention (linear attention, state
+            space, convolution), and their kind, in all layers from ``first`` to the last.
         first: the first layer that uses a weight in scope; the graph starts at its input. Lower
             than the first scored layer where a block or a weight is shared between depths.
     """
@@ -116,6 +121,8 @@ def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Sc
     chosen = resolve_layers(adapter, layers)
     linears = tuple(adapter.scored_linears(chosen))
     uncovered = adapter.uncovered(chosen)
+    # Matrices that no linear covers are enough for ``label``. Estimators that need captured errors
+    # are refused afterwards, by ``require_covered``.
     if not linears and not uncovered:
         raise ConfigError(
             "no trainable linear in the scored layers",
@@ -124,6 +131,8 @@ def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Sc
             remedy="unfreeze them (requires_grad_), attach adapters, or choose other layers",
         )
     first = _first_use(adapter, chosen, linears, uncovered)
+    # The layers above the scored ones count too: the error of a token passes through them on its
+    # way down, and one that mixes positions would spoil the self-only backward.
     mixers = adapter.other_mixers(range(first, len(adapter.layers())))
     return Scope(chosen, linears, uncovered, mixers, first)
 
@@ -135,6 +144,8 @@ def _first_use(
     uncovered: Mapping[str, str],
 ) -> int:
     """The lowest layer that holds a parameter in scope, weights shared between layers included."""
+    # A graph that began above a second use of a weight would lack that use's part of the gradient.
+    # The proof of coverage could not see it: autograd's gradient would lack the same part.
     named = dict(adapter.model.named_parameters(remove_duplicate=False))
     owned = {id(p) for linear in linears for p in (linear.weight, linear.bias) if p is not None}
     owned |= {id(named[name]) for name in uncovered}
@@ -159,10 +170,11 @@ def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tenso
 
 @dataclass(frozen=True)
 class LinearUse:
-    """One call of a scored linear: input (detached) and output (in the graph).
+    """One call of a scored linear: its input x (detached) and its output s (in the graph).
 
-    ``execution`` numbers the decoder-block call that it happened in, so that a block used at two
-    depths keeps its uses apart.
+    ``execution`` is the number of the decoder-block call that it happened in, counted from the
+    first scored layer on. It tells the uses of a block that is called at two depths from each
+    other, which the name of the linear cannot.
     """
 
     linear: ScoredLinear
@@ -173,7 +185,10 @@ class LinearUse:
 
 @dataclass(frozen=True)
 class AttentionUse:
-    """One attention call: value states and head outputs (in the graph), and its statistics."""
+    """One attention call: value states and head outputs (in the graph), and its statistics.
+
+    Errors are taken at ``output``; Value-Propagation sends them on from ``value``.
+    """
 
     module: nn.Module
     value: Tensor
@@ -208,7 +223,7 @@ class ObservedForward:
 
 @dataclass
 class Recorder:
-    """What the last forward with a graph left: uses of scored linears, attention calls, in order.
+    """Keeps what the last forward with a graph left: uses of scored linears, attention calls.
 
     The hooks of ``record`` call it while the model runs. A user may run the model many times inside
     the context, with gradients (training) and without (generation, a reference), and only the last
@@ -261,7 +276,8 @@ class Recorder:
 
     def _keep(self) -> None:
         """Make the pass that runs the one that is kept; called when a tensor in a graph is seen."""
-        # The first such tensor of a pass: what was recorded belongs to an earlier pass.
+        # This is the first such tensor of its pass, so what was recorded is an earlier pass's.
+        # Dropping it here also frees that pass's graph before the new one grows.
         if self.begun is not self.forward:
             self.linears.clear()
             self.attentions.clear()
@@ -274,14 +290,16 @@ class Recorder:
 
     @property
     def execution(self) -> int:
-        """Number of the decoder block that runs."""
+        """Number of the decoder-block call that runs; the first scored layer is number 1."""
         return 0 if self.begun is None else self.begun.blocks
 
     @property
     def attention_seen(self) -> bool:
         """Whether every block of the pass, in the graph or not, brought its attention here.
 
-        Not so where a model calls attention by itself, or a registry entry was put in our place.
+        It is False where a model computes attention without the registry, or where somebody put
+        another entry into the registry that does not call ours. The self-only backward would then
+        silently be the ordinary one in that block.
         """
         seen = self.latest
         if seen is None or not seen.blocks:
@@ -296,6 +314,8 @@ class Recorder:
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model runs: keep the arguments; forget the pass before if this has a graph."""
         self.begun = ObservedForward(args, kwargs)
+        # With gradients off nothing is decided yet: generation never makes a graph, but a pass
+        # under ``graph_from_layer`` does, once the first scored layer is entered.
         if torch.is_grad_enabled():
             self._keep()
 
@@ -303,17 +323,22 @@ class Recorder:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Before the first scored layer runs: keep its input, once a pass."""
+        # A block that is used at two depths comes here twice; the graph starts at the first call.
         if self.begun is not None and self.begun.hidden is None:
             hidden = hidden_of(args, kwargs)
             self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
 
     def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After the lowest block ran."""
+        """After the lowest block ran: note whether blocks pass on a tensor, or a tuple around it.
+
+        ``partial_forward.start_at`` replaces the lower blocks by functions that return a tensor, so
+        it can be used only where the model's own blocks do.
+        """
         if self.begun is not None:
             self.begun.plain = isinstance(output, Tensor)
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a decoder block runs."""
+        """Before a decoder block runs: count it."""
         # The user has called a decoder block, not the model: there was no on_forward.
         if self.begun is None:
             self.begun = ObservedForward((), {})
@@ -322,12 +347,12 @@ class Recorder:
     def on_call(
         self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> None:
-        """After a scored linear ran."""
+        """After a scored linear ran; the forward hook that ``record`` puts on it."""
         if isinstance(output, Tensor) and args:
             self.on_linear(linear, args[0], output)
 
     def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
-        """Keep one use; forwards without a graph (generation, references) leave no trace."""
+        """Keep one use if it is in a graph; generation and reference models leave no trace."""
         if s.requires_grad:
             self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
@@ -339,6 +364,8 @@ class Recorder:
         graph = torch.is_grad_enabled() and any(
             t.requires_grad for t in (call.query, call.key, call.value)
         )
+        # Without a graph no backward comes. With more keys than queries a cache is in use, and the
+        # statistics, which take query k and key k to be one position, would be wrong.
         if not graph or call.query.shape[2] != call.key.shape[2]:
             return native(call.query, call.key, call.value)
         self._keep()
@@ -362,6 +389,9 @@ def accumulate_errors(
     recorder: Recorder, loss: Tensor, targets: Sequence[Tensor], mode: str
 ) -> list[Tensor | None]:
     """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
+    # The graph is retained because it is not ours alone: other errors are taken through it, and a
+    # training step runs its own backward through it afterwards. Unused targets are no fault: the
+    # loss may not reach an expert to which no token was sent.
     with recorder.switch.to(mode), recorder.repeatable():
         return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
 
@@ -375,10 +405,12 @@ def stream_errors(
 ) -> tuple[list[Tensor | None], bool]:
     """Hand over the error of every linear use inside the backward, and keep none of them.
 
-    The errors are those of ``accumulate_errors``. Autograd is asked only for those of the lowest
-    recorded block; hooks receive the errors of all later uses as the backward passes them. A use
-    whose hook did not fire, since no way to the lowest block leads through it, is differentiated
-    in a second call.
+    The errors are those of ``accumulate_errors``, which holds all of them at once: as much memory
+    as the activations of the scored layers. Here autograd is asked only for the errors of the
+    lowest recorded block, and hooks receive those of all later uses as the backward passes them.
+    Autograd visits only nodes that lead to what it was asked for, so a hook does not fire where no
+    path leads down to the lowest block (a block with a detached input, say). Such uses are
+    differentiated in a second call.
 
     Args:
         recorder: one recorded forward.
@@ -398,17 +430,21 @@ def stream_errors(
             consume(index, error)
 
     uses = recorder.linears
+    # Executions are numbered in forward order, so the backward reaches the lowest number last.
     lowest = min((use.execution for use in uses), default=0)
     ends = [use.s for use in uses if use.execution == lowest]
+    # The lowest block's uses have hooks too, so that every error is consumed in one way. Of what
+    # autograd returns, only the errors at ``also`` are used.
     hooks = [use.s.register_hook(partial(hand_over, i)) for i, use in enumerate(uses)]
     try:
         errors = accumulate_errors(recorder, loss, [*ends, *also], mode)
     finally:
+        # Before anything else: the training step's backward through this graph must not fire them.
         for hook in hooks:
             hook.remove()
     missed = [i for i in range(len(uses)) if i not in seen]
-    found = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
-    for index, error in zip(missed, found, strict=True):
+    late = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
+    for index, error in zip(missed, late, strict=True):
         hand_over(index, error)
     others = errors[len(ends) :]
     return others, bool(seen) or any(error is not None for error in others)
@@ -428,7 +464,8 @@ def record(
         adapter: of the model.
         scope: what to capture.
         attention: route softmax attention of all layers from the first scored one on through the
-            switchable backward (needed for self-only errors).
+            switchable backward. Self-only errors need it in the layers above the scored ones too,
+            because they pass through their attention on the way down.
         sharding: of the weights.
     """
     recorder = Recorder(scope, sharding=sharding)
@@ -441,11 +478,14 @@ def record(
         )
         stack.callback(first.remove)
         stack.callback(blocks[0].register_forward_hook(recorder.on_trunk).remove)
+        # Each block gets one hook: one that stands in the list twice would be counted twice a call.
         for block in {id(b): b for b in blocks[scope.first :]}.values():
             stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
         for linear in scope.linears:
             hook = partial(recorder.on_call, linear)
             stack.callback(linear.module.register_forward_hook(hook).remove)
+        # A checkpointed block runs without a graph first, and once more inside the backward: there
+        # would be no output to ask for errors at, and the second run would be recorded as another.
         stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
         if attention:
             modules = [
@@ -457,12 +497,15 @@ def record(
         try:
             yield recorder
         finally:
+            # The caller may hold the recorder for longer; its graph must not live on with it.
             recorder.clear()
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every submodule in eval mode inside; each one's own flag put back afterwards."""
+    """Put every submodule in eval mode inside, and each one's own flag back afterwards."""
+    # Flag by flag, because ``model.train()`` at the end would also switch on those submodules that
+    # the user keeps in eval mode.
     flags = {module: module.training for module in model.modules()}
     try:
         for module in flags:
@@ -490,16 +533,19 @@ def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     # and a second cut would take the graph between the two away.
     if torch.is_grad_enabled():
         return None
+    # Gradients stay on for all that follows in this forward, the head included;
+    # ``torch.no_grad`` in ``graph_from_layer`` puts the caller's setting back at the end.
     torch.set_grad_enabled(True)
     return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
 
 
 @contextmanager
 def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
-    """Build the graph from the input of layer ``first`` on; the trunk below leaves none.
+    """Build the graph from the input of layer ``first`` on; the layers below leave none.
 
-    Inside, gradients are off until that decoder block is entered. Its input is cut off and asked
-    to require gradients, so errors exist even when everything below and around is frozen.
+    Inside, gradients are off until that decoder block is entered, which saves the activations of
+    the layers below. The block's input is then detached and made to require gradients, so that
+    errors exist even where the weights between two scored linears are frozen.
     """
     block = adapter.layers()[first]
     handle = block.register_forward_pre_hook(_cut, with_kwargs=True)

@@ -2,9 +2,12 @@
 
 The registry has one function a name for the whole process, while any number of models may be
 observed at a time, in any order and from several threads. So the entry is replaced once, by a
-``_Dispatch`` that knows which modules are overridden and by what; each override adds itself and
-takes only itself away, and the last to leave puts back what was there. An entry that
-somebody else put on top meanwhile is theirs: it stays, and if it still calls ours it is passed on.
+``_Dispatch`` that knows which modules are overridden and by what. Each override adds itself and
+takes only itself away, and the last to leave puts back what was there. Had each override replaced
+the entry by itself, one that leaves early would have taken a later one's entry away.
+
+An entry that somebody else puts on top of ours meanwhile stays where it is. As long as it calls
+the one that it found there, which is ours, the overrides go on working.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAt
 __all__ = ["dispatched"]
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-_MISSING: Any = object()
-_LOCK = threading.Lock()
+_MISSING: Any = object()  # stands for "no entry": None could be an entry
+_LOCK = threading.Lock()  # held while contexts are entered and left, never during a forward
 
 
 @dataclass(frozen=True, eq=False)
 class _Entered:
-    """One override that is active, and the thread that entered it."""
+    """One override that is active, and the thread that entered it.
+
+    Compared by identity, since one override may be entered by two contexts, which leave one by one.
+    """
 
     override: AttentionOverride
     thread: int
@@ -50,6 +56,8 @@ class _Dispatch:
         """What would run if this entry were not there."""
         if self.before is not _MISSING:
             return self.before  # type: ignore[no-any-return]
+        # Nobody had put an entry into this instance of the registry: transformers then takes its
+        # library-wide one, and for "eager", which has none, the function of the model's own file.
         if self.name == "eager":
             return _eager_function(module)
         return ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]  # type: ignore[no-any-return]
@@ -64,12 +72,14 @@ class _Dispatch:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         kernel, entered = self.kernel_of(module), self.active.get(module, ())
+        # Models that nobody observes run through this entry too, and must not notice it.
         if not entered:
             return kernel(module, query, key, value, *args, **kwargs)
         call, native, weights = _translated(kernel, module, (query, key, value), args, kwargs)
         run = native
         for one in entered:  # the last one entered is outermost, as contexts nest
             run = _through(one.override, call, run)
+        # The registry's functions return (b, t, h, d); ours, as all of the core, (b, h, t, d).
         return run(query, key, value).transpose(1, 2), weights[0]
 
 
@@ -98,6 +108,7 @@ def dispatched(
     try:
         yield
     finally:
+        # ``dispatch`` is the one that was entered; by now another one may be on top.
         with _LOCK:
             for module in chosen:
                 left = tuple(one for one in dispatch.active[module] if one is not entered)
@@ -113,7 +124,7 @@ def _entry(name: str) -> Any:
 
 
 def _installed(name: str) -> _Dispatch:
-    """The dispatch on top of the registry, put there if somebody else's entry is."""
+    """The dispatch on top of the registry; one is put there unless the top entry is one already."""
     top = _entry(name)
     if isinstance(top, _Dispatch):
         return top
@@ -124,6 +135,8 @@ def _installed(name: str) -> _Dispatch:
 
 def _remove_idle(name: str) -> None:
     """Remove idle dispatches from the top of the registry, down to an entry that others put in."""
+    # There can be several: where somebody's entry lay on ours, a later override put a second
+    # dispatch on top of theirs. An idle one further down stays, and only passes calls on.
     while isinstance(top := _entry(name), _Dispatch) and not top.active:
         if top.before is _MISSING:
             del ALL_ATTENTION_FUNCTIONS[name]
@@ -149,6 +162,8 @@ def _require_own_thread(name: str, modules: Sequence[nn.Module]) -> None:
 
 
 def _eager_function(module: nn.Module) -> Kernel:
+    # Each modeling file has a function of this name, and the models of the family look it up there.
+    # A subclass in the user's own file inherits from a class whose file has it.
     for cls in type(module).__mro__:
         function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if callable(function):
@@ -176,7 +191,13 @@ def _translated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[AttentionCall, NativeAttention, list[Tensor | None]]:
-    """One call of the interface in the canonical layout, its kernel, and where weights appear."""
+    """One call of the registry's interface, translated for overrides.
+
+    Returns the call in the canonical layout, the kernel with all other arguments bound, and a list
+    in which the kernel's attention weights appear after it has run (eager kernels return them).
+    """
+    # Models pass the mask by position or by name, and kernels differ in what they name; binding to
+    # the kernel's own signature gives each argument the name under which the kernel reads it.
     bound = inspect.signature(kernel).bind_partial(module, *tensors, *args, **kwargs)
     named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     if named.get("position_bias") is not None:
@@ -187,6 +208,8 @@ def _translated(
         )
     mask = named.get("attention_mask")
     query = tensors[0]
+    # To an sdpa kernel no mask means causal attention, as to ``AttentionCall``. An eager function
+    # masks nothing then, and lets every query see every key.
     if mask is None and getattr(kernel, "__name__", "") == "eager_attention_forward":
         mask = torch.ones(
             1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
@@ -204,6 +227,7 @@ def _translated(
     weights: list[Tensor | None] = [None]
 
     def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # An override may call this with other tensors; all other arguments stay the model's.
         output, weights[0] = kernel(module, q, k, v, *args, **kwargs)
         transposed: Tensor = output.transpose(1, 2)
         return transposed

@@ -26,13 +26,14 @@ def read_layers(text: str | int, name: str = "score_layers") -> int | str | list
     try:
         if "," not in text:
             return int(text)
-        found = [int(part) for part in text.split(",") if part.strip()]
+        # Empty parts are allowed, so that "4," is one index where "4" is a number of layers.
+        indices = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        found = []
-    if not found:
+        indices = []
+    if not indices:
         raise ConfigError(
             f"{name} cannot be read",
             got=repr(text),
             remedy="a number K for the last K layers, 'all', or indices such as 0,4",
         )
-    return found
+    return indices

@@ -1,8 +1,10 @@
 """Forwards that skip the trunk, the layers below the first scored one, whose output is known.
 
 A scoring pass changes nothing below the first scored layer, so where a forward on the same tokens
-has run before, the layers below need not run again. Whether the model allows that is not taken for
-granted: the token losses must come out as they were.
+has run before, the layers below need not run again. Two places use it: label values, whose dual
+forward follows a training forward, and DPO's objective, which needs two forwards of each branch.
+Whether the model allows it is not taken for granted: the token losses of the shortened forward are
+compared with the known ones, and where they differ the whole forward is run.
 """
 
 from __future__ import annotations
@@ -35,17 +37,22 @@ class Start:
     def gives(self, losses: Tensor, mask: Tensor) -> bool:
         """True if these losses equal the known ones within 5e-2 (16 bits, autocast) or 1e-3.
 
-        They need not be the same bits: a fused head, or autocast, rounds otherwise.
+        The bits may differ, because the earlier forward can have rounded otherwise (a fused head,
+        autocast). What is to be noticed, such as dropout below or a state that does not travel with
+        the hidden states, changes losses by far more.
         """
         half = self.hidden.dtype in (torch.bfloat16, torch.float16)
         narrow = half or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
         tolerance = 5e-2 if narrow else 1e-3
-        found, known = losses.detach()[mask].double(), self.losses[mask].double()
-        return bool(torch.isclose(found, known, rtol=tolerance, atol=tolerance).all())
+        again, known = losses.detach()[mask].double(), self.losses[mask].double()
+        return bool(torch.isclose(again, known, rtol=tolerance, atol=tolerance).all())
 
 
 def can_start_at(adapter: DecoderAdapter, first: int) -> bool:
-    """True if there are blocks below ``first`` and none of them is used again from there on."""
+    """True if there are blocks below ``first`` and none of them is used again from there on.
+
+    ``start_at`` switches the lower blocks off by object, and would switch such a block off above.
+    """
     blocks = adapter.layers()
     above = {id(block) for block in blocks[first:]}
     return first > 0 and all(id(block) not in above for block in blocks[:first])
@@ -83,11 +90,11 @@ def remember_start(adapter: DecoderAdapter, first: int) -> Iterator[Trunk]:
 
 @contextmanager
 def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[None]:
-    """Forwards inside begin at the input ``hidden`` of layer ``first``; the trunk is not run.
+    """Let the one forward inside begin at the input ``hidden`` of layer ``first``, above the trunk.
 
-    Embeddings, masks and position tables are computed as ever. A model that hands more than the
-    hidden states from block to block (shared keys and values, say) will not give the same losses;
-    whoever uses this compares them.
+    Embeddings, masks and position tables are computed as ever, and the blocks of the trunk hand on
+    what they get. A model that hands more than the hidden states from block to block (shared keys
+    and values, say) will not give the same losses; whoever uses this compares them.
     """
     blocks = adapter.layers()
 
@@ -96,10 +103,14 @@ def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[No
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle.remove()  # a block used at two depths: only the first call starts here
+        # Under ``graph_from_layer`` gradients are on by now: its hook was registered earlier, so it
+        # has just run. What it cut off is replaced, so the new input must begin the graph instead.
         start = hidden.requires_grad_() if torch.is_grad_enabled() else hidden
         return with_hidden(args, kwargs, start)
 
     hidden = hidden.detach()
+    # ``forward`` is replaced in the instance, which hides the method of the class; hooks still run.
+    # Libraries that wrap a block's forward do the same, so a former entry is kept and put back.
     missing = object()
     before = {block: block.__dict__.get("forward", missing) for block in blocks[:first]}
     handle = blocks[first].register_forward_pre_hook(enter, with_kwargs=True)

@@ -98,7 +98,7 @@ NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The model's own kernel: (query, key, value) -> output (b, h, t, dv); all else is bound."""
 
 AttentionOverride = Callable[[AttentionCall, NativeAttention], Tensor]
-"""Replacement for one attention call: returns the output (b, h, t, dv)."""
+"""Replacement for one attention call: (call, kernel it would use) -> output (b, h, t, dv)."""
 
 
 @runtime_checkable
@@ -118,7 +118,7 @@ class DecoderAdapter(Protocol):
     def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
         """Trainable matrices of these layers that no scored linear covers: name -> reason.
 
-        3-D expert tensors, routers, the factors of DoRA.
+        Such are 3-D expert tensors, routers and the factors of DoRA.
         """
         ...
 
@@ -187,6 +187,10 @@ def register_adapter(package: str, target: str) -> None:
 
 
 def _packages(model: nn.Module) -> Iterator[str]:
+    """Modules that define the model's class and its bases, each followed by its parent packages.
+
+    The bases count because a user's subclass of a library's model lives in the user's own module.
+    """
     for cls in type(model).__mro__:
         module = cls.__module__
         yield module
@@ -210,13 +214,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def find_adapter(model: nn.Module) -> DecoderAdapter:
     """The adapter for ``model``, imported on first use.
 
-    Sees through DistributedDataParallel and DeepSpeed's engine; PEFT's wrapper is the adapter's
-    matter, and FSDP2 keeps the model's own class among the bases.
+    DistributedDataParallel and DeepSpeed's engine are unwrapped first. PEFT's wrapper is left on,
+    because the adapter deals with it, and FSDP2 keeps the model's own class among the bases.
 
     Raises:
         ModelError: no adapter is registered for any package in the model's class hierarchy.
     """
-    if isinstance(model, DecoderAdapter):
+    if isinstance(model, DecoderAdapter):  # the user's model may follow the protocol by itself
         return model
     model = _unwrapped(model)
     for package in _packages(model):

@@ -8,9 +8,10 @@ So never more than one matrix is whole.
 Under sharding a ``GradientReducer`` gets parts of sums that have been taken over all processes
 already; only its ``count`` is this process's own.
 
-All methods but ``shape``, ``local``, ``keep`` and ``repeatable`` are collective: every process must
-call them for the same names in the same order, and the same number of times. Where the weights are
-sharded, a forward is collective as well, so every process must run equally many.
+All methods but ``shape``, ``local``, ``part_of`` and (without ``within``) ``repeatable`` are
+collective: every process must call them for the same names in the same order, and the same number
+of times, or the processes wait for each other for ever. Where the weights are sharded, a forward is
+collective as well, so every process must run equally many.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Sharding(Protocol):
     """Moves single matrices between a process's part and the whole.
 
     ``name`` is always the parameter's name in ``model.named_parameters(remove_duplicate=False)``;
-    the identity of a parameter object means nothing, because it is another one inside a forward
-    and outside. A *part* is what this process keeps: its shape is the layout's business, it may be
-    padded with zeros, and parts of one name can be added, scaled and multiplied elementwise.
-    Results are detached, and never the parameter's own memory.
+    the identity of a parameter object means nothing, because a module holds another object inside
+    a forward than outside. A *part* is what this process keeps of a matrix. Its shape depends on
+    the layout and it may be padded with zeros, but parts of one name can be added, scaled and
+    multiplied elementwise. Results are detached, and never the parameter's own memory.
     """
 
     def shape(self, name: str) -> torch.Size:
@@ -70,7 +71,8 @@ class Sharding(Protocol):
 
         Args:
             within: the module that the backward starts and ends in, if it does not start from the
-                model's output. Collective then.
+                model's output. A layout that gathers weights where a backward enters a module by
+                its output then gathers them here, so the call is collective.
         """
         ...
 

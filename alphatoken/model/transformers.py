@@ -40,7 +40,12 @@ _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass
 class _Paused:
-    """A block's own checkpointing flag (None: it has none), and the contexts that hold it off."""
+    """A block's own checkpointing flag (None: it has none), and the contexts that hold it off.
+
+    Contexts on one block may overlap and be left in any order. If each of them put back what it
+    had met, the first to leave could switch checkpointing on while another still records, and
+    the last could leave it off for good. So they are counted.
+    """
 
     flag: bool | None
     contexts: int = 0
@@ -88,21 +93,23 @@ class TransformersAdapter:
     def _find_layers(self) -> list[nn.Module]:
         depth = getattr(self.config, "num_hidden_layers", None)
         decoder = self.base.get_decoder()
-        found = [
+        # Other lists of modules inside the decoder can have the same length; only the one of the
+        # decoder blocks is made of checkpointing layers.
+        lists = [
             list(module)
             for module in decoder.modules()
             if isinstance(module, nn.ModuleList)
             and len(module) == depth
             and all(isinstance(item, GradientCheckpointingLayer) for item in module)
         ]
-        if len(found) != 1:
+        if len(lists) != 1:
             raise ModelError(
                 "the decoder layers could not be found",
-                got=f"{len(found)} candidates of length {depth} in {type(decoder).__qualname__}",
+                got=f"{len(lists)} candidates of length {depth} in {type(decoder).__qualname__}",
                 why="values are defined on the last K decoder layers",
                 remedy="pass them: Scorer(..., adapter=TransformersAdapter(model, layers=[...]))",
             )
-        return found[0]
+        return lists[0]
 
     def layers(self) -> Sequence[nn.Module]:
         """The decoder blocks, first to last."""
@@ -111,7 +118,7 @@ class TransformersAdapter:
     def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
         """Trainable ``nn.Linear`` and ``Conv1D`` modules of these blocks, each once."""
         loose = self._dora_modules(layers)
-        found: dict[nn.Module, ScoredLinear] = {}
+        linears: dict[nn.Module, ScoredLinear] = {}  # by module: a block may serve two layers
         for layer in layers:
             for module in self._layers[layer].modules():
                 weight = getattr(module, "weight", None)
@@ -120,14 +127,18 @@ class TransformersAdapter:
                     and isinstance(weight, Tensor)
                     and weight.requires_grad
                     and module not in loose
-                    and module not in found
+                    and module not in linears
                 ):
                     transposed = isinstance(module, Conv1D)
-                    found[module] = ScoredLinear(self._names[module], module, layer, transposed)
-        return list(found.values())
+                    linears[module] = ScoredLinear(self._names[module], module, layer, transposed)
+        return list(linears.values())
 
     def _dora_modules(self, layers: Sequence[int]) -> set[nn.Module]:
-        """Adapter linears whose weights are used outside their own call."""
+        """Linears of DoRA adapters, whose weights are used outside their own call.
+
+        DoRA divides by the norm of the adapted weight, which it computes from the factors A and B
+        directly. The inputs and errors of their calls do not explain that part of the gradient.
+        """
         loose: set[nn.Module] = set()
         for layer in layers:
             for module in self._layers[layer].modules():
@@ -154,21 +165,22 @@ class TransformersAdapter:
 
     def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
         """Modules of the block that may call the attention interface (all but leaves)."""
+        # Which of them does so has no common name; the others are simply never looked up.
         return tuple(m for m in self._layers[layer].modules() if any(True for _ in m.children()))
 
     def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
         """Blocks with linear attention, state-space or convolution mixers: name -> kind."""
         kinds = getattr(self.config, "layer_types", None) or []
-        found: dict[str, str] = {}
+        mixers: dict[str, str] = {}
         for layer in layers:
             block = self._layers[layer]
             kind = kinds[layer] if layer < len(kinds) else "full_attention"
             convolution = next((m for m in block.modules() if isinstance(m, nn.Conv1d)), None)
             if kind not in _SOFTMAX_LAYERS:
-                found[self._names[block]] = str(kind)
+                mixers[self._names[block]] = str(kind)
             elif convolution is not None:
-                found[self._names[convolution]] = "convolution"
-        return found
+                mixers[self._names[convolution]] = "convolution"
+        return mixers
 
     @contextmanager
     def override_attention(
@@ -198,6 +210,7 @@ class TransformersAdapter:
                     module, _Paused(module.__dict__.get("gradient_checkpointing"))
                 )
                 paused.contexts += 1
+                # Set in the instance, so that other blocks of the class keep the class's default.
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         try:
             yield
@@ -207,7 +220,7 @@ class TransformersAdapter:
                     _resume(module)
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs that shape the logits, without a cache; what shapes a loss is dropped."""
+        """The inputs that the logits depend on, without a cache; those of a loss are dropped."""
         kept = {k: v for k, v in inputs.items() if k not in _LOSS_KEYWORDS}
         return {**kept, "use_cache": False}
 
@@ -230,10 +243,11 @@ class TransformersAdapter:
         self, input_ids: Tensor, attention_mask: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
         """Logits after the last column; only the new column is fed once a cache exists."""
+        # Rows are padded on the left, so positions count real tokens and not columns.
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         arguments: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = 1  # or the head would run on the whole prompt
         if state is not None:
             arguments["past_key_values"] = state
             input_ids, positions = input_ids[:, -1:], positions[:, -1:]
@@ -245,8 +259,9 @@ class TransformersAdapter:
     def max_positions(self) -> int | None:
         """``max_position_embeddings`` of the text config, or what its rotary scaling makes of it.
 
-        Where the scaling names the length that it stretches (YaRN, Llama 3, LongRoPE), the limit is
-        ``factor`` times that, if it is the larger one: such a config may still say the old length.
+        Some scalings (YaRN, Llama 3, LongRoPE) name the length that they stretch. The limit is then
+        at least ``factor`` times that length, because ``max_position_embeddings`` of such a config
+        may still be the length before stretching.
         """
         limit = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(limit, int) or limit <= 0:
@@ -271,21 +286,21 @@ class TransformersAdapter:
             "model_type", "num_hidden_layers", "hidden_size", "intermediate_size",
             "num_attention_heads", "num_key_value_heads", "vocab_size",
         )  # fmt: skip
-        found = {k: str(getattr(self.config, k, None)) for k in keys}
-        return {"class": _own_class(self.base).__qualname__, **found}
+        shape = {k: str(getattr(self.config, k, None)) for k in keys}
+        return {"class": _own_class(self.base).__qualname__, **shape}
 
 
 def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """Of the whole model, or of each kind of layer."""
-    found = getattr(config, "rope_parameters", None)
-    if not isinstance(found, Mapping):
+    """The config's rotary parameters: one set for the model, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping):
         return []
-    nested = [p for p in found.values() if isinstance(p, Mapping)]
-    return nested or [found]
+    nested = [p for p in parameters.values() if isinstance(p, Mapping)]
+    return nested or [parameters]
 
 
 def _stretched(parameters: Mapping[str, Any]) -> int:
-    """``factor`` times the length that was stretched; 0 where either is not said."""
+    """``factor`` times the length that was stretched; 0 where the config lacks either number."""
     original = parameters.get("original_max_position_embeddings")
     factor = parameters.get("factor")
     return int(original * factor) if original and factor else 0
@@ -297,7 +312,7 @@ def _own_class(module: nn.Module) -> type:
 
 
 def _dimensions(parameter: Tensor) -> int:
-    """Of the whole parameter; under ZeRO-3 what is left of it is flat."""
+    """Number of axes of the whole parameter; ZeRO-3 leaves a flat rest of it and ``ds_shape``."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -40,10 +40,12 @@ def chosen_losses(
         (n,) losses in float32 or wider, differentiable in reverse mode (twice as well) and in
         forward mode. Exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
     """
+    # The function below has no forward-mode rule. Forward mode keeps nothing for a backward, so
+    # torch's own operations cost no more memory there.
     if forward_ad.unpack_dual(logits).tangent is not None:
         return _in_blocks(logits.flatten(0, 1), positions, targets)
-    found: Tensor = _ChosenLosses.apply(logits, positions, targets)  # type: ignore[no-untyped-call]
-    return found
+    losses: Tensor = _ChosenLosses.apply(logits, positions, targets)  # type: ignore[no-untyped-call]
+    return losses
 
 
 def _blocks(positions: Tensor, vocabulary: int) -> list[slice]:
@@ -57,9 +59,9 @@ def _plain(rows: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_blocks(rows: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-    """By the library's own rules, for whatever kind of differentiation is going on."""
-    found = [_plain(rows[positions[s]], targets[s]) for s in _blocks(positions, rows.shape[-1])]
-    return torch.cat(found) if found else rows.new_zeros(0, dtype=wide(rows.dtype))
+    """The same losses by torch's own operations, which know every kind of differentiation."""
+    blocks = [_plain(rows[positions[s]], targets[s]) for s in _blocks(positions, rows.shape[-1])]
+    return torch.cat(blocks) if blocks else rows.new_zeros(0, dtype=wide(rows.dtype))
 
 
 class _ChosenLosses(torch.autograd.Function):
@@ -81,14 +83,15 @@ class _ChosenLosses(torch.autograd.Function):
         dual = any(forward_ad.unpack_dual(x).tangent is not None for x in (logits, error))
         if torch.is_grad_enabled() or dual:  # differentiated once more: lse must not be a constant
             return _differentiable(logits, positions, targets, error), None, None
-        found = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        rows, errors = logits.flatten(0, 1), found.flatten(0, 1)
+        # Contiguous, so that ``flatten`` below is a view and what is written to it arrives here.
+        gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        rows, errors = logits.flatten(0, 1), gradient.flatten(0, 1)
         for block in _blocks(positions, logits.shape[-1]):
             at, scale = positions[block], error[block].unsqueeze(-1)
             p = torch.exp(rows[at].to(lse.dtype).sub_(lse[block].unsqueeze(-1))).mul_(scale)
             p.scatter_add_(-1, targets[block].unsqueeze(-1), -scale)
-            errors[at] = p.to(found.dtype)
-        return found, None, None
+            errors[at] = p.to(gradient.dtype)  # no two targets share a position: nothing is lost
+        return gradient, None, None
 
 
 def _differentiable(logits: Tensor, positions: Tensor, targets: Tensor, error: Tensor) -> Tensor:
@@ -96,5 +99,5 @@ def _differentiable(logits: Tensor, positions: Tensor, targets: Tensor, error: T
     dtype = wide(rows.dtype)
     p = torch.softmax(rows[positions].to(dtype), -1)
     one_hot = F.one_hot(targets, rows.shape[-1]).to(dtype)
-    found = (error.unsqueeze(-1) * (p - one_hot)).to(rows.dtype)
-    return torch.zeros_like(rows).index_add(0, positions, found).view_as(logits)
+    errors = (error.unsqueeze(-1) * (p - one_hot)).to(rows.dtype)
+    return torch.zeros_like(rows).index_add(0, positions, errors).view_as(logits)

@@ -66,9 +66,12 @@ class Observed:
                 ``Scorer.score``.
         """
         valuer, recorder = self._valuer, self._recorder
+        # Everything is read and refused before the first backward.
         batch = self._batch(labels)
         valuer.witness.see_documents(batch)
         weights = Weights.read(batch.mask, token_weights, step_weights)
+        # Losses need their graph only where errors are taken of them. Label values along a fixed M
+        # compare them with those of the dual forward, and need numbers.
         with nullcontext() if self._self_only or valuer.needs_recording else torch.no_grad():
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
@@ -80,6 +83,7 @@ class Observed:
 
     def _batch(self, labels: Tensor) -> LabelledBatch:
         """The observed arguments with these labels, checked."""
+        # The labels are handed in, since the model need not have been called with any.
         recorder = self._recorder
         if recorder.forward is None and self._valuer.builder.captured:
             recorder.require_graph()
@@ -96,8 +100,8 @@ class Observed:
     def components(self) -> TokenValues:
         """The values of the last ``values`` call with their components.
 
-        ``total`` and ``unassigned`` are the same tensors as there, so that who looks at the
-        components changes nothing; they are the components' sum up to rounding.
+        ``total`` and ``unassigned`` are the very tensors of that call, so that looking at the
+        components cannot change a selection. The components sum to them up to rounding.
 
         Raises:
             ModelError: ``values`` was not called.
@@ -129,6 +133,7 @@ class Observed:
                 why="inner products of token gradients are taken of them",
                 remedy="scorer.observe(interaction=True)",
             )
+        # Under path="causal" no errors at the linears were asked for, so there is nothing to reuse.
         direct = config.estimator in SELF_ONLY and config.path != "causal"
         if direct and seen.kept_errors is not None:
             errors = seen.kept_errors.direct

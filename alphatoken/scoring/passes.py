@@ -24,7 +24,7 @@ class Weights:
 
     @classmethod
     def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
-        """Detached and checked."""
+        """Check the shapes of both, and detach them: values take them as constants."""
         for name, weights in (("token_weights", token), ("step_weights", step)):
             if weights is not None and weights.shape != mask.shape:
                 raise InputError(
@@ -35,7 +35,10 @@ class Weights:
         return cls(*(None if w is None else w.detach() for w in (token, step)))
 
     def of_step(self, mask: Tensor) -> Tensor:
-        """d(loss of the step) / d(token loss); the mean over response tokens if not given."""
+        """d(loss of the step) / d(token loss).
+
+        Where it is not given, the step's loss is taken to be the mean over the response tokens.
+        """
         if self.step is not None:
             return self.step
         if self.token is not None:
@@ -45,6 +48,7 @@ class Weights:
                 "known from the values' weights",
                 remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
             )
+        # Float64, because 1 / n is then exact enough for whatever dtype the losses have.
         return mask.double() / mask.sum()
 
 
@@ -83,6 +87,7 @@ class Pass:
         """
         _, losses = self.recorded
         weights = self.weights.token
+        # Values may be asked for under ``torch.no_grad``; the losses have their graph all the same.
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
         return _attached(loss)
@@ -100,7 +105,7 @@ class Pass:
 
 
 def _attached(loss: Tensor) -> Tensor:
-    """The loss, if it has a graph."""
+    """The loss itself; raises where it has no graph that errors could be taken through."""
     if not loss.requires_grad:
         raise foreign_scores("a detached tensor")
     return loss

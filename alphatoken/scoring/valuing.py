@@ -57,7 +57,10 @@ class Valuer:
         self.adapter, self.builder, self.witness = adapter, builder, witness
         self.warn = True
         self._warned = False
-        self._starts = True  # a label pass may start at the observed forward's hidden states
+        # Whether a label pass may start at the hidden states of the observed forward. It is
+        # switched off for good by the first pass whose losses differ: a model with dropout below
+        # would pay for a refused start at each step.
+        self._starts = True
 
     @property
     def config(self) -> ScorerConfig:
@@ -74,18 +77,21 @@ class Valuer:
     def read(
         self, batch: Mapping[str, Any], token_weights: Tensor | None, step_weights: Tensor | None
     ) -> tuple[LabelledBatch, Weights]:
-        """The batch and its weights, checked."""
+        """Check a batch and the weights on its token losses; the first step of every valuation."""
         checked = read_batch(batch, max_length=self.adapter.max_positions())
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
     def prepare(self) -> None:
         """Build M for the current parameters, where it is not built."""
         self.builder.require_gradients()
+        # The first build shows its forward to the proofs, so a model that is not covered is refused
+        # before the first batch is read through it. Later builds record only what sharding needs.
         self.builder.prepare(self.witness if self.witness.pending else None)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
         """A recorded forward of the scorer's own, in evaluation mode."""
+        # The recorder outlives the forward: errors are taken inside the ``with`` of whoever calls.
         with self.witness.recording() as recorder:
             with scoring_forward(self.adapter, self.builder.first):
                 losses = forward_losses(self.adapter, batch, "batch")
@@ -114,8 +120,13 @@ class Valuer:
         return values
 
     def sides(self, seen: Pass, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """What is contracted for this pass: G and V, and their balance; or M alone."""
+        """What is contracted for this pass: both sides of M with their balance, or M as one side.
+
+        Without ``components`` both sides are summed first, which saves a contraction. The balance
+        is left empty there.
+        """
         builder = self.builder
+        # "full" makes M depend on the step's own gradient, hence on this pass.
         if self.config.preconditioner == "full":
             direction = self.at_step(seen)
             adaptation = Side(direction.adaptation) if builder.adapts else None
@@ -151,15 +162,17 @@ class Valuer:
             path=self.config.path,
             consume=consume,
         )
+        # Every error would be None, and every value 0 without a word.
         if not errors.reached:
             raise foreign_scores("the graph of another forward")
         return errors
 
     def with_kept_errors(self, seen: Pass, *, asked: bool = False) -> Pass:
-        """The pass with the errors at all scored linears, where they are kept.
+        """The pass with the errors at all scored linears, where they are to be kept.
 
-        That is if somebody asked, and always under sharded weights: processes gather M's matrices
-        in one order, which a backward does not promise. Label values are made without errors.
+        They are kept if somebody ``asked``, and always under sharded weights: the processes must
+        gather M's matrices in one order, and a backward promises none. Label values need no errors,
+        so there the pass comes back as it is.
         """
         if not self.builder.captured or not (asked or self.builder.sharding is not None):
             return seen
@@ -168,12 +181,14 @@ class Valuer:
         return replace(seen, kept_errors=errors)
 
     def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
-        """Values by errors at linears, contracted with each side."""
+        """Values for all estimators but label: errors at the linears, contracted with each side."""
         builder, (recorder, losses) = self.builder, seen.recorded
         present = [side for side in sides if side is not None]
+        # Nothing kept: both sides are contracted inside the backward, with each error as it comes.
         if seen.kept_errors is None:
             sums = ColumnSums(recorder, present, builder.names)
             self.errors(seen, sums.add)
+            # After the errors, which also refuse a foreign graph; before any value is returned.
             self.witness.see(recorder, losses, seen.batch.mask)
             columns = iter(sums.columns())
         else:
@@ -189,7 +204,7 @@ class Valuer:
         return adaptation, stability
 
     def _label(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
-        """Label values along each side, by dual forwards."""
+        """Label values along each side, by one dual forward each."""
         start = self._start(seen)
 
         def along(side: Side) -> Parts:
@@ -203,6 +218,7 @@ class Valuer:
             )
             if start is not None and start.refused:
                 self._starts, start = False, None
+            # <grad(w l), M> = w <grad l, M>: rows of Psi scale with their own token's weight.
             if seen.weights.token is not None:
                 values = values * seen.weights.token.to(values)
             return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
@@ -211,7 +227,7 @@ class Valuer:
         return adaptation, stability
 
     def _start(self, seen: Pass) -> Start | None:
-        """Where a dual forward may start: the recorded input of the first scored layer."""
+        """Where a dual forward may start, the recorded input of the first scored layer; or None."""
         if seen.losses is None or seen.recorder is None:
             return None
         forward = seen.recorder.latest

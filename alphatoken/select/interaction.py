@@ -86,6 +86,7 @@ def token_gram(
             got=f"mask is True at row {int(mask[:, 0].nonzero()[0])}, token 0",
             remedy="make the mask from the labels after the shift",
         )
+    # Uses of one weight are grouped first: gradients add over uses, and products of them do not.
     live = [(use, error) for use, error in zip(uses, errors, strict=True) if error is not None]
     kinds = [wide(*(x.dtype for use, error in live for x in (use.x, error)))]
     n = int(mask.sum())
@@ -116,6 +117,7 @@ def _by_identity(
 
 def _predicting(by_position: Tensor, mask: Tensor, like: Tensor) -> Tensor:
     """(n, d): rows of the positions that predict the response tokens."""
+    # Token i is predicted at position i - 1: the last position and index 0 of the mask drop out.
     return by_position.detach()[:, :-1][mask[:, 1:]].to(like)
 
 
@@ -131,6 +133,7 @@ def _add_products(
     gram: Tensor, factors: Sequence[tuple[Tensor, Tensor | None]], block: int
 ) -> None:
     """Add one parameter's inner products: blocks of the upper triangle, and their mirror."""
+    # <a x^T, b y^T> = (a . b)(x . y): two small products in place of d_out d_in numbers a token.
     for start in range(0, len(gram), block):
         rows = slice(start, start + block)
         part = torch.zeros_like(gram[rows, start:])
@@ -193,6 +196,8 @@ def select_diverse(
     n = int(mask.sum())
     _check_interaction(gram, n, weight, scope, units)
     flat, products = values.detach().cpu().double()[mask.cpu()], gram.detach().cpu()
+    # One row and one whole batch are both a stretch of tokens in (row, position) order, whose
+    # products are a square block on the diagonal of the Gram matrix.
     lengths = mask.cpu().sum(1).tolist() if scope == "sequence" else [n]
     keep, start = torch.zeros(n, dtype=torch.bool), 0
     for length in lengths:
@@ -220,12 +225,15 @@ def absolute_weight(
     loss is normalised. 0 where the top values sum to nothing positive, or their gradients cancel.
     """
     top = torch.sort(values, descending=True, stable=True).indices[:count]
+    # The sum of all entries of the block is || sum g ||^2.
     gain = float(values[top].double().sum())
     square = float(gram[top][:, top].double().sum())
     return weight * gain / square if gain > 0 and square > 0 else 0.0
 
 
 def _greedy(values: Tensor, gram: Tensor, count: int, weight: float) -> Tensor:
+    # The gain of every token is kept up to date: keeping one more lowers that of all others by w
+    # G_kl, one row of the matrix, instead of a sum over all that are kept.
     gains = values - weight / 2 * gram.diagonal().double()
     keep = torch.zeros(len(values), dtype=torch.bool)
     for _ in range(count):

@@ -45,6 +45,7 @@ def masked_sft_loss(
         )
     labels = predicted_labels(labels, attention_mask)
     losses = token_losses(scores, labels)
+    # Detached, because values depend on the weights of the model: the mask must not be trained.
     weights = keep.detach().to(losses.dtype)
     total = (losses * weights).sum()
     if normalization == "sum":
@@ -73,6 +74,8 @@ def dpo_coefficient(
     Arguments are log-probabilities of whole responses. The gradient of ``-log sigma(s)`` is
     ``omega (grad sum l+ - grad sum l-)``.
     """
+    # Detached: omega is the derivative of -log sigma(s), and with it the loss below has the right
+    # gradient. Differentiated as well it would add a term that DPO does not have.
     logit = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     return (beta * torch.sigmoid(-logit)).detach()
 

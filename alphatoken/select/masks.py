@@ -44,6 +44,8 @@ def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
             why="0 would keep nothing, more than 1 has no meaning",
             remedy="pass the share of response tokens to keep, such as 0.5",
         )
+    # 0.55 as a float is a little more than 0.55, and ceil of 100 times it would be 56. Its printed
+    # form is the decimal that was meant.
     exact = Fraction(str(ratio)) * count
     whole = round(exact)
     return whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)
@@ -68,7 +70,7 @@ def check_values(values: Tensor, mask: Tensor) -> None:
 def response_values(
     values: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
-    """Each response's mean value, at all of its tokens: to keep or drop responses whole.
+    """Each response's mean value, at all of its tokens, to keep or drop whole responses by.
 
         u_bt = (1 / |R_b|) sum over s in R_b of v_bs          t in R_b;  0 elsewhere
 
@@ -89,6 +91,7 @@ def response_values(
     Oracle: sums by loops, in the tests.
     """
     check_values(values, mask)
+    # ``where`` and not a product: what stands outside the mask may be NaN, and 0 NaN is NaN.
     total = torch.where(mask, values, 0.0).double().sum(-1, keepdim=True)
     mean = total / mask.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(mask, mean, 0.0).to(values.dtype)
@@ -135,7 +138,7 @@ def select_top(
     require_choice("scope", scope, ("batch", "sequence"), InputError)
     if scope == "batch":
         return _top_of(values, mask, ratio, rounding)
-    keep_count(ratio, 0, rounding=rounding)
+    keep_count(ratio, 0, rounding=rounding)  # refuses a bad ratio also where there are no rows
     pairs = zip(values, mask, strict=True)
     rows = [_top_of(v[None], m[None], ratio, rounding) for v, m in pairs]
     return torch.cat(rows) if rows else mask.clone()

@@ -42,6 +42,7 @@ def scheduled(
             not finite.
     """
     _check(start, end, step, total, share, shape)
+    # In fractions, since a ratio that is off by a rounding error could keep one token too many.
     way = min(Fraction(1), Fraction(step) / (_decimal(share) * total))
     if shape == "cosine":
         way = _decimal(round((1 - math.cos(math.pi * way)) / 2, 12))

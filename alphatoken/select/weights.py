@@ -36,6 +36,7 @@ WEIGHTINGS = ("mask", "proportional", "unbiased")
 CAP = 4.0
 """No proportional weight is larger than this; no unbiased one than this times n / m."""
 
+# Powers of two, so that dividing by them is exact.
 _SIZE = 2**52  # sizes are read to this part of the largest
 _WEIGHT = 2**20  # proportional weights are multiples of 1 / _WEIGHT, which float32 holds exactly
 _CHANCE = 2**40  # probabilities are multiples of 1 / _CHANCE
@@ -97,6 +98,7 @@ def token_weights(
     _check_options(policy, weighting, scope, cap)
     keep_count(ratio, 0)
     dtype = wide(values.dtype)
+    # Before the values are checked: a random mask reads none of them.
     if policy == "random" and weighting == "mask":
         return select_random(mask, ratio, generator=generator, scope=scope).to(dtype)
     check_values(values, mask)
@@ -140,12 +142,12 @@ def inclusion_probabilities(
 
 
 def _check_options(policy: str, weighting: str, scope: str, cap: float) -> None:
-    for name, found, allowed in (
+    for name, given, allowed in (
         ("policy", policy, POLICIES),
         ("weighting", weighting, WEIGHTINGS),
         ("scope", scope, ("batch", "sequence")),
     ):
-        require_choice(name, found, allowed, InputError)
+        require_choice(name, given, allowed, InputError)
     if not 1 <= cap <= 1024:
         raise InputError(
             "cap must lie in [1, 1024]",
@@ -177,6 +179,8 @@ def _fill(sizes: list[int], total: int, cap: int) -> list[int]:
     """
     shares: list[int] = []
     rest = sum(sizes)
+    # Descending sizes reach the cap in this order. The first that stays below it in proportion to
+    # what is left ends the search, since all later ones are smaller.
     for size in sizes:
         if rest == 0 or total * size < cap * rest:
             break
@@ -185,15 +189,17 @@ def _fill(sizes: list[int], total: int, cap: int) -> list[int]:
     free = sizes[len(shares) :]
     if rest == 0:
         free, rest = [1] * len(free), len(free)
+    # Python's integers do not overflow, and the remainder of the division is fewer than one each.
     parts = [total * size // rest for size in free]
     left = total - sum(parts)
     return shares + [part + (i < left) for i, part in enumerate(parts)]
 
 
 def _shared(values: Tensor, total: int, cap: int) -> Tensor:
-    """``_fill`` by the positive part of the values, in their own order."""
+    """Share ``total`` out by the positive part of the values; shares in the values' order."""
     order = torch.sort(values, descending=True, stable=True).indices
     positive = values[order].clamp(min=0)
+    # Relative to the largest, because only proportions matter and the scale of values is arbitrary.
     sizes = positive / positive[0] * _SIZE if bool(positive[0] > 0) else positive
     shares = torch.empty(len(values), dtype=torch.int64)
     shares[order] = torch.tensor(_fill(sizes.long().tolist(), total, cap))
@@ -206,6 +212,8 @@ def _proportional(values: Tensor, count: int, cap: float) -> Tensor:
 
 def _chances(values: Tensor, count: int, cap: float) -> Tensor:
     """Inclusion probabilities as whole numbers of 1 / _CHANCE, with sum ``count * _CHANCE``."""
+    # Each token gets the floor first, which bounds its weight 1 / p by cap n / m; only the rest is
+    # shared out by value.
     total = count * _CHANCE
     floor = int(Fraction(total, len(values)) / Fraction(cap))
     return floor + _shared(values, total - len(values) * floor, _CHANCE - floor)
@@ -213,10 +221,12 @@ def _chances(values: Tensor, count: int, cap: float) -> Tensor:
 
 def _unbiased(values: Tensor, count: int, cap: float, generator: torch.Generator | None) -> Tensor:
     chances = _chances(values, count, cap)
+    # In a fixed order two neighbours of small probability could never be kept together.
     order = torch.randperm(len(values), generator=generator)
     start = int(torch.randint(_CHANCE, (), generator=generator))
     keep = torch.zeros(len(values), dtype=torch.bool)
     keep[order] = _systematic(chances[order], start)
+    # 1 / p for what is kept, so that the expectation of each weight is 1 (Horvitz-Thompson).
     return torch.where(keep, _CHANCE / chances.double(), 0.0)
 
 
@@ -226,6 +236,8 @@ def _systematic(chances: Tensor, start: int) -> Tensor:
     No chance exceeds one unit, so none is hit twice, and a chance of c / _CHANCE is hit for
     exactly c of the _CHANCE possible starts.
     """
+    # The number of marks start, start + 1, ... below x is -floor((start - x) / unit). A token is
+    # kept if more of them lie before its end than before its beginning.
     ends = chances.cumsum(0)
     hits = [-torch.div(start - x, _CHANCE, rounding_mode="floor") for x in (ends, ends - chances)]
     return hits[0] > hits[1]

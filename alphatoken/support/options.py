@@ -9,13 +9,14 @@ __all__ = ["option"]
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A field with its help, and what else is to be known of it; without default it must be given.
+    """A dataclass field that carries its help text, and whatever else its readers need.
 
     Args:
-        default: where nothing is said.
-        help: on the command line; the default is added there.
-        **more: what whoever reads the field looks for in its ``metadata``: limits and choices
-            (``alphatoken.fidelity.options``), how it is written (``alphatoken.cli.options``).
+        default: the field's default; without one the field must be given.
+        help: shown on the command line, which adds the default to it.
+        **more: further entries of the field's ``metadata``: limits and choices, which
+            ``alphatoken.fidelity.options`` reads, and how the option is written, which
+            ``alphatoken.cli.options`` reads.
     """
     metadata = {"help": help, **more}
     if isinstance(default, list):

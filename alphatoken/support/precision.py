@@ -26,8 +26,8 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run ``function`` with autocast off: it would turn every matrix product into bfloat16.
 
-    Values are often asked for inside a training step's ``torch.autocast``; the model's own
-    arithmetic stays as it is there, ours does not become narrower.
+    Values are often asked for inside a training step's ``torch.autocast``. It goes on governing the
+    model's own arithmetic, while the contractions and sums of this library stay in full precision.
     """
 
     @functools.wraps(function)

@@ -76,6 +76,7 @@ class Console:
             stream.write(f"{start}{progress.label}: {progress.note}\n")
             self._last = -float("inf") if self._rewrite else self._last
         finished = progress.done >= progress.total
+        # Every report would cost more than a fast item, and fill a log that is no terminal.
         if now - self._last >= (0.1 if self._rewrite else 10.0) or finished:
             self._last = now
             end = "\n" if finished or not self._rewrite else ""
@@ -84,7 +85,7 @@ class Console:
 
 
 class Tracker:
-    """Counts items and tells a sink.
+    """Counts the items of a long computation and reports each to a sink, the console or a callable.
 
     ``progress`` None prints when stderr is a terminal, True always prints, False is silent, and a
     callable gets each :class:`Progress`. An exception raised by it passes through.
@@ -112,7 +113,7 @@ class Tracker:
         self._first = done
 
     def note(self, text: str) -> None:
-        """Say something with the next report."""
+        """Set the note that goes with all further reports."""
         self._note = text
 
     def report(self, done: int) -> None:

@@ -54,13 +54,15 @@ def replacing(
     Raises:
         error: the operating system or safetensors could not write; the cause is chained.
     """
+    # Through links, so that the file that a link points to is replaced and not the link. In the
+    # same folder, because a rename is one step only within a file system.
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         _flush(temporary)
         os.replace(temporary, target)
-        _flush(target.parent)
+        _flush(target.parent)  # the new name is an entry of the folder, which is written by itself
     except (OSError, SafetensorError) as problem:
         raise error(
             f"the file '{target}' could not be written",
@@ -150,8 +152,8 @@ class TensorFile:
     Opening streams through the whole file once, for its digest, and keeps nothing of it. Each read
     maps the file, copies one tensor and lets go of it: what is read is the caller's alone, and what
     is not needed is nowhere in memory. A file that was replaced, cut or written to since it was
-    opened is refused (device, inode, size and times of change are compared, which costs nothing;
-    who sets back a file's clock is not found out).
+    opened is refused. Device, inode, size and times of change are compared, which costs nothing;
+    a file whose times were set back on purpose is not noticed.
 
     Args:
         path: of the file; must stay there.
@@ -185,7 +187,9 @@ class TensorFile:
         with _reading(self._path, self._error):
             self._require_unchanged()
             with safe_open(self._path, framework="pt", device="cpu") as file:
-                tensor: Tensor = file.get_tensor(name).clone()  # the mapping ends with the file
+                # Copied, because the mapping ends with the file, and because mapped entries are not
+                # aligned: matrix products of them can differ in the last bits.
+                tensor: Tensor = file.get_tensor(name).clone()
             self._require_unchanged()  # nor while it was read
         return tensor
 
@@ -195,13 +199,13 @@ class TensorFile:
 
 
 def _file_stamp(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stat = os.stat(path)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @contextmanager
 def _reading(path: str | os.PathLike[str], error: type[AlphaTokenError]) -> Iterator[None]:
-    """What goes wrong with a file, as ``error`` with its name."""
+    """Turn whatever goes wrong with a file inside into ``error``, with the file's name."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as problem:
@@ -232,6 +236,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().to("cpu").contiguous()
+        # Tied weights share memory; the second of them becomes a copy.
         if own.numel() and own.untyped_storage().data_ptr() in seen:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
@@ -243,13 +248,15 @@ def _digest_place(path: Path) -> tuple[int, str]:
     """Where the 64 digest characters stand in the file, and what they are."""
     size = path.stat().st_size
     with path.open("rb") as file:
+        # A safetensors file begins with the length of its JSON header, 8 bytes, little-endian. It
+        # is compared with the file's size first: a damaged one could ask for any amount of memory.
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER_LIMIT):
             raise ValueError(f"its {size} bytes end before its header does")
-        found = _DIGEST.search(file.read(length))
-    if found is None:
+        match = _DIGEST.search(file.read(length))
+    if match is None:
         raise ValueError("it holds no sha256 of itself")
-    return 8 + found.start(1), found.group(1).decode()
+    return 8 + match.start(1), match.group(1).decode()
 
 
 def _digest(path: Path, place: int) -> str:
@@ -265,6 +272,7 @@ def _digest(path: Path, place: int) -> str:
 
 
 def _seal(path: Path) -> None:
+    """Write the file's own digest over the zeros that hold its place."""
     place, _ = _digest_place(path)
     digest = _digest(path, place)
     with path.open("r+b") as file:

@@ -1286,8 +1286,8 @@ OWN = (
         (
             Edit(
                 "estimate.forward_mode.label_values",
-                "to(wide(found.dtype)) * scale",
-                "to(wide(found.dtype))",
+                "to(wide(derivatives.dtype)) * scale",
+                "to(wide(derivatives.dtype))",
             ),
         ),
         (claim(estimating.check_label_is_linear_in_m, small(), 2.0**80),),
