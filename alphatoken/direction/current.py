@@ -141,6 +141,7 @@ class DirectionBuilder:
         if self.sharding is None:
             drift.check(self.adapter, list(self.parameters), max_relative_drift=limit)
             return None
+        # ``drift.check`` compares whole weights, which no process has here.
         drift.check_identity(self.adapter.identity())
         sharded = ShardedDrift(drift, self.sharding, self.parameters)
         sharded.check(limit)
@@ -168,6 +169,8 @@ class DirectionBuilder:
             chosen = {n: p for n, p in named.items() if p.requires_grad}
         else:
             chosen = self.scope.parameters(biases=self.config.score_bias)
+            # ``require_covered`` has let only ``label`` come here with matrices that no linear
+            # covers; moved along M they are as exact as any other weight, so they are in scope.
             if self.config.uncovered == "error":
                 chosen |= {name: named[name] for name in self.scope.uncovered}
         # A tied weight is one parameter with one gradient: counted under two names, its part of
@@ -285,6 +288,8 @@ class DirectionBuilder:
 
         Measured when it is first asked for; under sharded weights by all processes together.
         """
+        # Not measured with the direction: under ``offload="stream"`` the norms of V read F and
+        # W_ref from disk once more, and a pass without components has no use for them.
         if self._sizes is None:
             self._sizes = self._norms(self.adaptation, self.stability)
         return balance(*self._sizes, self.config.stability_weight)
@@ -363,6 +368,7 @@ class DirectionBuilder:
             gradient = self._gradient("validation", self.validation, watcher)
             watcher = None  # it has seen a forward; retention batches need not be watched as well
         stability = self._stability(watcher)
+        # One P for both sides, since it scales M as a whole.
         p = self._preconditioner()
         return Direction(
             dict(precondition(gradient, p)),

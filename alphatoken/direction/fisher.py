@@ -357,6 +357,7 @@ def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
     budgets = []
     for i, one in enumerate(given):
+        # A prompt must leave room for one token at least; a given sequence must fit as it is.
         if settings.labels == "sequence":
             room = settings.max_new_tokens if limit is None else limit - len(one.prompt)
             too_long, length = room < 1, len(one.prompt)
@@ -408,6 +409,7 @@ class _Checkpoint:
     def write_when_due(self) -> None:
         """Write if enough samples have passed since the last time."""
         fit = self._fit
+        # Not after the last sample: the result itself is about to be made.
         if fit.done % self._every or fit.done >= fit.settings.samples:
             return
         description = {"kind": _KIND, "format_version": _FORMAT, **self._bound}

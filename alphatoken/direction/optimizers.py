@@ -155,6 +155,7 @@ def read_update(
     local = _local(parameter)
     g = None if gradient is None else _gradient(gradient, parameter)
     decay = float(group.get("weight_decay", 0.0))
+    # Coupled decay is part of the gradient that the moments see, so the derivative is taken there.
     if g is not None and decay and rule.couples(inner, group):
         g = g + decay * local.detach().to(g)
     sharded = isinstance(parameter, DTensor)

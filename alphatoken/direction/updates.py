@@ -211,6 +211,7 @@ def _adabelief(held: Held) -> Update:
     (beta1, beta2), number = held.betas, held.steps + 1
     m, v, two = held.tensor("exp_avg"), held.tensor("exp_avg_var"), 1 - beta2**number
     old = 1 - beta2**held.steps if held.steps else 1.0
+    # Adam's numerator; the second moment of g itself is then replaced by that of g - m_s.
     update = adam_update(held.steps, m, v, beta1, beta2, held.eps)
     # g - m_s = beta1 (g - m). Without amsgrad the state keeps the eps that every step adds.
     update = replace(
@@ -240,6 +241,7 @@ def _lamb(held: Held) -> Update:
     update = _adam(held, raw_eps=True, bias_correction=bias_correction)
     if held.optimizer.adam:
         return update
+    # The state is a local shard, and its norm not that of the parameter.
     if held.sharded:
         raise _refused(
             "Lamb's trust ratio is a norm of the whole parameter, which is sharded",
@@ -357,6 +359,7 @@ class Rule:
 
     def couples(self, optimizer: object, group: Mapping[str, Any]) -> bool:
         """Whether weight decay is part of the gradient that the moments see."""
+        # torch writes this flag into the group. torchao and AdaBelief keep theirs on the optimizer.
         if "decoupled_weight_decay" in group:
             return not group["decoupled_weight_decay"]
         for flag in ("is_adamw", "_weight_decouple"):

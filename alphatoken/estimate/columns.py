@@ -168,6 +168,7 @@ def contract_columns(
     for owned, uses in uses_by_weight(recorder, names):
         for side, results in zip(sides, sums.found, strict=True):
             whole = side.of(owned)
+            # Once for all uses of the weight and both parts; let go of with the next weight.
             if gather is not None:
                 whole = {n: gather(n, m) for n, m in whole.items()}
             for part, index in ((p, i) for i in uses for p in parts):

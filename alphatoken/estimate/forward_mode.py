@@ -129,6 +129,7 @@ def _dual_losses(
         for layer in range(first, len(adapter.layers()))
         for module in adapter.attention_modules(layer)
     ]
+    # Only attention from ``first`` on can meet a tangent; below it the kernel is left as it is.
     with (
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),

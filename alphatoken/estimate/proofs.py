@@ -79,6 +79,7 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             remedy=remedy + ", or another attention implementation; a function that was put into "
             "transformers' attention registry meanwhile must call the one that it found there",
         )
+    # Weights recomputed without the dropout mask would not be those of the pass.
     dropped = [use for use in recorder.attentions if use.dropout > 0]
     if dropped:
         raise UnsupportedError(
@@ -114,7 +115,7 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
         loss = losses[rows, last].sum()
     errors = accumulate_errors(recorder, loss, recorder.outputs, "self")
     for use, error in zip(recorder.linears, errors, strict=True):
-        if error is None:
+        if error is None:  # the loss does not reach this use, so nothing leaks to it
             continue
         elsewhere = error.detach().clone()
         elsewhere[rows, last - 1] = 0

@@ -408,6 +408,7 @@ def propagate_values(
     size = _CHUNK if window is None else max(64, min(window, _CHUNK))
     for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
+        # The block's first query sees back the farthest, and t >= k - W.
         first = 0 if window is None else max(0, start - window)
         block = statistics.block(rows, slice(first, rows.stop))
         alpha = statistics.weights(block).masked_fill(~_band(block, window), 0.0)
@@ -460,7 +461,8 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
         own = tangent[name]
         return torch.zeros_like(plain[name]) if own is None else own
 
-    # s' = c (q'.k + q.k') is one product of twice the width, o and alpha v' are another.
+    # s' = c (q'.k + q.k') is one product of twice the width, o and alpha v' are another: two passes
+    # over T x T numbers where four products would make four.
     queries = torch.cat([_group(zero_or("query"), groups).to(dtype), statistics.query], -1)
     queries = queries * statistics.scale
     value = plain["value"].to(dtype)

@@ -118,6 +118,8 @@ def token_losses(
         tokens = mask.flatten().nonzero().squeeze(-1)
         chosen = chosen_losses(scores, tokens - 1, labels.flatten()[tokens])
         losses = chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
+    # Log-probabilities in place of logits, as TRL's fused head gives them. One column fewer than
+    # the labels means that they begin with token 1.
     elif scores.shape[1] == labels.shape[1] - 1:
         losses = F.pad(-scores.to(wide(scores.dtype)), (1, 0))
     else:
@@ -174,6 +176,7 @@ class LabelledBatch:
         position_ids = self.inputs.get("position_ids")
         if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
             return None
+        # Read from the positions, because packed rows often come without any mask.
         starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
         attention = self.inputs.get("attention_mask")
         if isinstance(attention, Tensor) and attention.dim() == 2:

@@ -26,6 +26,8 @@ from alphatoken.model.protocol import AttentionOverride, ScoredLinear
 
 __all__ = ["TransformersAdapter"]
 
+# Implementations whose calls carry all that the weights depend on. Others (flash attention and the
+# like) may encode the mask elsewhere, so that it could not be recomputed.
 _SUPPORTED = ("sdpa", "eager")
 _LOSS_KEYWORDS = frozenset(
     (

@@ -239,6 +239,7 @@ class Valuer:
     def _warn_if_one_sided(self, values: TokenValues) -> None:
         shares = values.shares()
         stability = sum(v for k, v in shares.items() if k.startswith("stability"))
+        # A share of exactly 0 is no fault: V is 0 as long as the weights are the reference's.
         if 0 < stability < 0.001 or stability > 0.999:
             side = "stability" if stability > 0.5 else "adaptation"
             self._warned = True

@@ -59,6 +59,7 @@ def masked_sft_loss(
         raise InputError(
             "normalization must be 'response', 'kept' or 'sum'", got=repr(normalization)
         )
+    # A batch in which nothing is kept has loss 0; divided by 0 it would make the weights NaN.
     return total / count.to(device=total.device, dtype=total.dtype).clamp(min=1)
 
 
@@ -167,6 +168,7 @@ def masked_dpo_loss(
             _by_response(reference_rejected),
             beta,
         )
+    # Chosen losses are to fall and rejected ones to rise, hence the signs.
     return (omega * (kept_chosen - kept_rejected)).mean()
 
 
