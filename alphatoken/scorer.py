@@ -17,7 +17,7 @@ from alphatoken.direction.algebra import Direction
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import GradientReducer
-from alphatoken.errors import AlphaTokenWarning, warn_caller
+from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
     SWITCHED,
@@ -313,7 +313,18 @@ class Scorer:
             batch: checked.
             weights: (b, t) factors on the token losses.
             direction: parameter name -> M; by default the total of ``direction``.
+
+        Raises:
+            InputError: a direction that lacks a scored parameter.
         """
+        lacking = set(self.builder.names.values()) - set(direction or self.builder.names.values())
+        if lacking:
+            raise InputError(
+                "the direction lacks a scored parameter",
+                got=min(lacking),
+                why="its part of every value would be missing",
+                remedy="give every scored parameter a matrix, of zeros where it takes no part",
+            )
         side = Side(self.direction.total() if direction is None else direction)
         with self.valuer.forward(batch, Weights(weights, None)) as seen:
             errors = self.valuer.errors(seen)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import CoverageError, ModelError, NumericalError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.batch import LabelledBatch
@@ -60,7 +60,8 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
 
     Raises:
         UnsupportedError: a mixer without softmax attention, or an attention module whose call was
-            not seen; active attention dropout, which the recomputed weights would not contain.
+            not seen; keys of a cache; active attention dropout, which the recomputed weights would
+            not contain.
     """
     scope = recorder.scope
     remedy = "estimator='label' (exact on every layer type) or 'path'"
@@ -78,6 +79,14 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             why="the model's attention does not go through the adapter's dispatch",
             remedy=remedy + ", or another attention implementation; a function that was put into "
             "transformers' attention registry meanwhile must call the one that it found there",
+        )
+    if recorder.latest is not None and recorder.latest.cached:
+        raise UnsupportedError(
+            f"'{estimator}' cannot value a pass whose attention has more keys than queries",
+            got="keys of a cache",
+            why="they belong to positions that the pass did not run, so that its self-only "
+            "backward would be the ordinary one, silently",
+            remedy="run the whole sequence in one forward, without a cache",
         )
     # Weights recomputed without the dropout mask would not be those of the pass.
     dropped = [use for use in recorder.attentions if use.dropout > 0]
@@ -230,6 +239,7 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
 
     Raises:
         ModelError: logits of a row's last document depend on the tokens before it.
+        NumericalError: one of them is NaN.
     """
     starts = batch.document_starts
     assert starts is not None
@@ -242,9 +252,21 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
         before = adapter.forward(batch.inputs).float()
         after = adapter.forward({**batch.inputs, "input_ids": other}).float()
     watched = (places >= last) & (last > 0) & _real(batch)
-    moved = ((before - after).abs().amax(-1) * watched).amax(-1)
+    # Equal logits first: some models set unused ones to -inf, and the difference of two is NaN. A
+    # NaN elsewhere, at padding say, is nobody's, and must not reach the maximum of its row.
+    moved = (before - after).abs().masked_fill_(before == after, 0.0).amax(-1)
+    moved = torch.where(watched, moved, 0.0)
+    if bool(moved.isnan().any()):
+        row, token = moved.isnan().nonzero()[0].tolist()
+        raise NumericalError(
+            "a logit of a packed row is not finite",
+            got=f"row {row}, token {token}",
+            why="whether it depends on the documents before it cannot be seen",
+            remedy="look at the weights and at the precision of the forward",
+        )
     # A kernel may sum in another order; a document that is seen moves logits by far more than this.
-    changed = moved > 1e-4 * float(before[watched].abs().max())
+    size = before[watched]
+    changed = moved.amax(-1) > 1e-4 * float(size[size.isfinite()].abs().max())
     if bool(changed.any()):
         row = int(changed.nonzero()[0])
         raise ModelError(

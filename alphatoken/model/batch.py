@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.errors import InputError, require_choice
+from alphatoken.errors import InputError, UnsupportedError, require_choice
 from alphatoken.model.vocabulary import chosen_losses
 from alphatoken.support.finite import refuse_first
 from alphatoken.support.precision import wide
@@ -209,6 +209,7 @@ def read_batch(
         InputError: missing keys, wrong shapes or dtypes, no response token, a sequence longer
             than the model allows, labels outside ``input_ids``' meaning, a packed document whose
             first token is a label (it would be predicted from another document).
+        UnsupportedError: it continues a key/value cache.
     """
     for key in ("input_ids", "labels"):
         if not isinstance(batch.get(key), Tensor):
@@ -218,6 +219,14 @@ def read_batch(
                 remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
                 "-100 where nothing is learned",
             )
+    if batch.get("past_key_values") is not None:
+        raise UnsupportedError(
+            f"the {role} continues a cache",
+            got="past_key_values",
+            why="its keys belong to positions that no forward of this batch runs, and every "
+            "forward would fill the cache further",
+            remedy="pass the whole sequence, with labels of -100 where nothing is valued",
+        )
     input_ids, labels = batch["input_ids"], batch["labels"]
     if input_ids.dim() != 2 or labels.shape != input_ids.shape:
         raise InputError(

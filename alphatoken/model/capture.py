@@ -205,7 +205,7 @@ class ObservedForward:
     ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
     below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
     ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
-    whose attention came to the recorder.
+    whose attention came to the recorder, ``cached`` says that some of it read keys of a cache.
     """
 
     args: tuple[Any, ...]
@@ -214,6 +214,7 @@ class ObservedForward:
     plain: bool = False
     blocks: int = 0
     attended: set[int] = field(default_factory=set)
+    cached: bool = False
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -365,8 +366,12 @@ class Recorder:
             t.requires_grad for t in (call.query, call.key, call.value)
         )
         # Without a graph no backward comes. With more keys than queries a cache is in use, and the
-        # statistics, which take query k and key k to be one position, would be wrong.
-        if not graph or call.query.shape[2] != call.key.shape[2]:
+        # statistics, which take query k and key k to be one position, would be wrong: such a pass
+        # runs as the model's own, and ``require_self_rule`` refuses to value it.
+        cached = call.query.shape[2] != call.key.shape[2]
+        if graph and cached and self.begun is not None:
+            self.begun.cached = True
+        if not graph or cached:
             return native(call.query, call.key, call.value)
         self._keep()
         output, statistics = switchable_attention(call, native, self.switch)

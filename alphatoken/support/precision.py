@@ -12,7 +12,7 @@ __all__ = ["full_precision", "wide"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import AlphaTokenError, ConfigError, InputError, ModelError
+from alphatoken.errors import (
+    AlphaTokenError,
+    ConfigError,
+    InputError,
+    ModelError,
+    NumericalError,
+    UnsupportedError,
+)
+from alphatoken.estimate.proofs import prove_documents
 from alphatoken.model.attention import BackwardSwitch
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.capture import find_scope
 from alphatoken.model.protocol import find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.strategies import make_batch
+from tests.property.decoder import ReferenceAdapter
+from tests.property.strategies import make_batch, make_case
 
 BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
@@ -243,3 +254,109 @@ def test_boundaries_that_are_always_told_alike_are_proved_once() -> None:
     ones = make_batch(("pprr|prrpr",), vocabulary=VOCABULARY, seed=4)
     with pytest.raises(ModelError, match="packed documents see each other"):
         scorer.score({**ones, "attention_mask": torch.ones(1, 9, dtype=torch.long)})
+
+
+# --- passes that read a cache ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path", "label"])
+def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
+    """Its keys belong to positions that the pass does not run, and a forward fills it further."""
+    model = BY_NAME["llama"].build(1)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, layers=2))
+    scorer.score(BATCH)  # the proofs that run once are done
+    ids = BATCH["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :3], use_cache=True).past_key_values
+    rest, labels = ids[:, 3:], BATCH["labels"][:, 3:]
+    with scorer.observe() as observed:
+        logits = model(rest, past_key_values=cache, use_cache=True).logits
+        with pytest.raises(UnsupportedError, match="past_key_values"):
+            observed.values(logits, labels)
+    with pytest.raises(UnsupportedError, match="past_key_values"):
+        scorer.score({"input_ids": rest, "labels": labels, "past_key_values": cache})
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop"])
+def test_more_keys_than_queries_have_no_self_only_backward(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that the model holds by itself: no argument shows it, the attention call does."""
+    model = BY_NAME["llama"].build(1)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, layers=2))
+    scorer.score(BATCH)
+    with torch.no_grad():
+        cache = model(BATCH["input_ids"][:, :3], use_cache=True).past_key_values
+    inner = model.model.forward
+    monkeypatch.setattr(
+        model.model,
+        "forward",
+        lambda *args, **more: inner(*args, **more | {"past_key_values": cache}),
+    )
+    rest, labels = BATCH["input_ids"][:, 3:], BATCH["labels"][:, 3:]
+    with scorer.observe() as observed:
+        logits = model(rest, use_cache=True).logits
+        with pytest.raises(UnsupportedError, match="more keys than queries"):
+            observed.values(logits, labels)
+
+
+# --- proofs and numbers that are none -------------------------------------------------------------
+
+
+class Logits(ReferenceAdapter):
+    """Logits are changed after the forward; documents may be made to see each other."""
+
+    change: Callable[[Tensor], None]
+    leaks = False
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        ids = inputs["input_ids"]
+        inputs = (
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if self.leaks else inputs
+        )
+        logits: Tensor = super().forward(inputs)
+        type(self).change(logits)
+        return logits
+
+
+def first_is_nan(logits: Tensor) -> None:
+    logits[:, 0] = torch.nan
+
+
+def last_is_nan(logits: Tensor) -> None:
+    logits[:, -1, 0] = torch.nan
+
+
+def one_is_never_drawn(logits: Tensor) -> None:
+    logits[..., 3] = -torch.inf
+
+
+def packed(change: Callable[[Tensor], None], leaks: bool) -> tuple[Logits, LabelledBatch]:
+    case = make_case(("pprr|prr", "prr|prrr"), (("pprr",),))
+    kind = type("Changed", (Logits,), {"change": staticmethod(change), "leaks": leaks})
+    return kind(case.model()), read_batch(case.batch)
+
+
+@pytest.mark.parametrize("change", [first_is_nan, one_is_never_drawn])
+def test_documents_are_told_apart_beside_logits_that_are_no_numbers(change: Any) -> None:
+    """A NaN of another document, or a token never drawn, neither hides a leak nor is one."""
+    prove_documents(*packed(change, leaks=False))
+    with pytest.raises(ModelError, match="packed documents see each other"):
+        prove_documents(*packed(change, leaks=True))
+
+
+def test_a_nan_in_a_document_that_is_proved_is_said() -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        prove_documents(*packed(last_is_nan, leaks=False))
+
+
+def test_a_direction_without_a_scored_parameter_is_refused() -> None:
+    model = BY_NAME["llama"].build(1)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator="path", layers=2))
+    whole = dict(scorer.direction.total())
+    batch = read_batch(BATCH)
+    scorer.columns(batch, direction=whole)
+    missing = sorted(whole)[0]
+    del whole[missing]
+    with pytest.raises(InputError, match=missing):
+        scorer.columns(batch, direction=whole)
