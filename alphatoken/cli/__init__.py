@@ -13,8 +13,8 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``compare`` (``compare_grid``), ``merge``, ``policies``.
 
 Options are dataclasses. ``options`` makes the flags of them, ``common`` holds those that several
-commands share, ``reading`` what the commands make of them (a model, rows, tokens). They have the
-names that TRL's have; underscores and dashes in them are the same.
+commands share, ``reading`` what the commands make of them (a model, rows, tokens). Model, rows,
+files and output folder are called as in ``sft``; underscores and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in _COMMANDS:
         _parser().parse_args(words)  # --help, --version, or no such command: it ends here
+        words = [word for word in words if word != "--"]
     name, *rest = words
     former = {"out": "output_file"} if name == "fisher" else {}
     rest = present_names(rest, {} if name in _TRL else {**FORMER, **former})
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = getattr(import_module(f"alphatoken.cli.{module}"), function)(rest)
         return status
 
-    return _guarded(command, "--traceback" in rest)
+    # Most commands take abbreviations of their flags; this one is read before they are.
+    asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
+    return _guarded(command, asked)
 
 
 def _parser() -> argparse.ArgumentParser:

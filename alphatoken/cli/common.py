@@ -30,7 +30,7 @@ FORMER = {
     "train": "train_file",
     "validation": "validation_file",
 }
-"""Flag as it was called -> as it is called now, and in the trainers' options."""
+"""Flag as it was called -> as it is called now."""
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
 

@@ -92,7 +92,7 @@ def same_settings(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             "this is not the run to resume: it differs in " + ", ".join(differing),
             got=f"{key}: {earlier.get(key)!r} then, {now.get(key)!r} now",
             why="values of two different runs would be mixed in one folder",
-            remedy="repeat the earlier arguments, or --overwrite, or another --out",
+            remedy="repeat the earlier arguments, or --overwrite_output, or another --output_dir",
         )
 
 

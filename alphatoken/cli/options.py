@@ -97,7 +97,7 @@ class Kind:
         parts = [text]
         if self.several:
             parts = [part.strip() for part in text.split(",") if text]
-        one: Callable[[str], Any] = _BOOLEANS.__getitem__ if self.base is bool else self.base
+        one: Callable[[str], Any] = _boolean if self.base is bool else self.base
         try:
             values = tuple(one(part) for part in parts)
         except (ValueError, KeyError):
@@ -120,6 +120,10 @@ def default_of(one: Field[Any]) -> Any:
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 
+def _boolean(word: str) -> bool:
+    return _BOOLEANS[word.lower()]
+
+
 def shown(value: Any) -> str:
     """A value as it would be written.
 
@@ -128,7 +132,7 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
+    return "none" if value is None else str(value).lower() if value in (True, False) else str(value)
 
 
 # --- argparse -------------------------------------------------------------------------------------

@@ -186,7 +186,9 @@ def _read(options: ScoreOptions) -> Job:
 
 def _settings(options: ScoreOptions, config: ScorerConfig, kind: str, job: Job) -> dict[str, Any]:
     """What the values depend on, by name; a resumed run must have the same."""
-    valued, fisher = asdict(config), options.fisher_file
+    # There was a choice of contraction once; folders of that time, which say so, go on.
+    valued = {"contraction": "projected", **asdict(config)}
+    fisher = options.fisher_file
     del valued["preconditioner"], valued["offload"]  # of no consequence for the values
     return {
         "model": options.model_name_or_path,

@@ -9,8 +9,8 @@
 4. ``tables``, ``plots``, ``page``: results as the paper lays them out.
 
 Code that a model wrote runs in ``sandbox``: bubblewrap, or an empty root of our own (``confine``),
-with nothing of the host but an interpreter; ``verdict`` and ``crossing`` keep the program from
-writing its own verdict.
+with nothing of the host but an interpreter; ``verdict`` and ``crossing`` keep the
+program under test from writing its own verdict.
 
 **May import** ``policies``, ``train`` and the rooms below, not ``cli``. **Tests**:
 ``tests/integration/test_compare.py``, ``test_sandbox.py``, ``test_judge.py``.

@@ -123,8 +123,8 @@ class Grid:
         modes: "native" and "budget", or one of them.
         keep_ratio: of budget cells.
         references: models that are trained first.
-        variants: axis -> names of methods that are variants of one another, for the ablation table.
         about: one line for the page.
+        variants: axis -> names of methods that are variants of one another, for the ablation table.
     """
 
     tasks: tuple[TaskSpec, ...]
@@ -133,8 +133,8 @@ class Grid:
     modes: tuple[str, ...] = ("native", "budget")
     keep_ratio: float = 0.5
     references: tuple[Reference, ...] = ()
-    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     about: str = ""
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what, given in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):

@@ -10,7 +10,7 @@ pictures in ``NAME_figures``.
 
 - ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
   actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
-  of the flow between tokens it sees (eq. app_value_path_bound).
+  of the flow between tokens Value-Propagation sees (eq. app_value_path_bound).
 - ``fisher``: whether the proxy ranks as real retention data would (eq. fisher_drift_gradient).
   ``drift``: how far fine-tuning moved what must not be forgotten.
 - ``sensitivity``, ``stability``, ``coverage``, ``heatmap``: settings, noise, what kept tokens
@@ -18,11 +18,12 @@ pictures in ``NAME_figures``.
 
 Each has ``Options`` and ``diagnose(subject, options)``, which returns a
 :class:`~alphatoken.fidelity.diagnosis.Diagnosis` of a model, rows and an objective (``subject``):
-an answer in computed sentences with ``intervals``, tables, figures (``plots``, ``drawing``), a
-``page``. The other files compute: directions and decisions (``per_row``, ``resampling``,
+an answer in computed sentences, tables, and figures. ``intervals`` says how far a number can be
+trusted, ``plots`` and ``drawing`` make the figures, ``page`` one HTML page of all. The other files
+compute: directions and decisions (``per_row``, ``resampling``,
 ``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back (``stepping``).
 
-**May import** ``scorer`` and the rooms below, ``data``, ``report``, and alone with the tests and
-benchmarks the ``oracle``; no trainer. **Tests**: planted cases with known answers in
+**May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which
+otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases with known answers in
 ``tests/property/test_fidelity_*.py``; mutants of the core that the certificate must notice.
 """

@@ -65,7 +65,7 @@ def write_page(
         command: what made them, to be run again.
 
     Raises:
-        ConfigError: jinja2 is not installed.
+        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
         DataError: the file could not be written, and an old one is intact; or a figure is no SVG.
     """
     html = render_page(sections, title=title, settings=settings, notes=notes, command=command)

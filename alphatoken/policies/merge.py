@@ -334,7 +334,9 @@ def merge_folders(
     left, right, target = WeightFolder(before), WeightFolder(after), Path(out)
     _require_same(left.names, right.names)
     if target.exists():
-        raise ConfigError("the output folder exists", got=str(out), remedy="give another --out")
+        raise ConfigError(
+            "the output folder exists", got=str(out), remedy="give another --output_dir"
+        )
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -4,9 +4,10 @@
   JSONL, written whole or not at all; ``examples``: the scored sequences that they hold.
 - ``statistics``: :func:`summarise` goes through all of them once.
 - ``page``: one template and one style for every page of the library (values, a training run,
-  diagnoses); nothing from outside is loaded, and only our own script may run. :func:`write_report`
-  (``build``, ``distributions``) makes the page of values of it.
-- ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes one.
+  diagnoses); nothing from outside is loaded, and only our own script may run.
+  :func:`write_report` (``build``, ``distributions``) makes the page of values with it.
+- ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes a
+  number.
 
 **May import** ``values``, ``support`` and ``errors``. jinja2 and matplotlib are needed for pages
 (``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a real browser

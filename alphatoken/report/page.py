@@ -165,7 +165,7 @@ def render_page(
         data: what the page's script reads, and a reader may download; None for no script.
 
     Raises:
-        ConfigError: jinja2 is not installed.
+        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
         DataError: a picture is no SVG.
     """
     script = "" if data is None else _script()
@@ -211,7 +211,7 @@ def environment() -> jinja2.Environment:
     """Where pages and their parts are rendered.
 
     Raises:
-        ConfigError: jinja2 is not installed.
+        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
     """
     try:
         import jinja2

@@ -2,6 +2,8 @@
 
 * :mod:`~alphatoken.support.precision`: the one rule on arithmetic, float32 at least in every
   sum;
+* :mod:`~alphatoken.support.finite`: the first number that is none is refused, row and token named;
+* :mod:`~alphatoken.support.options`: a field of a dataclass with its help beside its default;
 * :mod:`~alphatoken.support.progress`: done, rate and time left of a long computation;
 * :mod:`~alphatoken.support.storage`: files written whole or not at all, tensors checked when
   read.

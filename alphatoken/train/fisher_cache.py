@@ -327,7 +327,7 @@ def _died(status: Path) -> bool:
     try:
         with FileLock(status.with_suffix(".alive"), timeout=0):
             pass
-    except OSError:  # it is held (a Timeout), or this file system has no locks
+    except (NotImplementedError, OSError):  # it is held (a Timeout), or no locks exist here
         return False
     found = _read(status)
     return found is not None and found["state"] == "fitting"

@@ -18,6 +18,7 @@ is touched.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -117,7 +118,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.records = RunRecords(self)
         self.add_callback(self.records.monitor)
         self.weigher: ValueWeigher | PolicyWeigher | None = None
-        self.rows = RunRows()
+        # A Fisher that was handed over is part of what the run is, also where nothing reads it.
+        self.rows = RunRows(fisher=fisher)
         # What the micro-batch that is in ``training_step`` just now came with; None outside it.
         self._carried: Carried | None = None
         # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
@@ -306,10 +308,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
         plans = self.weigher.plan(samples, num_items)
-        carrying = [
-            {**sample, CARRIED: Carried(index, plan)}
-            for index, (sample, plan) in enumerate(zip(samples, plans, strict=True))
-        ]
+        carrying = [copy.copy(sample) for sample in samples]  # of the collator's own type
+        for index, (sample, plan) in enumerate(zip(carrying, plans, strict=True)):
+            sample[CARRIED] = Carried(index, plan)
         return carrying, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -319,8 +320,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """
         if self.weigher is None or CARRIED not in inputs:
             return super().training_step(model, inputs, *args, **kwargs)
-        self._carried = inputs[CARRIED]
-        inputs = {name: value for name, value in inputs.items() if name != CARRIED}
+        inputs = copy.copy(inputs)
+        self._carried = inputs.pop(CARRIED)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from alphatoken.errors import warn_caller
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
@@ -110,8 +111,11 @@ class RunRecords:
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             place = folder / RESULTS / "values"
             whole.export(place, rows, tokenizer=tokenizer, **trainer.export_arguments())
-        if not missing_libraries():
-            write_run_report(folder, history=trainer.state.log_history)
+        missing = missing_libraries()
+        if missing:
+            warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")
+            return
+        write_run_report(folder, history=trainer.state.log_history)
 
     # --- the checkpoint's part --------------------------------------------------------------------
 

@@ -311,6 +311,9 @@ def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
     assert "--resume" in message
     assert [p.name for p in (tmp_path / "cut" / "values").iterdir()] == ["part-00000.parquet"]
     monkeypatch.undo()
+    # Folders of the time when there was a choice of contraction say so, and go on.
+    run = json.loads((tmp_path / "cut" / "run.json").read_text())
+    assert '"contraction": "projected"' in json.dumps(run)
     assert world.score(tmp_path / "cut", "--resume") == 0
     assert same(load(tmp_path / "cut"), load(tmp_path / "whole"))
 

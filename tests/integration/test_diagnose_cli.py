@@ -280,6 +280,12 @@ def test_options_of_one_are_not_read_for_another() -> None:
     assert both.options["coverage"].clusters == 5
 
 
+@pytest.mark.parametrize("word", ["true", "True", "yes", "1"])
+def test_a_switch_may_be_written_as_the_help_shows_it(word: str) -> None:
+    request = read_request(ALL, DIAGNOSTICS, [*NEEDED, "--set", f"heatmap.tuned={word}"])
+    assert request.options["heatmap"].tuned is True
+
+
 def test_retention_files_have_names_and_fields() -> None:
     found = retention_files(
         ["stories.jsonl", "a=b/c=d.jsonl,prompt=text,response=code", "x/train.jsonl",

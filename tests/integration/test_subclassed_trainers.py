@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
+from alphatoken import FisherDrift
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
 from tests.integration.tiny_training import ALPHA, model, options, sft_rows, tokenizer, weights
@@ -139,3 +141,35 @@ def test_a_run_that_starts_over_builds_its_direction_anew(tmp_path: Path) -> Non
     for step in (0, 1, 2, 4, 0, 1):
         valuation.begin(step, 10)
     assert versions == [("step", 0), ("step", 4), ("step", 0)]
+
+
+def test_a_batch_keeps_the_type_that_the_collator_gave_it(tmp_path: Path) -> None:
+    """``BatchEncoding`` is no dict: what reads ``inputs.input_ids`` goes on working."""
+    seen: list[type] = []
+
+    class Reading(AlphaSFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(inputs))
+            assert inputs.input_ids.shape == inputs["labels"].shape
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = sft(Reading, tmp_path, policy="random")
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: BatchEncoding(collate(rows))
+    trainer.train()
+    assert seen == [BatchEncoding, BatchEncoding]
+
+
+def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:
+    """A control is not resumed with another Fisher than it began with, as documented."""
+    start = model()
+    weights = {n: p.detach().clone() for n, p in start.named_parameters() if "q_proj" in n}
+    fisher = FisherDrift({n: torch.ones_like(w) for n, w in weights.items()}, weights)
+    trainer = AlphaSFTTrainer(
+        model=start,
+        args=AlphaSFTConfig(**options(tmp_path, **{**ALPHA, "policy": "random"})),
+        train_dataset=sft_rows(8),
+        fisher=fisher,
+        processing_class=tokenizer(),
+    )
+    assert trainer.alpha_data()["fisher"] is not None
