@@ -11,7 +11,7 @@ pictures in ``NAME_figures``.
 - ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
   actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
   of the flow between tokens Value-Propagation sees (eq. app_value_path_bound).
-- ``fisher``: whether the proxy ranks as real retention data would (eq. fisher_drift_gradient).
+- ``fisher``: whether the proxy ranks as real retention data would (eq. fisher_proxy).
   ``drift``: how far fine-tuning moved what must not be forgotten.
 - ``sensitivity``, ``stability``, ``coverage``, ``heatmap``: settings, noise, what kept tokens
   cover, and which tokens of a text are valued.

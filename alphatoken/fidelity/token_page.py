@@ -71,7 +71,8 @@ def _panel(text: ValuedText, panel: Panel, most: int, *, whole: bool) -> str:
     scale = f"full colour at \u00b1{number(largest)}"
     return (
         f"<div><h5>{escape(panel.title)} <span>{escape(scale)}</span></h5>"
-        f'<div class="text" dir="auto" style="white-space:pre-wrap">{"".join(parts)}</div></div>'
+        '<div class="text" dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">'
+        f"{''.join(parts)}</div></div>"
     )
 
 
