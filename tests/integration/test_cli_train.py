@@ -606,7 +606,7 @@ def differ(left: Path, right: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", ["sft", pytest.param("dpo", marks=nightly)])
 def test_real_runs_train_and_say_what_they_did(task: str, library: Path, tmp_path: Path) -> None:
     done = run(tmp_path, *real(library, task, tmp_path / "out", max_steps=3))
     assert "3 steps trained; model:" in done.stdout

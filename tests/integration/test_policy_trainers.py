@@ -517,7 +517,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", pytest.param("fsdp2", marks=nightly), pytest.param("zero2", marks=nightly), "zero3"],
+    ["ddp", *(pytest.param(name, marks=nightly) for name in ("fsdp2", "zero2", "zero3"))],
 )
 def test_two_processes_are_one(tmp_path: Path, one: Any, layout: str) -> None:
     """Half the accumulation each: the same parameters, also divided by the step's kept tokens."""

@@ -38,6 +38,7 @@ from tests.integration.tiny_training import (
     tokenizer,
     weights,
 )
+from tests.places import nightly
 from tests.property.tolerance import allowed, close
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when CPOTrainer is imported
@@ -190,7 +191,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=nightly)], ids=["full", "lora"])
 def test_every_policy_trains(tmp_path: Path, name: str, peft: bool) -> None:
     """Finite, reproducible, and another result than DPO's."""
     first = trained(tmp_path / "first", peft=peft, **RUNS[name])

@@ -21,6 +21,7 @@ from alphatoken.policies.token_cleaning import TokenCleaning
 from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings
 from tests.integration import tiny_training as tiny
+from tests.places import nightly
 
 OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
 ROWS, ROUNDS, RATIO = 24, 3, 0.6
@@ -125,7 +126,7 @@ def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=nightly)], ids=["full", "lora"])
 def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peft: bool) -> None:
     """Finished rounds are not trained again, and the end is that of an unbroken run."""
     options = {

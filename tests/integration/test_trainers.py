@@ -33,6 +33,7 @@ from tests.integration.tiny_training import (
     tokenizer,
     weights,
 )
+from tests.places import nightly
 from tests.property.tolerance import allowed, close
 
 
@@ -85,7 +86,7 @@ def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 # --- ratio 1 --------------------------------------------------------------------------------------
 
 
-STEPS = [4, pytest.param(20, marks=pytest.mark.slow)]
+STEPS = [4, pytest.param(20, marks=(pytest.mark.slow, nightly))]
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -380,7 +381,7 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
     ],
     ids=lambda extra: "-".join(map(str, extra)),
 )
-@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=nightly)])
 def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None:
     trainer = {"sft": sft, "dpo": dpo}[kind](tmp_path, max_steps=5, **extra)
     before = weights(trainer.model)
