@@ -319,6 +319,7 @@ def test_large_files_are_compared_at_both_ends(tmp_path: Path) -> None:
         verify(folder)
 
 
+@pytest.mark.slow
 def test_what_resume_means(run: Run, tmp_path: Path) -> None:
     empty = replace(run, folder=tmp_path / "empty")
     with pytest.raises(DataError, match="checkpoints there: none at all.*'auto'"):
@@ -539,6 +540,7 @@ class _Poison(TrainerCallback):
                 model.lm_head.weight[0, 0] = torch.nan
 
 
+@pytest.mark.slow
 def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> None:
     run = Run("sft", tmp_path / "nan", options={"max_relative_drift": None})
     trainer = run.trainer()

@@ -28,6 +28,7 @@ def test_every_example_is_run_here() -> None:
     }
 
 
+@pytest.mark.slow
 def test_plain_loop_gains_from_choosing_tokens() -> None:
     losses = load("plain_pytorch_loop.py")["main"]()
     assert losses["value"] < 0.6 * min(losses["all"], losses["random"])

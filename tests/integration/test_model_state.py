@@ -105,6 +105,7 @@ def test_values_leave_no_trace(name: str, estimator: str, operation: str) -> Non
     before.check()
 
 
+@pytest.mark.slow
 def test_no_generator_is_touched() -> None:
     """Python's included, in a process of its own: without the run-time type checks of pytest."""
     script = (

@@ -407,6 +407,7 @@ def test_attention_is_the_forwards_own(tmp_path: Path, checkpointing: bool) -> N
     assert find_adapter(batch.model) is not None
 
 
+@pytest.mark.slow
 def test_rows_are_chosen(tmp_path: Path) -> None:
     """Training on chosen rows is training on a data set of just those."""
     own = sft(tmp_path / "own", examples.FirstRows)

@@ -102,7 +102,9 @@ def furthest(first: Any, second: Any) -> float:
 # --- uniform weights are TRL's losses -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"]
+)
 def test_uniform_weights_train_as_trl_does(tmp_path: Path, peft: bool) -> None:
     """Values, gradients and so weights after three accumulated and clipped steps."""
     shared = {"gradient_accumulation_steps": 2, "peft": peft}
@@ -266,6 +268,7 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
         assert torch.allclose(found[name], wanted * mask, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sepo_loads_oracle_and_reference_from_paths(tmp_path: Path) -> None:
     for name, seed in (("oracle", 4), ("reference", 6)):
         model(seed=seed).save_pretrained(tmp_path / name)

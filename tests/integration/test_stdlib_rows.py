@@ -85,6 +85,7 @@ def test_files_read_back_and_share_no_row(tmp_path: Path) -> None:
     assert [pair.rejected for pair in pairs] == [pair.rejected for pair in code_pairs(60)[:40]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "count"),
     [(code_rows, 0), (code_rows, 1_000_000), (code_pairs, 0), (text_rows, -1), (text_rows, 10_000)],

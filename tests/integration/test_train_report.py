@@ -206,6 +206,7 @@ def test_exported_values_are_read_back(tmp_path: Path, kind: str) -> None:
         assert one.response[1:].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_large_value_files_are_read_in_stretches(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -320,6 +320,7 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
         AlphaDPOConfig(**options(tmp_path, **ALPHA, masked_logit=True, **more))
 
 
+@pytest.mark.slow
 def test_branches_keep_half_each(tmp_path: Path) -> None:
     trainer = dpo(tmp_path, retention="none")
     seen: list[tuple[int, int, int, int]] = []
@@ -426,6 +427,7 @@ def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None
             assert budget == 0
 
 
+@pytest.mark.slow
 def test_ratio_schedule_reaches_the_masks(tmp_path: Path) -> None:
     trainer = sft(
         tmp_path, max_steps=8, keep_ratio_start=1.0, keep_ratio=0.25, schedule_share=0.5,
@@ -629,6 +631,7 @@ def test_bf16_autocast(tmp_path: Path, estimator: str) -> None:
     assert not torch.equal(rough, exact)
 
 
+@pytest.mark.slow
 def test_dft_values_are_those_of_its_weighted_losses(tmp_path: Path) -> None:
     """DFT multiplies each token's loss by its probability; so does its value."""
     plain = totals_of_first_step(sft(tmp_path / "nll", retention="none", estimator="label"))

@@ -74,6 +74,7 @@ STRUCTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.parametrize(
     "options", [{}, {"causal_position": "context", "head_reduction": "mean", "score_bias": True}]
