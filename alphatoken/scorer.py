@@ -317,7 +317,8 @@ class Scorer:
         Raises:
             InputError: a direction that lacks a scored parameter.
         """
-        lacking = set(self.builder.names.values()) - set(direction or self.builder.names.values())
+        matrices = self.direction.total() if direction is None else direction
+        lacking = set(self.builder.names.values()) - matrices.keys()
         if lacking:
             raise InputError(
                 "the direction lacks a scored parameter",
@@ -325,7 +326,7 @@ class Scorer:
                 why="its part of every value would be missing",
                 remedy="give every scored parameter a matrix, of zeros where it takes no part",
             )
-        side = Side(self.direction.total() if direction is None else direction)
+        side = Side(matrices)
         with self.valuer.forward(batch, Weights(weights, None)) as seen:
             errors = self.valuer.errors(seen)
             return contract_columns(seen.recorded[0], errors, [side], self.builder.names)[0]

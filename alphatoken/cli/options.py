@@ -132,7 +132,9 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "none"
-    return "none" if value is None else str(value).lower() if value in (True, False) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
 
 
 # --- argparse -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from alphatoken.train.host import TokenTrainer
 
 __all__ = ["CARRIED", "Carried", "MicroBatch", "Scored", "draw_seed", "normalised", "undivided"]
+
+P = TypeVar("P")
 
 CARRIED = "alphatoken_carried"
 """Key of a batch under which its ``Carried`` travels from one hook to the next."""
@@ -68,6 +70,10 @@ class MicroBatch:
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         return self.unit_of(self.mask, self.num_items)
+
+    def planned(self, kind: type[P]) -> P:
+        """The plan, of the weigher's own kind; an empty one for a batch without its step."""
+        return self.plan if isinstance(self.plan, kind) else kind()
 
 
 @dataclass(frozen=True)

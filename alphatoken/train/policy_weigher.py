@@ -180,7 +180,7 @@ class PolicyWeigher:
 
     def _policy_batch(self, batch: MicroBatch, **of_the_forward: Any) -> PolicyBatch:
         """The micro-batch as the policy sees it, with what the forward gave."""
-        columns = _plan_of(batch).columns
+        columns = batch.planned(_Plan).columns
         if columns is None:
             columns = self._static_columns(batch)
         return PolicyBatch(
@@ -307,17 +307,12 @@ class PolicyWeigher:
 
     def _divided(self, weights: Tensor, batch: MicroBatch) -> Tensor:
         """Weights under the policy's denominator."""
-        kept = _plan_of(batch).kept
+        kept = batch.planned(_Plan).kept
         if self._divisor == "kept" and kept is not None:
             count = torch.as_tensor(batch.num_items).to(weights.device)
             share = count / kept.to(weights.device).clamp(min=1e-12)
             return weights * share.to(weights.dtype)
         return normalised(weights, batch, self._divisor)
-
-
-def _plan_of(batch: MicroBatch) -> _Plan:
-    """What was decided ahead; nothing for a batch that came without its step."""
-    return batch.plan if isinstance(batch.plan, _Plan) else _Plan()
 
 
 def policy_digest(policy: TokenPolicy | None) -> str | None:

@@ -158,7 +158,7 @@ class ValueWeigher:
             NumericalError: the loss is not finite.
         """
         self._begin()
-        plan = _plan_of(batch)
+        plan = batch.planned(_Plan)
         if plan.weights is not None:
             batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._train_with(model, batch, plan.scored, plan.weights)
@@ -216,7 +216,7 @@ class ValueWeigher:
         """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
         self._records.micro_batch(batch, scored, weights)
         kind = self._options.kept_normalization
-        divided = normalised(weights.to(coefficients), batch, kind, _plan_of(batch).kept_share)
+        divided = normalised(weights.to(coefficients), batch, kind, batch.planned(_Plan).kept_share)
         final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)
         return gate.surrogate(loss, final, divided)
 
@@ -445,11 +445,6 @@ class ValueWeigher:
         running mean are of other steps.
         """
         self._valuation, self._resumed, self._norm = None, running, norm
-
-
-def _plan_of(batch: MicroBatch) -> _Plan:
-    """What was decided ahead; an empty plan for a batch that came without its step."""
-    return batch.plan if isinstance(batch.plan, _Plan) else _Plan()
 
 
 @contextmanager
