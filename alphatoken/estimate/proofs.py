@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from alphatoken.errors import CoverageError, ModelError, NumericalError, UnsupportedError
+from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
+from alphatoken.support.finite import refuse_first
 
 __all__ = [
     "CoverageReport",
@@ -256,14 +257,13 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
     # NaN elsewhere, at padding say, is nobody's, and must not reach the maximum of its row.
     moved = (before - after).abs().masked_fill_(before == after, 0.0).amax(-1)
     moved = torch.where(watched, moved, 0.0)
-    if bool(moved.isnan().any()):
-        row, token = moved.isnan().nonzero()[0].tolist()
-        raise NumericalError(
-            "a logit of a packed row is not finite",
-            got=f"row {row}, token {token}",
-            why="whether it depends on the documents before it cannot be seen",
-            remedy="look at the weights and at the precision of the forward",
-        )
+    refuse_first(
+        moved.isnan(),
+        moved,
+        "a logit of a packed row is not finite",
+        why="whether it depends on the documents before it cannot be seen",
+        remedy="look at the weights and at the precision of the forward",
+    )
     # A kernel may sum in another order; a document that is seen moves logits by far more than this.
     size = before[watched]
     changed = moved.amax(-1) > 1e-4 * float(size[size.isfinite()].abs().max())
