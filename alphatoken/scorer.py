@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from alphatoken.model.batch import (
     as_batches,
 )
 from alphatoken.model.capture import Scope, record
+from alphatoken.model.head import watch_head
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.scoring.observed import Observed
@@ -278,7 +279,11 @@ class Scorer:
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
-        with record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder:
+        with (
+            # Label values take no errors, so there is nothing to share with the training step.
+            watch_head(self.adapter) if self.builder.captured else nullcontext(),
+            record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
+        ):
             yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
 
     def direction_for(

@@ -25,11 +25,11 @@ from alphatoken.model.batch import (
     PreferenceBatch,
     read_batch,
     require_finite,
-    token_losses,
 )
 from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, graph_from_layer
 from alphatoken.model.partial_forward import Start, losses_from, remember_start
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.select.losses import dpo_coefficient
 from alphatoken.support.precision import wide
@@ -67,7 +67,7 @@ def scoring_forward(adapter: DecoderAdapter, first: int | None) -> Iterator[None
 
 def forward_losses(adapter: DecoderAdapter, batch: LabelledBatch, role: str) -> Tensor:
     """Token losses (b, t) of one forward in the surrounding context; finite or an error."""
-    losses = token_losses(adapter.forward(batch.inputs), batch.labels, role=role)
+    losses = response_losses(adapter, batch.inputs, batch.labels, role=role)
     require_finite(losses, batch.mask, role)
     return losses
 

@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from alphatoken.model.attention import forward_mode_attention
-from alphatoken.model.batch import LabelledBatch, require_finite, token_losses
+from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.partial_forward import Start, can_start_at, start_at
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.model.response_losses import response_losses
 from alphatoken.support.precision import wide
 
 __all__ = ["label_values"]
@@ -146,15 +147,15 @@ def _dual_losses(
         # ``_places`` lists each place once, instead of torch's tie_weights: with a block used at
         # two depths that would swap the same place twice, and leave the model with the dual
         # tensors.
-        output = functional_call(
-            adapter.model,
-            _places(adapter.model, duals),
-            (),
-            adapter.arguments(batch.inputs),
-            tie_weights=False,
-        )
+        places = _places(adapter.model, duals)
+
+        def logits() -> Tensor:
+            arguments = adapter.arguments(batch.inputs)
+            output = functional_call(adapter.model, places, (), arguments, tie_weights=False)
+            return adapter.logits_of(output)
+
         losses, tangent = forward_ad.unpack_dual(
-            token_losses(adapter.logits_of(output), batch.labels)
+            response_losses(adapter, batch.inputs, batch.labels, run=logits)
         )
         # No tangent: the direction reaches no loss, as with an unrouted expert.
         return losses, torch.zeros_like(losses) if tangent is None else tangent

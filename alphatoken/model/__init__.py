@@ -9,7 +9,9 @@ training step meets these files in this order:
    replaced and put back.
 2. :mod:`~alphatoken.model.batch` turns a mapping of tensors into labels by position: shift,
    padding, packed documents, preference pairs. :mod:`~alphatoken.model.vocabulary` takes the
-   losses of the labels a block of positions at a time.
+   losses of the labels a block of positions at a time, of logits that somebody has formed;
+   :mod:`~alphatoken.model.head` takes them at the output head, with its error, a block of the
+   vocabulary at a time. :mod:`~alphatoken.model.response_losses` does so in forwards of our own.
 3. :mod:`~alphatoken.model.capture` records the input ``x`` of every scored linear map in a
    forward that the model does not notice, and the errors ``delta = d(loss)/d(output)`` in a
    backward.

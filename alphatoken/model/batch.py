@@ -10,8 +10,9 @@ index ``i``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,12 +113,9 @@ def token_losses(
                 got=f"{tuple(scores.shape)} and {tuple(labels.shape)}",
                 remedy="pass all positions' logits (logits_to_keep=0) and unshifted labels",
             )
-        # Checked first, since an index outside the vocabulary would stop the whole device.
-        _require_tokens(labels, mask, scores.shape[-1], role)
-        # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
-        tokens = mask.flatten().nonzero().squeeze(-1)
-        chosen = chosen_losses(scores, tokens - 1, labels.flatten()[tokens])
-        losses = chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
+        losses = by_prediction(
+            labels, partial(chosen_losses, scores), vocabulary=scores.shape[-1], role=role
+        )
     # Log-probabilities in place of logits, as TRL's fused head gives them. One column fewer than
     # the labels means that they begin with token 1.
     elif scores.shape[1] == labels.shape[1] - 1:
@@ -125,6 +123,33 @@ def token_losses(
     else:
         losses = -scores.to(wide(scores.dtype))
     return losses.masked_fill(~mask, 0.0)
+
+
+def by_prediction(
+    labels: Int[Tensor, "b t"],
+    losses_at: Callable[[Tensor, Tensor], Tensor],
+    *,
+    vocabulary: int,
+    role: str,
+) -> Float[Tensor, "b t"]:
+    """Losses at token indices, 0 off the response, where a function gives those of predictions.
+
+    Args:
+        labels: of response tokens, -100 elsewhere; see ``predicted_labels``.
+        losses_at: (n,) losses of n (positions, targets), positions counted over all rows.
+        vocabulary: number of tokens.
+        role: how messages call this batch.
+
+    Raises:
+        InputError: a label that is no token of the vocabulary.
+    """
+    mask = label_mask(labels)
+    # Checked first, since an index outside the vocabulary would stop the whole device.
+    _require_tokens(labels, mask, vocabulary, role)
+    # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
+    tokens = mask.flatten().nonzero().squeeze(-1)
+    chosen = losses_at(tokens - 1, labels.flatten()[tokens])
+    return chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
 
 
 def _require_tokens(labels: Tensor, mask: Tensor, vocabulary: int, role: str) -> None:

@@ -241,6 +241,11 @@ class TransformersAdapter:
             )
         return logits
 
+    def output_head(self) -> nn.Module | None:
+        """The module whose output the logits are, as far as the architecture says."""
+        head: nn.Module | None = self.base.get_output_embeddings()
+        return head
+
     def next_token_logits(
         self, input_ids: Tensor, attention_mask: Tensor, state: Any
     ) -> tuple[Tensor, Any]:

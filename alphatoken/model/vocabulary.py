@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from alphatoken.model.head import watched_head
 from alphatoken.support.precision import wide
 
 __all__ = ["chosen_losses"]
@@ -37,13 +38,17 @@ def chosen_losses(
         targets: the token predicted at each.
 
     Returns:
-        (n,) losses in float32 or wider, differentiable in reverse mode (twice as well) and in
-        forward mode. Exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+        (n,) losses in float32 or wider, differentiable in reverse mode (twice as well, but for
+        logits of an observed forward, see ``head.watch_head``) and in forward mode. Exact up to
+        rounding. Oracle: ``alphatoken.oracle.token_losses``.
     """
     # The function below has no forward-mode rule. Forward mode keeps nothing for a backward, so
     # torch's own operations cost no more memory there.
     if forward_ad.unpack_dual(logits).tangent is not None:
         return _in_blocks(logits.flatten(0, 1), positions, targets)
+    use = watched_head(logits)
+    if use is not None:
+        return use.losses(logits, positions, targets)
     losses: Tensor = _ChosenLosses.apply(logits, positions, targets)  # type: ignore[no-untyped-call]
     return losses
 

@@ -8,8 +8,6 @@ the gradient of ``sum_k w_k c_k lp_k`` through the model's one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken.errors import NumericalError, UnsupportedError
-from alphatoken.model.batch import token_losses
+from alphatoken.model.batch import IGNORE, token_losses
+from alphatoken.train.fused_head import shared_log_probs
 
 if TYPE_CHECKING:
     from alphatoken.train.host import TokenTrainer
@@ -41,6 +40,7 @@ class TokenGate:
         self._model = model
         self.log_probs: Tensor | None = None
         self._leaf: Tensor | None = None
+        self._shared: Tensor | None = None
         self._auxiliary = False
 
     def __getattr__(self, name: str) -> Any:
@@ -81,28 +81,20 @@ class TokenGate:
         """Whether the model adds a loss of its own, as the routers of mixtures of experts do."""
         return self._auxiliary
 
-    @contextmanager
-    def errors_only(self) -> Iterator[bool]:
-        """Inside, a backward from ``log_probs`` forms no gradient of the fused head's weight.
+    def share_head(self, labels: Tensor) -> None:
+        """Let values and the update take one error of TRL's fused head, in place of one each.
 
-        TRL's head is one autograd function; its backward forms ``(dlogits)^T h`` whenever the
-        weight is trainable, a third of its FLOPs, also where only errors below it are asked for
-        and the result is thrown away. Here it is told that the weight needs none. What reaches
-        the hidden states is untouched, bit for bit, with soft-capping, scale, bias and shards.
-
-        Yields whether there was such a head; where there is none (another trainer's logits, a
-        release of TRL or torch that does this differently) nothing changes.
+        The update then equals the one of ``log_probs`` up to rounding. Where all weights are 1 it
+        is taken of ``log_probs`` all the same: such a step is TRL's, bit for bit.
         """
-        head = None if self.log_probs is None else _fused_head(self.log_probs)
-        if head is None:
-            yield False
-            return
-        needed = head.needs_input_grad
-        head.needs_input_grad = (needed[0], *(False for _ in needed[1:]))
-        try:
-            yield True
-        finally:
-            head.needs_input_grad = needed
+        assert self.log_probs is not None
+        self._shared = shared_log_probs(self.log_probs, labels[:, 1:] != IGNORE)
+
+    @property
+    def scores(self) -> Tensor:
+        """The log-probabilities that values are taken of."""
+        assert self.log_probs is not None
+        return self.log_probs if self._shared is None else self._shared
 
     def coefficients(self, loss: Tensor) -> Tensor:
         """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
@@ -120,24 +112,10 @@ class TokenGate:
         """
         assert self.log_probs is not None
         factor = (weights[:, 1:].to(coefficients) * coefficients).detach()
-        update = (factor * self.log_probs).sum()
+        whole = self._shared is None or torch.equal(factor, coefficients)
+        update = (factor * (self.log_probs if whole else self.scores)).sum()
         base = loss if self._auxiliary else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
-
-
-_HEAD = "ChunkedLogProbFunctionBackward"
-"""TRL's fused linear head; the hidden states are its first argument."""
-
-
-def _fused_head(log_probs: Tensor) -> Any:
-    """The fused head's node, above the views and masks of its log-probabilities; or None."""
-    node: Any = log_probs.grad_fn
-    for _ in range(8):
-        if node is None or type(node).__name__ == _HEAD:
-            return node
-        above = [parent for parent, _ in node.next_functions if parent is not None]
-        node = above[0] if len(above) == 1 else None
-    return None
 
 
 def by_token(by_prediction: Tensor) -> Tensor:

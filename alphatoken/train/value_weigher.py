@@ -33,6 +33,7 @@ from alphatoken.select.interaction import select_diverse
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.select.weights import token_weights
 from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
+from alphatoken.train.fused_head import errors_only
 from alphatoken.train.gate import TokenGate, by_token, gated_loss
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.micro_batch import (
@@ -192,6 +193,8 @@ class ValueWeigher:
         with self._observing() as observed:
             loss = gated_loss(self._trainer, gate, batch)
             coefficients = gate.coefficients(loss)
+            if self._takes_errors:
+                gate.share_head(batch.labels)
             scored = self._score(observed, gate, coefficients, batch)
         weights = self.choose(batch, scored)
         return self._surrogate(gate, loss, coefficients, batch, scored, weights)
@@ -234,6 +237,12 @@ class ValueWeigher:
             self._records.monitor.direction(time.perf_counter() - started)
             yield observed
 
+    @property
+    def _takes_errors(self) -> bool:
+        """Whether values need errors below the head, and the head is whole in this process."""
+        builder = self.valuation.scorer.builder
+        return builder.captured and builder.sharding is None
+
     def _score(
         self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
     ) -> Scored:
@@ -249,9 +258,9 @@ class ValueWeigher:
         keeps_components = self._records.keeps_values
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.valuation.scorer.builder.first is not None
-        with gate.errors_only() if below else nullcontext():
+        with errors_only(gate.log_probs) if below else nullcontext():
             values = observed.values(
-                gate.log_probs,
+                gate.scores,
                 labels,
                 token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),

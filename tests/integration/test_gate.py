@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CohereConfig, CohereForCausalLM, PhiConfig, PhiForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from alphatoken.scorer import Observed
+from alphatoken.train.fused_head import errors_only, shared_log_probs
 from alphatoken.train.gate import TokenGate
 from tests.integration import tiny_training as tiny
 from tests.integration.snapshot import bits
@@ -84,7 +86,7 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
     weights = torch.randn(2, BATCH["labels"].shape[1] - 1, generator=draw)
     with _Accumulated() as full:
         expected = _errors(gate, hidden, weights)
-    with gate.errors_only() as found, _Accumulated() as less:
+    with errors_only(gate.log_probs) as found, _Accumulated() as less:
         errors = _errors(gate, hidden, weights)
     assert found
     assert expected.abs().max() > 0
@@ -110,9 +112,9 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
         gate, hidden = _forward(model)
         assert gate.log_probs is not None
         if scored:
-            with gate.errors_only():
+            with errors_only(gate.log_probs):
                 _errors(gate, hidden, torch.ones_like(gate.log_probs))
-            with pytest.raises(ZeroDivisionError), gate.errors_only():
+            with pytest.raises(ZeroDivisionError), errors_only(gate.log_probs):
                 _ = 1 / 0
         gate.log_probs.sum().backward()
     head = found.get_output_embeddings()
@@ -123,13 +125,92 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
 
 def test_logits_of_another_head_are_left_alone() -> None:
     gate = TokenGate(BY_NAME["llama"].build(1).train())
-    with gate.errors_only() as found:
+    with errors_only(gate.log_probs) as found:
         assert not found, "no forward yet"
     gate.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
-    with gate.errors_only() as found:
+    with errors_only(gate.log_probs) as found:
         assert not found
     assert gate.log_probs is not None
     gate.log_probs.sum().backward()
+
+
+# --- one error of the head for values and update ------------------------------------------------
+
+
+def _drawn_weights(gate: TokenGate, seed: int) -> Tensor:
+    """(b, t), half of them 0, as of a hard mask that is scaled."""
+    assert gate.log_probs is not None
+    rows, length = gate.log_probs.shape
+    drawn = torch.randn(rows, length + 1, generator=torch.Generator().manual_seed(seed))
+    return drawn.masked_fill(drawn < 0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["plain", "biased"])
+def test_the_update_after_a_shared_error_is_the_ordinary_one(name: str) -> None:
+    shared, plain = _of(name), _of(name)
+    for model in (shared, plain):
+        gate, hidden = _forward(model)
+        assert gate._leaf is not None
+        loss = -gate._leaf.square().sum()  # of coefficients that differ by token
+        if model is shared:
+            gate.share_head(BATCH["labels"])
+            assert gate.scores is not gate.log_probs
+            torch.testing.assert_close(
+                gate.scores, gate.log_probs, rtol=1e-5, atol=1e-5, check_dtype=False
+            )
+        errors = torch.autograd.grad(
+            (gate.scores * _drawn_weights(gate, 2)[:, 1:]).sum(), hidden, retain_graph=True
+        )[0]
+        gate.surrogate(loss, gate.coefficients(loss), _drawn_weights(gate, 3)).backward()
+        model.errors = errors
+    assert plain.errors.abs().max() > 0
+    torch.testing.assert_close(shared.errors, plain.errors, rtol=1e-4, atol=1e-6)
+    for (place, p), q in zip(shared.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None, place
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=place)
+
+
+def test_weights_of_one_keep_the_bits_of_trl_after_a_shared_error() -> None:
+    shared, plain = _of("plain"), _of("plain")
+    for model in (shared, plain):
+        gate, _ = _forward(model)
+        assert gate._leaf is not None
+        loss = -gate._leaf.sum()
+        if model is shared:
+            gate.share_head(BATCH["labels"])
+        ones = torch.ones_like(BATCH["labels"], dtype=torch.float32)
+        gate.surrogate(loss, gate.coefficients(loss), ones).backward()
+    for (place, p), q in zip(shared.named_parameters(), plain.named_parameters(), strict=True):
+        assert bits(p.grad) == bits(q[1].grad), place
+
+
+def test_values_and_a_selected_update_share_their_products() -> None:
+    """Of n labelled positions, m of them kept: 2 n for values and errors, 2 m for the weight.
+
+    TRL's own backward takes two or three for each of *all* positions, once for each of the two.
+    """
+    gate, hidden = _forward(_of("plain"))
+    assert gate._leaf is not None
+    loss = -gate._leaf.sum()
+    keep = BATCH["labels"].ne(-100).float()
+    keep[:, ::2] = 0
+    with FlopCounterMode(display=False) as counter:
+        gate.share_head(BATCH["labels"])
+        torch.autograd.grad(gate.scores.sum(), hidden, retain_graph=True)
+        update = gate.surrogate(loss, gate.coefficients(loss), keep)
+        head = gate._model.lm_head.weight
+        torch.autograd.grad(update, (hidden, head))
+    n, kept = (int(x[:, 1:].sum()) for x in (BATCH["labels"] != -100, keep))
+    assert counter.get_total_flops() / (2 * head.numel()) == 2 * n + 2 * kept
+
+
+@pytest.mark.parametrize("name", ["soft-capped", "scaled"])
+def test_heads_that_change_their_logits_share_nothing(name: str) -> None:
+    gate, _ = _forward(_of(name))
+    assert gate.log_probs is not None
+    assert shared_log_probs(gate.log_probs, BATCH["labels"][:, 1:] != -100) is None
+    gate.share_head(BATCH["labels"])
+    assert gate.scores is gate.log_probs
 
 
 # --- components on logged steps only ------------------------------------------------------------

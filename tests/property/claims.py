@@ -154,6 +154,10 @@ test_leave_one_out_is_the_last_marginal_of_the_game | local_utility_def, masked_
 test_shapley_of_a_step_tends_to_the_label_values | shapley_closed_form_step, global_utility_def | exact_shapley, one_step_utility | approximate
 # losses
 check_token_losses | train_objective | (loops) | exact
+check_head_losses | train_objective | (loops) | exact
+check_head_tangents | grad_alignment | (autograd through loops) | exact
+check_own_forward | train_objective | (logits of a whole forward) | exact
+check_losses_asked_twice | | (cross-entropy of the logits) | exact
 check_token_losses_to_second_order | | (autograd through loops) | exact
 check_sft_loss | sft_masked_loss | (loops) | exact
 check_full_mask_is_cross_entropy | sft_masked_loss | (transformers' loss) | exact

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as attending
 from tests.property import properties_estimators as estimating
+from tests.property import properties_head as at_the_head
 from tests.property import properties_mutants as besides
 from tests.property import properties_optimizers as real
 from tests.property import properties_options as options
@@ -219,7 +220,7 @@ LISTED = (
     Mutant(
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
-        (Edit("model.batch.token_losses", "tokens - 1, labels", "tokens, labels"),),
+        (Edit("model.batch.by_prediction", "tokens - 1, labels", "tokens, labels"),),
         (LOSSES, LABEL),
     ),
     Mutant(
@@ -261,12 +262,12 @@ LISTED = (
         "padding leaking in",
         (
             Edit(
-                "model.batch.token_losses",
+                "model.batch.by_prediction",
                 "mask.flatten().nonzero().squeeze(-1)",
                 "torch.arange(1, labels.numel(), device=labels.device)",
             ),
             Edit(
-                "model.batch.token_losses",
+                "model.batch.by_prediction",
                 "labels.flatten()[tokens]",
                 "labels.flatten()[tokens].clamp(0)",
             ),
@@ -319,7 +320,7 @@ LISTED = (
     Mutant(
         "last-token-dropped",
         "last token dropped",
-        (Edit("model.batch.token_losses", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
+        (Edit("model.batch.by_prediction", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
         (LOSSES, DIRECT),
     ),
     Mutant(
@@ -656,6 +657,18 @@ LISTED = (
 
 def _own(name: str, sentence: str, edits: tuple[Edit, ...], claims: tuple[Claim, ...]) -> Mutant:
     return Mutant(name, sentence, edits, claims, listed=False)
+
+
+MOVED = st.just((True, True, True))
+"""Tangents of hidden states, weight and bias alike."""
+
+
+def _head(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
+    """An error in the losses that are taken at the output head."""
+    target, old, new = edit
+    cases, known = at_the_head.head_cases(), st.booleans()
+    whole = claim(at_the_head.check_head_losses, case=cases, known=known, examples=40)
+    return _own(name, sentence, (Edit(f"model.head.{target}", old, new),), claims or (whole,))
 
 
 OWN = (
@@ -1279,6 +1292,61 @@ OWN = (
             ),
         ),
         (claim(algebra.check_token_losses_to_second_order, algebra.loss_cases(), 8),),
+    ),
+    _head(
+        "target-left-in-the-heads-error",
+        "the error below the head lacks the row of W that belongs to the target",
+        ("_fold_rows", ".sub_(seen.weight[seen.targets])", ""),
+    ),
+    _head(
+        "sums-not-shrunk-under-a-larger-maximum",
+        "a later block of the vocabulary has a larger maximum, and the errors so far stay",
+        ("_fold_rows", "_add_product(sums.mul_(shrink.unsqueeze(-1)), z,", "_add_product(sums, z,"),
+    ),
+    _head(
+        "heads-weight-gradient-of-other-tokens",
+        "the tokens whose loss has a weight get the weights of the first ones",
+        ("_AtWeight.backward", "weights[used], lse[used]", "weights[: len(used)], lse[used]"),
+    ),
+    _head(
+        "target-left-in-the-heads-weight-gradient",
+        "the gradient of W is that of the log-sum-exp alone",
+        ("_AtWeight.backward", "p[at, places] -= c[at, 0]", "pass"),
+    ),
+    _head(
+        "known-logits-of-other-rows",
+        "logits that are known are read in order, and not where each prediction stands",
+        ("_Predictions.block", "[:, columns][self.rows]", "[: len(self.rows), columns]"),
+    ),
+    _head(
+        "tangent-of-the-target-forgotten",
+        "label values at the head are the mean tangent, without that of the token itself",
+        ("_fold_dual", "mean / total - chosen_slope", "mean / total"),
+        claim(at_the_head.check_head_tangents, at_the_head.head_cases(), MOVED),
+    ),
+    _head(
+        "tangent-of-the-heads-weight-forgotten",
+        "label values over all parameters lack what moves the head itself",
+        ("_Tangents.block", "if self.weight is not None:", "if False:"),
+        claim(at_the_head.check_head_tangents, at_the_head.head_cases(), MOVED),
+    ),
+    _head(
+        "losses-of-other-targets",
+        "losses asked for at the same positions are taken for those of other tokens",
+        ("HeadUse.losses", " and torch.equal(tokens, targets)", ""),
+        claim(at_the_head.check_losses_asked_twice, "llama", examples=1, needs=("transformers",)),
+    ),
+    _own(
+        "capped-logits-taken-for-the-heads",
+        "a model that caps its logits is taken for one that does not",
+        (
+            Edit(
+                "model.response_losses._HeadInput.gives",
+                "if own.shape",
+                "return True\n        if own.shape",
+            ),
+        ),
+        (claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),),
     ),
     _own(
         "label-values-not-scaled-back",

@@ -1,0 +1,387 @@
+"""The output head, ``z = W h + b``: losses of its predictions without the logits of all of them.
+
+    l_p = log sum_v exp z_p[v] - z_p[y_p]
+    e_p = dl_p / dh_p = sum_v softmax(z_p)_v W_v - W_{y_p}
+
+A vocabulary of 262,144 makes the head two thirds of a small model, and its logits larger than all
+other activations together. Here they are formed a block of the vocabulary at a time and let go.
+The errors ``e_p`` come with the losses, by one more product, and stay: whatever weights c_p a loss
+gives its tokens, its error below the head is ``c_p e_p``. So values and training step, which weigh
+the same losses differently, pay for one backward through the head and not for two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.support.precision import wide
+
+__all__ = ["HeadUse", "head_losses", "is_plain_head", "output_head", "watch_head", "watched_head"]
+
+_WORKSPACE = 2**22  # numbers of one block of logits
+_ROWS = 4096  # predictions of one block; each block of rows reads the whole of W once
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """n predictions ``z = W h + b``, and the token that each of them is asked about.
+
+    ``logits`` are those of the model where it has formed them, (m, V), with the row of each
+    prediction in ``rows``; else both are None and blocks are products of their own.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    logits: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums: float32 or wider."""
+        return wide(self.hidden.dtype, self.weight.dtype)
+
+    def chosen(self, picked: Tensor | slice) -> _Predictions:
+        """Some of the predictions."""
+        rows = None if self.rows is None else self.rows[picked]
+        hidden, targets = self.hidden[picked], self.targets[picked]
+        return _Predictions(hidden, self.weight, self.bias, targets, self.logits, rows)
+
+    def in_rows(self) -> Iterator[tuple[slice, _Predictions]]:
+        """Blocks of predictions."""
+        for start in range(0, len(self.targets), _ROWS):
+            block = slice(start, start + _ROWS)
+            yield block, self.chosen(block)
+
+    def columns(self) -> Iterator[slice]:
+        """Blocks of the vocabulary."""
+        vocabulary = len(self.weight)
+        size = max(1, _WORKSPACE // max(1, len(self.targets)))
+        for start in range(0, vocabulary, size):
+            yield slice(start, min(start + size, vocabulary))
+
+    def block(self, columns: slice) -> Tensor:
+        """Logits of these columns, (n, v), wide; a tensor of its own that may be written to."""
+        if self.logits is not None:
+            assert self.rows is not None
+            return self.logits[:, columns][self.rows].to(self.dtype)
+        bias = None if self.bias is None else self.bias[columns]
+        return F.linear(self.hidden, self.weight[columns], bias).to(self.dtype)
+
+    def target_in(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """(predictions whose target lies in these columns, its place among them)."""
+        within = (self.targets >= columns.start) & (self.targets < columns.stop)
+        rows = within.nonzero().squeeze(-1)
+        return rows, self.targets[rows] - columns.start
+
+
+def head_losses(
+    hidden: Float[Tensor, "n d"],
+    weight: Float[Tensor, "v d"],
+    bias: Float[Tensor, " v"] | None,
+    targets: Int[Tensor, " n"],
+    *,
+    logits: Float[Tensor, "m v"] | None = None,
+    rows: Int[Tensor, " n"] | None = None,
+) -> Float[Tensor, " n"]:
+    """``-log softmax(W h_p + b)[y_p]`` for each prediction.
+
+    Args:
+        hidden: inputs of the head at the predicting positions, attached to their graph.
+        weight: of the head; (V, d), as ``nn.Linear`` has it.
+        bias: of the head.
+        targets: the token that each position predicts.
+        logits: the model's own logits, where they have been formed: no product forms them again.
+        rows: with ``logits``, the row of each prediction in them.
+
+    Returns:
+        (n,) losses in float32 or wider, differentiable once in reverse mode, and in forward mode.
+
+    Work in products of n V d multiply-adds: one for the losses (none with ``logits``), one for the
+    errors ``e_p`` where ``hidden`` has a graph; a backward to ``hidden`` takes none. A backward to
+    ``weight`` takes two (one with ``logits``) for the predictions whose loss has a weight that is
+    not 0. Memory: one block of logits beside inputs and outputs.
+
+    Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # as autocast does before each product
+        narrow = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
+        bias = None if bias is None else bias.to(narrow)
+    given = (hidden, weight) if bias is None else (hidden, weight, bias)
+    with torch.autocast(device, enabled=False):
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+            return _dual_losses(hidden, weight, bias, targets)
+        graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            free = None if bias is None else bias.detach()
+            seen = _Predictions(hidden.detach(), weight.detach(), free, targets, logits, rows)
+            lse, chosen, errors = _folded(seen, with_errors=graph and hidden.requires_grad)
+        losses = lse - chosen
+        if graph and hidden.requires_grad:
+            losses = _AtHidden.apply(hidden, losses, errors)  # type: ignore[no-untyped-call]
+        # A node of its own, so that a backward that ends below the head never visits it.
+        if graph and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            losses = losses + _AtWeight.apply(weight, bias, seen, lse)  # type: ignore[no-untyped-call]
+        return losses
+
+
+def _folded(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log-sum-exp (n,), logit of the target (n,), and errors (n, d), in one pass over the blocks.
+
+    The maximum so far is subtracted before each exponential; where a later block has a larger
+    one, the sums so far shrink by the factor between them.
+    """
+    parts = [_fold_rows(block, with_errors=with_errors) for _, block in seen.in_rows()]
+    if not parts:
+        empty = seen.hidden.new_zeros(0, dtype=seen.dtype)
+        return empty, empty, seen.hidden.to(seen.dtype)
+    lse, chosen, errors = (list(column) for column in zip(*parts, strict=True))
+    return torch.cat(lse), torch.cat(chosen), torch.cat(errors) if with_errors else None
+
+
+def _fold_rows(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor]:
+    n = len(seen.targets)
+    highest = seen.hidden.new_full((n,), -torch.inf, dtype=seen.dtype)
+    total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
+    sums = seen.hidden.new_zeros(seen.hidden.shape, dtype=seen.dtype)
+    for columns in seen.columns():
+        z = seen.block(columns)
+        rows, places = seen.target_in(columns)
+        chosen[rows] = z[rows, places]
+        before, highest = highest, torch.maximum(highest, z.amax(-1))
+        # Some models set logits of unused tokens to -inf; -inf - -inf would be NaN.
+        reference = highest.masked_fill(highest == -torch.inf, 0.0)
+        shrink = torch.exp(before - reference)
+        z.sub_(reference.unsqueeze(-1)).exp_()
+        total.mul_(shrink).add_(z.sum(-1))
+        if with_errors:
+            _add_product(sums.mul_(shrink.unsqueeze(-1)), z, seen.weight[columns])
+    errors = sums
+    if with_errors:
+        errors = sums.div_(total.unsqueeze(-1)).sub_(seen.weight[seen.targets])
+    return highest + torch.log(total), chosen, errors
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, accumulated in the dtype of ``total``."""
+    # Rounding each block's product to 16 bits before the sum would bias what is trained with it.
+    narrow = min(a.dtype, b.dtype, key=lambda d: d.itemsize) if total.is_cuda else total.dtype
+    if narrow.itemsize < total.dtype.itemsize:
+        torch.addmm(total, a.to(narrow), b.to(narrow), out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
+
+
+class _AtHidden(torch.autograd.Function):
+    """The losses again, with the known errors as their derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, losses: Tensor, errors: Tensor) -> Tensor:
+        ctx.save_for_backward(errors)
+        ctx.dtype = hidden.dtype
+        return losses.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
+        (errors,) = ctx.saved_tensors
+        return (weights.unsqueeze(-1) * errors).to(ctx.dtype), None, None
+
+
+class _AtWeight(torch.autograd.Function):
+    """Zeros (n,) whose derivative is that of the losses in W and b.
+
+    d(sum c l)/dW = sum_p c_p (softmax(z_p) - onehot(y_p)) (x) h_p
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, seen: _Predictions, lse: Tensor
+    ) -> Tensor:
+        # Saved by autograd, so that weights changed in place before the backward are refused.
+        ctx.save_for_backward(seen.hidden, weight, bias, seen.targets, lse, seen.logits, seen.rows)
+        return torch.zeros_like(lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, targets, lse, logits, rows = ctx.saved_tensors
+        seen = _Predictions(hidden, weight.detach(), bias, targets, logits, rows)
+        # What no loss weighs costs nothing; under selection that is most of a batch.
+        used = weights.nonzero().squeeze(-1)
+        seen, weights, lse = seen.chosen(used), weights[used], lse[used]
+        of_weight = weight.new_zeros(weight.shape, dtype=seen.dtype, requires_grad=False)
+        of_bias = of_weight.new_zeros(len(weight))
+        for block, part in seen.in_rows():
+            c = weights[block].to(seen.dtype).unsqueeze(-1)
+            for columns in part.columns():
+                p = torch.exp(part.block(columns).sub_(lse[block].unsqueeze(-1))).mul_(c)
+                at, places = part.target_in(columns)
+                p[at, places] -= c[at, 0]
+                _add_product(of_weight[columns], p.mT, part.hidden)
+                of_bias[columns] += p.sum(0)
+        whole = of_weight.to(weight.dtype) if ctx.needs_input_grad[0] else None
+        return whole, of_bias.to(bias.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _dual_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """Losses with their tangents: ``dl = sum_v softmax(z)_v dz_v - dz[y]``, in one pass."""
+    (h, dh), (w, dw) = forward_ad.unpack_dual(hidden), forward_ad.unpack_dual(weight)
+    b, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
+    tangents: list[Tensor] = []
+    losses: list[Tensor] = []
+    for block, seen in _Predictions(h, w, b, targets).in_rows():
+        part = _Tangents(dh if dh is None else dh[block], dw, db)
+        lse, chosen, slope = _fold_dual(seen, part)
+        losses.append(lse - chosen)
+        tangents.append(slope)
+    if not losses:
+        return hidden.new_zeros(0, dtype=wide(hidden.dtype))
+    dual: Tensor = forward_ad.make_dual(torch.cat(losses), torch.cat(tangents))
+    return dual
+
+
+@dataclass(frozen=True)
+class _Tangents:
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def block(self, seen: _Predictions, columns: slice) -> Tensor:
+        """``dz = dh W^T + h dW^T + db`` in these columns, wide."""
+        dz = seen.hidden.new_zeros(len(seen.targets), columns.stop - columns.start)
+        if self.hidden is not None:
+            dz = torch.addmm(dz, self.hidden, seen.weight[columns].mT)
+        if self.weight is not None:
+            dz = torch.addmm(dz, seen.hidden, self.weight[columns].mT)
+        if self.bias is not None:
+            dz = dz + self.bias[columns]
+        return dz.to(seen.dtype)
+
+
+def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
+    n = len(seen.targets)
+    highest = seen.hidden.new_full((n,), -torch.inf, dtype=seen.dtype)
+    total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
+    mean, chosen_slope = torch.zeros_like(highest), torch.zeros_like(highest)
+    for columns in seen.columns():
+        z, dz = seen.block(columns), tangents.block(seen, columns)
+        rows, places = seen.target_in(columns)
+        chosen[rows], chosen_slope[rows] = z[rows, places], dz[rows, places]
+        before, highest = highest, torch.maximum(highest, z.amax(-1))
+        reference = highest.masked_fill(highest == -torch.inf, 0.0)
+        shrink = torch.exp(before - reference)
+        z.sub_(reference.unsqueeze(-1)).exp_()
+        total.mul_(shrink).add_(z.sum(-1))
+        # A logit of -inf has probability 0, and a tangent that may be NaN.
+        mean.mul_(shrink).add_(torch.where(z == 0, 0.0, z * dz).sum(-1))
+    return highest + torch.log(total), chosen, mean / total - chosen_slope
+
+
+# --- the head of a model's own forward ------------------------------------------------------------
+
+
+def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear map whose product this file may form in its place.
+
+    It is not where weights are quantised, adapted or spread over processes, or where somebody
+    watches its backward: a loss that does not pass through the module would not be seen there.
+    """
+    if type(module) is not nn.Linear or hasattr(module.weight, "ds_shape"):
+        return False
+    # Types and not ``isinstance``: parts of sharded weights are tensors as well.
+    whole = all(
+        type(p) in (Tensor, nn.Parameter) for p in (module.weight, module.bias) if p is not None
+    )
+    return whole and not module._backward_hooks and not module._backward_pre_hooks
+
+
+def output_head(adapter: DecoderAdapter) -> nn.Linear | None:
+    """The linear map that ends the model, if it has one that ``is_plain_head``.
+
+    An adapter names it by a method ``output_head()``, which it need not have.
+    """
+    find = getattr(adapter, "output_head", None)
+    head = None if find is None else find()
+    return head if is_plain_head(head) else None
+
+
+@dataclass
+class HeadUse:
+    """One call of a model's head: its input, in the graph, and its weights.
+
+    Losses asked for twice, by values and by the training step, are one tensor with one graph.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    _known: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def losses(self, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+        """As ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
+        for at, tokens, losses in self._known:
+            if torch.equal(at, positions) and torch.equal(tokens, targets):
+                return losses
+        hidden = self.hidden.flatten(0, 1)[positions].to(logits.dtype)
+        bias = None if self.bias is None else self.bias.to(logits.dtype)
+        flat = logits.detach().flatten(0, 1)
+        losses = head_losses(
+            hidden, self.weight.to(logits.dtype), bias, targets, logits=flat, rows=positions
+        )
+        self._known.append((positions, targets, losses))
+        return losses
+
+
+_USES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@contextmanager
+def watch_head(adapter: DecoderAdapter) -> Iterator[None]:
+    """Inside, losses of the logits that the model returns share one error of its head.
+
+    Whoever takes losses of those very logits by ``chosen_losses``, within the context or after it,
+    shares it: values and the loss that is trained on. Other losses of them are as ever.
+    """
+    head = output_head(adapter)
+    if head is None:
+        yield
+        return
+
+    def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if len(args) == 1 and isinstance(output, Tensor) and args[0].requires_grad:
+            _USES[output] = HeadUse(args[0], head.weight, head.bias)
+
+    handle = head.register_forward_hook(on_call)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def watched_head(logits: Tensor) -> HeadUse | None:
+    """The head's call that gave these very logits, if their losses may be taken of it."""
+    use: HeadUse | None = _USES.get(logits)
+    if use is None or not torch.is_grad_enabled():
+        return None
+    # Somebody who wants gradients of the logits themselves needs a loss that passes through them.
+    # The hooks of torch's own module trackers, as its counter of FLOPs has, only look.
+    hooks = (logits._backward_hooks or {}).values()
+    wanted = logits.retains_grad or any(h.__module__ != "torch.autograd.graph" for h in hooks)
+    return None if wanted else use

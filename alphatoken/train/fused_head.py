@@ -1,0 +1,91 @@
+"""TRL's fused head, read from the graph: one autograd node that holds all that its losses need.
+
+TRL's forward runs the trunk, and one function takes log-probabilities of its hidden states, tile
+by tile. Two things about that function's backward are dear where tokens are valued, since values
+and update each run it: it forms the tiles of logits and the error below the head anew each time,
+for every position, and the weight's gradient whenever the weight trains, asked for or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.model.head import head_losses
+
+__all__ = ["errors_only", "shared_log_probs"]
+
+_NODE = "ChunkedLogProbFunctionBackward"
+"""Name of the node; hidden states, weight and bias are its first arguments."""
+_PLAIN = {"logit_scale": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}
+"""Its settings where logits are the product of weight and hidden states, and nothing more."""
+
+
+def _fused_head(log_probs: Tensor) -> Any:
+    """The fused head's node, above the views and masks of its log-probabilities; or None."""
+    node: Any = log_probs.grad_fn
+    for _ in range(8):
+        if node is None or type(node).__name__ == _NODE:
+            return node
+        above = [parent for parent, _ in node.next_functions if parent is not None]
+        node = above[0] if len(above) == 1 else None
+    return None
+
+
+def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
+    """The same log-probabilities, of which values and update take one error of the head.
+
+    Args:
+        log_probs: (b, t - 1), by TRL's fused head, attached to its graph.
+        asked: (b, t - 1) True where the next token is labelled.
+
+    Returns:
+        (b, t - 1), 0 elsewhere; equal up to rounding, as its gradients are. None where the head is
+        none of TRL's, or scales or caps its logits, or its weights are spread over processes.
+    """
+    node = _fused_head(log_probs)
+    if node is None or any(node.kernel_args.get(k) != v for k, v in _PLAIN.items()):
+        return None
+    hidden, weight, bias, targets, *_ = node.saved_tensors
+    if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "ds_shape"):
+        return None
+    places = asked.flatten().nonzero().squeeze(-1)
+    # TRL hands its kernel all positions, or on some devices those with a label, in their order.
+    rows = places if len(targets) == asked.numel() else torch.arange(len(targets)).to(places)
+    if len(rows) != len(places):
+        return None
+    dtype = node.compute_dtype
+    hidden, weight = hidden[rows].to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses = head_losses(hidden, weight, bias, targets[rows])
+    zeros = losses.new_zeros(asked.numel())
+    return zeros.index_put((places,), -losses).view(asked.shape)
+
+
+@contextmanager
+def errors_only(log_probs: Tensor | None) -> Iterator[bool]:
+    """Inside, a backward from ``log_probs`` forms no gradient of the fused head's weight.
+
+    TRL's backward forms ``(dlogits)^T h`` whenever the weight is trainable, a third of its FLOPs,
+    also where only errors below it are asked for and the result is thrown away. Here it is told
+    that the weight needs none. What reaches the hidden states is untouched, bit for bit, with
+    soft-capping, scale, bias and shards.
+
+    Yields whether there was such a head; where there is none (another trainer's logits, a release
+    of TRL or torch that does this differently) nothing changes.
+    """
+    head = None if log_probs is None else _fused_head(log_probs)
+    if head is None:
+        yield False
+        return
+    needed = head.needs_input_grad
+    head.needs_input_grad = (needed[0], *(False for _ in needed[1:]))
+    try:
+        yield True
+    finally:
+        head.needs_input_grad = needed

@@ -1,0 +1,246 @@
+"""What losses taken at the output head must say, by loops over tokens and by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from alphatoken.model import head
+from alphatoken.model.batch import token_losses
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
+from tests.property.properties_algebra import EXACT
+from tests.property.strategies import SEEDS, make_batch
+from tests.property.tolerance import close
+
+__all__ = [
+    "BATCH",
+    "HeadCase",
+    "check_head_losses",
+    "check_head_tangents",
+    "check_losses_asked_twice",
+    "check_own_forward",
+    "head_cases",
+    "observed",
+]
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """Some predictions of a small head; blocks of few numbers, and of few rows."""
+
+    predictions: int
+    width: int
+    vocabulary: int
+    biased: bool
+    impossible: bool
+    workspace: int
+    rows: int
+    seed: int
+
+    def numbers(self, *shape: int, salt: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**16 * salt)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    @property
+    def targets(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**20)
+        least = int(self.impossible)
+        return torch.randint(least, self.vocabulary, (self.predictions,), generator=generator)
+
+    @property
+    def weights(self) -> Tensor:
+        """Of the losses; some are 0, as of tokens that selection drops."""
+        drawn = self.numbers(self.predictions, salt=4)
+        return drawn.masked_fill(drawn < -0.3, 0.0)
+
+    def parameters(self) -> list[Tensor]:
+        """Hidden states, W, and b where there is one, all with a graph.
+
+        Large enough that exponentials overflow unless the maximum is subtracted. Where a token is
+        ``impossible``, its logit is -inf, as some models set those of unused tokens.
+        """
+        hidden = 40 * self.numbers(self.predictions, self.width, salt=1)
+        given = [hidden, self.numbers(self.vocabulary, self.width, salt=2)]
+        if self.biased or self.impossible:
+            given.append(self.numbers(self.vocabulary, salt=3))
+        if self.impossible:
+            given[2][0] = -torch.inf
+        return [x.requires_grad_() for x in given]
+
+    def losses(self, *given: Tensor, known: bool = False) -> Tensor:
+        """As the library takes them; ``known``: of logits that were formed before."""
+        hidden, weight, bias = given if len(given) == 3 else (*given, None)
+        logits: dict[str, Tensor] = {}
+        if known:
+            formed = torch.nn.functional.linear(hidden, weight, bias).detach()
+            # In another order, among rows that nobody asks about.
+            order = torch.randperm(
+                2 * len(formed), generator=torch.Generator().manual_seed(self.seed)
+            )[: len(formed)]
+            others = self.numbers(2 * len(formed), len(weight), salt=9)
+            logits = {"logits": others.index_copy(0, order, formed), "rows": order}
+        with (
+            mock.patch.object(head, "_WORKSPACE", self.workspace),
+            mock.patch.object(head, "_ROWS", self.rows),
+        ):
+            return head.head_losses(hidden, weight, bias, self.targets, **logits)
+
+
+def head_cases() -> st.SearchStrategy[HeadCase]:
+    return st.builds(
+        HeadCase,
+        predictions=st.integers(1, 7),
+        width=st.integers(1, 4),
+        vocabulary=st.integers(2, 9),
+        biased=st.booleans(),
+        impossible=st.booleans(),
+        workspace=st.sampled_from([1, 6, 2**22]),
+        rows=st.sampled_from([1, 3, 4096]),
+        seed=SEEDS,
+    )
+
+
+def by_loops(targets: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``-log softmax(W h + b)[y]``, one prediction after the other."""
+    losses = []
+    for h, target in zip(hidden, targets.tolist(), strict=True):
+        z = weight @ h
+        z = z if bias is None else z + bias
+        losses.append(z.logsumexp(-1) - z[target])
+    return torch.stack(losses)
+
+
+def check_head_losses(case: HeadCase, known: bool) -> None:
+    """Losses and every gradient of a weighted sum of them; twice through one graph."""
+    given = case.parameters()
+    expected = by_loops(case.targets, *given)
+    with (
+        mock.patch.object(head, "_WORKSPACE", case.workspace),
+        mock.patch.object(head, "_ROWS", case.rows),
+    ):
+        losses = case.losses(*given, known=known)
+        scale = 1.0 + expected.detach().abs().sum()
+        close(losses, expected.detach(), scale, EXACT, name="losses at the head")
+        for weights in (case.weights, case.weights.flip(0)):
+            wanted = torch.autograd.grad((expected * weights).sum(), given, retain_graph=True)
+            found = torch.autograd.grad((losses * weights).sum(), given, retain_graph=True)
+            for name, a, b, x in zip(("h", "W", "b"), found, wanted, given, strict=False):
+                size = b[b.isfinite()].abs().sum() + weights.abs().sum() * (1 + x.shape[-1])
+                close(a, b, size * 40, EXACT, name=f"gradient of {name}")
+        # Only what lies below the head: the node of the weights is not visited.
+        below = torch.autograd.grad((losses * case.weights).sum(), given[0], retain_graph=True)[0]
+        first = torch.autograd.grad((expected * case.weights).sum(), given[0])[0]
+        close(below, first, first.abs().sum() + 40.0, EXACT, name="below the head")
+
+
+def check_head_tangents(case: HeadCase, moved: tuple[bool, bool, bool]) -> None:
+    """The derivative along any of h, W and b is the gradient's inner product with it."""
+    given = case.parameters()
+    along = [
+        case.numbers(*x.shape, salt=5 + i) if moved[i] else torch.zeros_like(x)
+        for i, x in enumerate(given)
+    ]
+    expected = []
+    for one in by_loops(case.targets, *given):
+        slopes = torch.autograd.grad(one, given, retain_graph=True)
+        terms = [(g * m).nan_to_num().sum() for g, m in zip(slopes, along, strict=True)]
+        expected.append(torch.stack(terms).sum())
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [
+            forward_ad.make_dual(x.detach(), m) if moves else x.detach()
+            for x, m, moves in zip(given, along, moved, strict=False)
+        ]
+        primal, tangent = forward_ad.unpack_dual(case.losses(*duals))
+    wanted = torch.stack(expected).detach()
+    losses = by_loops(case.targets, *given).detach()
+    close(primal, losses, 1.0 + losses.abs().sum(), EXACT, name="losses of duals")
+    if tangent is None:
+        assert not any(moved[: len(given)])
+        return
+    size = 40.0 * (1.0 + sum(float(m.abs().sum()) for m in along))
+    close(tangent, wanted, size, EXACT, name="tangents")
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+BATCH = make_batch(("pprrprr..", "prprrrrr.", "pppprrrrr"), vocabulary=23, seed=1)
+INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
+
+
+def built(name: str) -> Any:
+    """One of the architectures; transformers is imported only here."""
+    from tests.property.architectures import BY_NAME
+
+    return BY_NAME[name].build(1)
+
+
+def calls_of(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What ``run`` returns, and how many positions a row the head was asked about, by call."""
+    seen: list[int] = []
+    handle = module.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
+    try:
+        return run(), seen
+    finally:
+        handle.remove()
+
+
+def check_own_forward(name: str) -> None:
+    """Losses and gradients of a forward without logits are those of its logits.
+
+    A model that scales or caps what its head says is noticed, and runs as it is from then on.
+    """
+    model = built(name)
+    adapter = find_adapter(model)
+    last = head.output_head(adapter)
+    assert last is not None
+
+    def losses() -> Tensor:
+        return response_losses(adapter, INPUTS, BATCH["labels"])
+
+    whole = token_losses(adapter.forward(INPUTS), BATCH["labels"])
+    found, asked = calls_of(last, losses)
+    close(found, whole.detach(), whole.detach().abs().sum(), EXACT, name=name)
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    wanted, got = (
+        torch.autograd.grad((x * weights).sum(), parameters, allow_unused=True)
+        for x in (whole, found)
+    )
+    for a, b in zip(got, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            close((a - b).norm(), 0.0, b.norm() + 1e-3, 1e-10, name=f"{name}, gradient")
+    length = BATCH["labels"].shape[1]
+    changed = getattr(model.config, "final_logit_softcapping", None) is not None
+    assert asked == ([1, length] if changed else [1])
+    assert calls_of(last, losses)[1] == ([length] if changed else [1])
+
+
+def observed(model: nn.Module) -> tuple[Tensor, head.HeadUse | None]:
+    """Logits of a forward whose head is watched, and what is known of them."""
+    with head.watch_head(find_adapter(model)):
+        logits = model(**INPUTS).logits
+    return logits, head.watched_head(logits)
+
+
+def check_losses_asked_twice(name: str) -> None:
+    """The same tokens asked about twice are one tensor; other tokens or other places are not."""
+    logits, use = observed(built(name))
+    assert use is not None
+    positions, tokens = torch.tensor([3, 5]), torch.tensor([1, 2])
+    once, twice = (use.losses(logits, positions, tokens) for _ in range(2))
+    assert once is twice
+    for at, asked in ((positions, torch.tensor([1, 3])), (torch.tensor([3, 6]), tokens)):
+        rows = logits.flatten(0, 1)[at]
+        expected = nn.functional.cross_entropy(rows, asked, reduction="none").detach()
+        found = use.losses(logits, at, asked)
+        close(found, expected, expected.abs().sum(), EXACT, name="losses asked for anew")
