@@ -31,7 +31,10 @@ from alphatoken.data import (
     text_or_row,
 )
 from alphatoken.errors import DataError, NumericalError
+from alphatoken.model.batch import label_mask
 from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
 
 __all__ = [
     "mean_response_loss",
@@ -106,19 +109,18 @@ def response_log_probs(
     Raises:
         NumericalError: a sum is not finite; names the row.
     """
-    device = next(model.parameters()).device
+    device, adapter = next(model.parameters()).device, find_adapter(model)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     sums, counts = torch.zeros(len(examples)).double(), torch.zeros(len(examples)).double()
     with evaluation_mode(model), torch.no_grad():
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             (batch,) = batches([examples[i] for i in chosen], batch_size)
-            labels = batch.pop("labels")[:, 1:].to(device)
+            labels = batch.pop("labels").to(device)
             inputs = {name: part.to(device) for name, part in batch.items()}
-            logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            losses = response_losses(adapter, inputs, labels)
             sums[chosen] = -losses.double().sum(1).cpu()
-            counts[chosen] = (labels != -100).sum(1).double().cpu()
+            counts[chosen] = label_mask(labels).sum(1).double().cpu()
     if not bool(torch.isfinite(sums).all()):
         row = examples[int((~torch.isfinite(sums)).nonzero()[0])].row
         raise NumericalError("a measured loss is not finite", got=row.place)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
-from alphatoken.model.batch import label_mask, token_losses
+from alphatoken.model.batch import label_mask
 from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
 from alphatoken.policies.static import device_of, row_inputs
 from alphatoken.policies.trained_weights import copy_weights, trainable
 from alphatoken.support.progress import Tracker
@@ -123,8 +125,8 @@ class AdamCheckpoint:
 
 def mean_loss(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> tuple[Tensor, int]:
     """(summed loss of the response tokens, their number) of one forward, with a graph."""
-    logits = model(**inputs, use_cache=False).logits
-    return token_losses(logits, labels).sum(), int(label_mask(labels).sum())
+    losses = response_losses(find_adapter(model), inputs, labels)
+    return losses.sum(), int(label_mask(labels).sum())
 
 
 @contextmanager

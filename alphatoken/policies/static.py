@@ -28,10 +28,10 @@ from alphatoken.model.batch import (
     PreferenceBatch,
     label_mask,
     predicted_labels,
-    token_losses,
 )
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
 from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest
@@ -59,7 +59,7 @@ Measure = Callable[[Any, Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 
 def measure_losses(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
     """``loss``: -log p of every response token, (b, t), in float32 or wider."""
-    return {"loss": token_losses(find_adapter(model).forward(inputs), labels)}
+    return {"loss": response_losses(find_adapter(model), inputs, labels)}
 
 
 def model_losses(

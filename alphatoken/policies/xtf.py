@@ -17,7 +17,7 @@ from alphatoken.model.batch import token_losses
 from alphatoken.model.protocol import find_adapter
 from alphatoken.policies.attention_received import HEADS, QUERIES, receiving
 from alphatoken.policies.otsu import multi_otsu
-from alphatoken.policies.static import keep_best, static_pass
+from alphatoken.policies.static import keep_best, measure_losses, static_pass
 from alphatoken.policies.static_mask import StaticMask
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken.train.token_table import TokenTable
@@ -148,7 +148,7 @@ class XTF(StaticMask):
     ) -> dict[str, Tensor]:
         adapter = find_adapter(model)
         if "ri" not in self.filters:
-            return {"loss": token_losses(adapter.forward(inputs), labels), "token": labels}
+            return {**measure_losses(model, inputs, labels), "token": labels}
         with receiving(model, inputs, **self.attention) as received:
             losses = token_losses(adapter.forward(inputs), labels)
         return {"loss": losses, "token": labels, "attention": received.result()}

@@ -1342,8 +1342,8 @@ OWN = (
         (
             Edit(
                 "model.response_losses._HeadInput.gives",
-                "if own.shape",
-                "return True\n        if own.shape",
+                "bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())",
+                "True",
             ),
         ),
         (claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),),

@@ -359,6 +359,22 @@ TRAINERS = (
         "packing, own forward",
     ),
     _of(
+        "shared-error-of-other-positions",
+        "values and update take the head's errors of the first positions for those of the response",
+        "train.fused_head.shared_log_probs",
+        "hidden[rows].to(dtype)",
+        "hidden[: len(rows)].to(dtype)",
+        PAPER,
+    ),
+    _of(
+        "shared-log-probabilities-at-the-label-position",
+        "what the head says of a token stands where that token is read",
+        "train.fused_head.shared_log_probs",
+        "index_put((places,), -losses)",
+        "index_put(((places + 1) % asked.numel(),), -losses)",
+        PAIRS,
+    ),
+    _of(
         "weights-shifted-by-one",
         "a token's weight acts on the token before it",
         "train.gate.TokenGate.surrogate",

@@ -222,23 +222,36 @@ def _tokenizer() -> Any:
     )
 
 
-class _Head:
-    """TRL's fused head without its casts to float32."""
+class ChunkedLogProbFunction(torch.autograd.Function):
+    """TRL's fused head without its casts to float32: one node of the same name and contents."""
 
     @staticmethod
-    def apply(
-        hidden: Tensor, weight: Tensor, _: None, targets: Tensor, *__: Any
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, *_: Any
     ) -> tuple[Any, ...]:
-        table = (hidden @ weight.T).log_softmax(-1)
-        rest = torch.zeros(len(table), dtype=table.dtype)  # other figures of TRL's, unused here
-        return table.gather(-1, targets[:, None])[:, 0], rest, rest, rest, rest.bool()
+        logits = hidden @ weight.T
+        log_z = logits.logsumexp(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z)
+        ctx.compute_dtype, ctx.kernel_args = hidden.dtype, {}
+        ctx.kernel_args |= {"logit_scale": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}
+        rest = [torch.zeros_like(log_z) for _ in range(3)]  # other figures of TRL's, unused here
+        ctx.mark_non_differentiable(*rest)
+        return logits.gather(-1, targets[:, None])[:, 0] - log_z, *rest, rest[0].bool()
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor, *_: Any) -> Any:
+        hidden, weight, _, targets, log_z, _ = ctx.saved_tensors
+        p = (hidden @ weight.T - log_z[:, None]).exp()
+        of_logits = error[:, None] * (torch.nn.functional.one_hot(targets, len(weight)) - p)
+        of_weight = of_logits.T @ hidden if ctx.needs_input_grad[1] else None
+        return of_logits @ weight, of_weight, *[None] * 7
 
 
 @contextmanager
 def _double_head() -> Iterator[None]:
     utils = import_module("trl.trainer.utils")
     before = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = _Head
+    utils._ChunkedLogProbFunction = ChunkedLogProbFunction
     try:
         yield
     finally:
