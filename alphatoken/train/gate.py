@@ -40,7 +40,10 @@ class TokenGate:
         self._model = model
         self.log_probs: Tensor | None = None
         self._leaf: Tensor | None = None
+        self._logits: Tensor | None = None
+        # The same log-probabilities after ``share_head``, and where the next token is labelled.
         self._shared: Tensor | None = None
+        self._asked: Tensor | None = None
         self._auxiliary = False
 
     def __getattr__(self, name: str) -> Any:
@@ -64,8 +67,10 @@ class TokenGate:
 
     def logits(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
         """Run the model without labels, and return the leaf of its token log-probabilities."""
-        outputs = self._model(**inputs)
-        return self.enter(-token_losses(outputs.logits, labels)[:, 1:])
+        self._logits = self._model(**inputs).logits
+        # Another name for the same logits: losses of it take no error of the head that is shared.
+        plain = self._logits.view_as(self._logits)
+        return self.enter(-token_losses(plain, labels)[:, 1:])
 
     def enter(self, log_probs: Tensor) -> Tensor:
         """Keep ``log_probs``, which hang on the model's graph, and return a leaf of their values.
@@ -82,13 +87,17 @@ class TokenGate:
         return self._auxiliary
 
     def share_head(self, labels: Tensor) -> None:
-        """Let values and the update take one error of TRL's fused head, in place of one each.
+        """Let values and the update take one error of the head, in place of one each.
 
         The update then equals the one of ``log_probs`` up to rounding. Where all weights are 1 it
         is taken of ``log_probs`` all the same: such a step is TRL's, bit for bit.
         """
         assert self.log_probs is not None
-        self._shared = shared_log_probs(self.log_probs, labels[:, 1:] != IGNORE)
+        self._asked = labels[:, 1:] != IGNORE
+        if self._logits is None:
+            self._shared = shared_log_probs(self.log_probs, self._asked)
+        else:
+            self._shared = -token_losses(self._logits, labels)[:, 1:]
 
     @property
     def scores(self) -> Tensor:
@@ -111,8 +120,9 @@ class TokenGate:
             weights: (b, t) at token indices, constant.
         """
         assert self.log_probs is not None
-        factor = (weights[:, 1:].to(coefficients) * coefficients).detach()
-        whole = self._shared is None or torch.equal(factor, coefficients)
+        by_prediction, asked = weights[:, 1:], self._asked
+        factor = (by_prediction.to(coefficients) * coefficients).detach()
+        whole = asked is None or bool((by_prediction[asked] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         base = loss if self._auxiliary else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
