@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import shapes
+from tests import pictures, shapes
 from tests.places import data_folder, models_folder
 from tests.property import tolerance
 
@@ -85,6 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.pictures)
         if item.path.parent.name == "integration":
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
@@ -102,6 +103,15 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Only tests that are marked as looking at pictures have them drawn, their fixtures too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("pictures") is None:
+            pictures.leave_blank(patch)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

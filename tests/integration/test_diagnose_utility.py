@@ -13,7 +13,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.utility import Options, diagnose
 from tests.integration.subjects import subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 QUICK: dict[str, Any] = {
     "groups": 8,
