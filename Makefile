@@ -88,8 +88,8 @@ imports: $(READY)
 # Test processes share the cores: one thread in each, unless the caller says otherwise.
 fast all-tests property integration coverage random nightly: export OMP_NUM_THREADS ?= 1
 
-# Tests of one integration file stay together, for what they share (tests/conftest.py); all else is
-# handed out one by one.
+# Tests of one integration file, or of one diagnosis, stay together, for what they share
+# (tests/conftest.py); all else is handed out one by one.
 PYTEST := -m pytest -n $(JOBS) --dist loadgroup --timeout 600 --durations=25
 
 fast: models-if-reachable

@@ -77,16 +77,17 @@ def library_decoder() -> Path:
     return decoder_folder()
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """An integration file is one process's: its tests share a saved model, a finished run.
 
-    A page in a browser is slow: not every machine has one.
+    So is a file about a diagnosis. A page in a browser is slow: not every machine has one.
     """
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.pictures)
-        if item.path.parent.name == "integration":
+        if item.path.parent.name == "integration" or item.path.stem.startswith("test_fidelity_"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
