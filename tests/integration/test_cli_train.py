@@ -725,7 +725,10 @@ def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
         "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
         "main_training_function: main\nrdzv_backend: static\nsame_network: true\n"
     )
-    words = real(library, "sft", tmp_path / "out", max_steps=1, accelerate_config=layout)
+    words = real(
+        library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none",
+        accelerate_config=layout,
+    )  # fmt: skip
     done = run(tmp_path, *words)
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
