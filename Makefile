@@ -90,7 +90,7 @@ fast all-tests property integration coverage random nightly: export OMP_NUM_THRE
 
 # Tests of one integration file, or of one diagnosis, stay together, for what they share
 # (tests/conftest.py); all else is handed out one by one.
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup --timeout 600 --durations=25
+PYTEST := -m pytest -n $(JOBS) --timeout 600 --durations=25
 
 fast: models-if-reachable
 	@echo "== fast tests: estimators against oracles, mutants that must die, the main job"

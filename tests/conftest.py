@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,18 +78,33 @@ def library_decoder() -> Path:
     return decoder_folder()
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An integration file is one process's: its tests share a saved model, a finished run.
-
-    So is a file about a diagnosis. A page in a browser is slow: not every machine has one.
-    """
+    """A page in a browser is slow: not every machine has one."""
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.pictures)
-        if item.path.parent.name == "integration" or item.path.stem.startswith("test_fidelity_"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def unit_of_work(nodeid: str) -> str:
+    """What one process runs: a test, or a whole file whose tests share what they have made.
+
+    That is an integration file (a saved model, a finished run) and one about a diagnosis.
+    """
+    file = nodeid.partition("::")[0]
+    return file if "/integration/" in file or "/test_fidelity_" in file else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests are handed out by units of work, the largest units first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of_work(nodeid)
+
+    return Units(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
