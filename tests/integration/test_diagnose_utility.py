@@ -66,7 +66,7 @@ def test_what_was_done_is_said() -> None:
 
 
 def test_the_models_own_dtype_where_a_copy_is_too_large() -> None:
-    few = {**QUICK, "groups": 4, "validation_tokens": 60, "warmup": 2, "draws": 10}
+    few = {**QUICK, "groups": 8, "validation_tokens": 60, "warmup": 2, "draws": 10}
     options = Options(
         optimizer="sgd", learning_rate=1e-1, float64_parameters=0, step_sizes=(1e-1,), **few
     )
