@@ -30,7 +30,7 @@ help:
 	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
-	@echo "make random       property tests on 10 new examples each; SEED=... repeats a run"
+	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
 	@echo "make format       ruff, rewriting files"
@@ -88,9 +88,9 @@ imports: $(READY)
 # Test processes share the cores: one thread in each, unless the caller says otherwise.
 fast all-tests property integration coverage random nightly: export OMP_NUM_THREADS ?= 1
 
-# Tests of one integration file stay together, for what they share (tests/conftest.py); all else is
-# handed out one by one.
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup --timeout 600 --durations=25
+# Tests of one integration file, or of one diagnosis, stay together, for what they share
+# (tests/conftest.py); all else is handed out one by one.
+PYTEST := -m pytest -n $(JOBS) --timeout 600 --durations=25
 
 fast: models-if-reachable
 	@echo "== fast tests: estimators against oracles, mutants that must die, the main job"

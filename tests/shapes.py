@@ -51,17 +51,19 @@ def _at_home(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, its annotations enforced on a sample of its calls."""
-    strict = jaxtyped(_at_home(function), typechecker=_checker())
+    strict: Callable[..., Any] | None = None  # made at the first call: most are never called
     calls, test = 0, -1
 
     @functools.wraps(function)
     def sampled(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls, test
+        nonlocal calls, test, strict
         if test != _test:
             calls, test = 0, _test
         calls += 1
         if calls > FIRST and calls % EVERY:
             return function(*args, **kwargs)
+        if strict is None:
+            strict = jaxtyped(_at_home(function), typechecker=_checker())
         return strict(*args, **kwargs)
 
     return sampled

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -28,6 +29,7 @@ from trl import SFTConfig, SFTTrainer
 from alphatoken import train
 from alphatoken.train.checkpoint import STAGING, CheckpointMixin
 from tests.integration import tiny_training as tiny
+from tests.pictures import leave_blank
 
 __all__ = ["PATIENCE", "Moment", "PlainTrainer", "Run", "fails", "finish", "kill"]
 
@@ -162,6 +164,7 @@ def _main(
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
         }  # fmt: skip
     torch.set_num_threads(1)
+    leave_blank(pytest.MonkeyPatch())
     # The server's children all begin with one random state; a fresh process does not.
     seed = random.SystemRandom().getrandbits(32)
     random.seed(seed)

@@ -24,6 +24,8 @@ from benchmarks.models import TINY, Size
 from benchmarks.rungs import Rung, section
 from tests.property.tolerance import allowed
 
+pytestmark = pytest.mark.pictures
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 

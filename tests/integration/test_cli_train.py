@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -561,6 +561,23 @@ def run(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.fixture
+def in_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """``alphatoken`` in this process, which has everything loaded, and what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+    def call(*words: object, status: int = 0) -> Any:
+        ended = main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert ended == status, said.err[-3000:]
+        return said
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def library(library_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained decoder and rows of the standard library."""
@@ -607,11 +624,13 @@ def differ(left: Path, right: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft", pytest.param("dpo", marks=nightly)])
-def test_real_runs_train_and_say_what_they_did(task: str, library: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, *real(library, task, tmp_path / "out", max_steps=3))
-    assert "3 steps trained; model:" in done.stdout
-    assert "10 rows drawn for validation and not trained on" in done.stderr
-    assert "6 prompts drawn for the Fisher" in done.stderr
+def test_real_runs_train_and_say_what_they_did(
+    task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
+) -> None:
+    done = in_process(*real(library, task, tmp_path / "out", max_steps=3))
+    assert "3 steps trained; model:" in done.out
+    assert "10 rows drawn for validation and not trained on" in done.err
+    assert "6 prompts drawn for the Fisher" in done.err
     assert differ(tmp_path / "out", library / "model")
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -624,21 +643,21 @@ def test_real_runs_train_and_say_what_they_did(task: str, library: Path, tmp_pat
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
     assert list((tmp_path / "out" / "_alphatoken").glob("values/values.*"))  # of training tokens
     # The trained model is one that the next command can start from.
-    again = run(
-        tmp_path, *real(library, task, tmp_path / "more", max_steps=1, policy="random",
-                        model_name_or_path=tmp_path / "out", retention="none"),
+    words = real(
+        library, task, tmp_path / "more", max_steps=1, policy="random",
+        model_name_or_path=tmp_path / "out", retention="none",
     )  # fmt: skip
-    assert "1 steps trained" in again.stdout
+    assert "1 steps trained" in in_process(*words).out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 @pytest.mark.parametrize("task", ["sft"])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    task: str, library: Path, tmp_path: Path
+    task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
 ) -> None:
-    whole = real(library, task, tmp_path / "whole")
-    run(tmp_path, *whole)
+    """Only the run that is interrupted is a process of its own: its signal and its status are."""
+    in_process(*real(library, task, tmp_path / "whole"))
     words = real(library, task, tmp_path / "parts")
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -654,34 +673,19 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert "the same command with --resume continues" in said
     assert not (tmp_path / "parts" / "model.safetensors").exists()
 
-    refused = subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=300, env=environment(tmp_path)
-    )
-    assert refused.returncode == 2
-    assert "the output folder is not empty" in refused.stderr
-
-    changed = subprocess.run(
-        command(*real(library, task, tmp_path / "parts", learning_rate=1.0), "--resume"),
-        capture_output=True, text=True, timeout=300, env=environment(tmp_path),
-    )  # fmt: skip
-    assert changed.returncode == 2
-    assert "learning_rate" in changed.stderr.splitlines()[-1]
-
-    done = run(tmp_path, *words, "--resume")
-    assert "6 steps trained" in done.stdout
+    assert "the output folder is not empty" in in_process(*words, status=2).err
+    changed = real(library, task, tmp_path / "parts", learning_rate=1.0)
+    assert "learning_rate" in in_process(*changed, "--resume", status=2).err.splitlines()[-1]
+    assert "6 steps trained" in in_process(*words, "--resume").out
     assert not differ(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_run_in_this_process(
-    task: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
+) -> None:
     words = real(library, task, tmp_path / "out", max_steps=2, max_length=96, fisher_samples=2)
-    assert main([str(word) for word in words]) == 0
-    said = capsys.readouterr()
+    said = in_process(*words)
     assert "2 steps trained; model:" in said.out
     assert "10 rows drawn for validation and not trained on" in said.err
     assert differ(tmp_path / "out", library / "model")
@@ -689,14 +693,18 @@ def test_a_run_in_this_process(
 
 
 @pytest.mark.slow
-def test_resume_starts_where_there_is_nothing_to_resume(library: Path, tmp_path: Path) -> None:
+def test_resume_starts_where_there_is_nothing_to_resume(
+    library: Path, tmp_path: Path, in_process: Callable[..., Any]
+) -> None:
     words = real(library, "sft", tmp_path / "out", max_steps=1, retention="none")
-    assert "1 steps trained" in run(tmp_path, *words, "--resume").stdout
+    assert "1 steps trained" in in_process(*words, "--resume").out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-def test_adapters_retention_rows_and_evaluation(library: Path, tmp_path: Path) -> None:
+def test_adapters_retention_rows_and_evaluation(
+    library: Path, tmp_path: Path, in_process: Callable[..., Any]
+) -> None:
     """laptop-lora, with retention rows of plain text, and TRL's own evaluation."""
     words = real(
         library, "sft", tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
@@ -704,8 +712,7 @@ def test_adapters_retention_rows_and_evaluation(library: Path, tmp_path: Path) -
         eval_strategy="steps", eval_steps=2, eval_data=library / "test.jsonl",
         max_length=128, per_device_eval_batch_size=16,
     )  # fmt: skip
-    done = run(tmp_path, *words)
-    assert "2 steps trained" in done.stdout
+    assert "2 steps trained" in in_process(*words).out
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
@@ -718,7 +725,10 @@ def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
         "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
         "main_training_function: main\nrdzv_backend: static\nsame_network: true\n"
     )
-    words = real(library, "sft", tmp_path / "out", max_steps=1, accelerate_config=layout)
+    words = real(
+        library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none",
+        accelerate_config=layout,
+    )  # fmt: skip
     done = run(tmp_path, *words)
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
@@ -805,7 +815,9 @@ def tiny(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=nightly if i else ()) for i, name in enumerate(FAMILIES)]
 )
-def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
+def test_the_papers_recipes_run(
+    family: str, tmp_path: Path, in_process: Callable[..., Any]
+) -> None:
     """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""
     said = [(e.prompt, " ".join(e.response)) for e in draw_exchanges(40, random.Random(0))]
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
@@ -833,16 +845,8 @@ def test_the_papers_recipes_run(family: str, tmp_path: Path) -> None:
         ["dpo", "--config", f"ultrafeedback-{family}", "--model_name_or_path", "warm",
          "--train_file", "pairs.jsonl", "--output_dir", "preferred", *small, *valued],
     ]  # fmt: skip
-    script = (
-        f"import sys\nfrom alphatoken.cli import main\nfor words in {runs!r}:\n"
-        "    status = main(words)\n    if status:\n        sys.exit(status)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=540,
-        env=environment(tmp_path), cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("2 steps trained") == 3
+    for words in runs:
+        assert "2 steps trained" in in_process(*words).out
     assert differ(tmp_path / "code", model)
     assert differ(tmp_path / "preferred", tmp_path / "warm")
     before, after = weights(model), weights(tmp_path / "code")

@@ -492,6 +492,7 @@ def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]
     }  # fmt: skip
 
 
+@pytest.mark.pictures
 def test_figures_of_a_task(tmp_path: Path) -> None:
     """The same bytes for the same numbers; what is far off stands at the edge, not on the scale."""
     found = [

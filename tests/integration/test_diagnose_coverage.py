@@ -11,7 +11,7 @@ from alphatoken.fidelity import coverage
 from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.subjects import subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 OPTIONS = coverage.Options(draws=40, clusters=6, points=200)
 POLICIES = ("random", "low-perplexity", "direct", "alphatoken", "label")

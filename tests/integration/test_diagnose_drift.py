@@ -10,7 +10,7 @@ from alphatoken.fidelity import drift
 from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.subjects import RETENTION, model, subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 OPTIONS = drift.Options(probes=8)
 

@@ -11,7 +11,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.estimators import Options, diagnose
 from tests.integration.subjects import subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 OPTIONS = Options(layers=(1, 3), windows=(0, 32), draws=30, repeats=1)
 

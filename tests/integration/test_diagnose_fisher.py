@@ -15,7 +15,7 @@ from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from tests.integration.subjects import RETENTION, examples, subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 SMALL = diagnostic.Options(
     rows=2, sizes=(4, 8), max_new_tokens=6, bound_tokens=40, steps=2, block=2, draws=10

@@ -12,6 +12,8 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.browser import Browser
 from tests.integration.subjects import subject
 
+pytestmark = pytest.mark.pictures
+
 
 @pytest.fixture(scope="module")
 def found() -> Diagnosis:

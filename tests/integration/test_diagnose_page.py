@@ -24,7 +24,7 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import MOST_ROWS, Section, render_page, write_page
 from tests.integration.browser import Browser
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",

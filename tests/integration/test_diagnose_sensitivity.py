@@ -15,7 +15,7 @@ from alphatoken.support.storage import weights_digest
 from alphatoken.train.cost import work_of
 from tests.integration import subjects
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 OPTIONS = sensitivity.Options(
     estimators=("alphatoken", "path", "label"), layers=(1, 3, 5), windows=(0, 32),

@@ -19,7 +19,7 @@ from alphatoken.support.storage import weights_digest
 from tests.integration import subjects
 from tests.property.tolerance import allowed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
 OPTIONS = stability.Options(resamples=200, fisher_parts=8)
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.utility import Options, diagnose
 from tests.integration.subjects import subject
 
-pytestmark = pytest.mark.slow  # a long diagnostic
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]  # a long diagnostic
 
 QUICK: dict[str, Any] = {
     "groups": 8,
@@ -25,12 +27,19 @@ QUICK: dict[str, Any] = {
 
 
 @cache
+def case() -> tuple[Subject, dict[str, Tensor]]:
+    """What is diagnosed with each optimizer, and its weights before the first of them."""
+    one = subject("near", oracle_tokens=12, batch_size=3)
+    return one, {n: p.detach().clone() for n, p in one.model.named_parameters()}
+
+
+@cache
 def found(optimizer: str) -> Diagnosis:
     rate = 1e-2 if optimizer == "sgd" else 1e-4
     options = Options(
         optimizer=optimizer, learning_rate=rate, step_sizes=(rate / 10, rate * 100), **QUICK
     )
-    return diagnose(subject("near", oracle_tokens=12, batch_size=3), options)
+    return diagnose(case()[0], options)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -57,19 +66,20 @@ def test_what_was_done_is_said() -> None:
 
 
 def test_the_models_own_dtype_where_a_copy_is_too_large() -> None:
+    few = {**QUICK, "groups": 8, "validation_tokens": 60, "warmup": 2, "draws": 10}
     options = Options(
-        optimizer="sgd", learning_rate=1e-1, float64_parameters=0, step_sizes=(1e-1,), **QUICK
+        optimizer="sgd", learning_rate=1e-1, float64_parameters=0, step_sizes=(1e-1,), **few
     )
     diagnosis = diagnose(subject("near", oracle_tokens=8, batch_size=2), options)
     assert "float32 copy" in " ".join(diagnosis.notes)
     assert not any("evaluated in" in name for name in diagnosis.table("step-size").columns)
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    case = subject("near", oracle_tokens=8, batch_size=2)
-    before = {n: p.detach().clone() for n, p in case.model.named_parameters()}
-    diagnose(case, Options(optimizer="sgd", learning_rate=1e-1, step_sizes=(1e-1,), **QUICK))
-    for name, p in case.model.named_parameters():
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_model_is_left_as_it_was(optimizer: str) -> None:
+    found(optimizer)
+    one, before = case()
+    for name, p in one.model.named_parameters():
         assert torch.equal(p, before[name])
         assert p.grad is None
 

@@ -14,7 +14,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import find
 from tests.integration.subjects import subject
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
 SMALL = diagnostic.Options(pairs=600, bins=12, draws=20)
 

@@ -18,6 +18,8 @@ from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas, finish
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 
+pytestmark = pytest.mark.pictures
+
 HOSTILE = 'a,"b"\n</script>\u2028é'
 
 

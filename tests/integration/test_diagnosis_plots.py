@@ -16,6 +16,8 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.plots import Guide, Panel, Series, grouped, pairwise, picture
 
+pytestmark = pytest.mark.pictures
+
 UNKNOWN = Estimate.undefined(3, "3 tokens, 8 needed")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def read(name: str, *words: str) -> Arguments:
     return read_arguments(command, ["--config", name, "--dry-run", *words], CONFIGURATIONS[command])
 
 
+@cache
 def plan(name: str, *words: str) -> Plan:
     arguments = read(name, *words)
     return plan_run(arguments, layout_of(arguments))

@@ -30,6 +30,8 @@ from alphatoken.report.numbers import number
 from alphatoken.report.page import script_safe
 from tests.integration.browser import Browser
 
+pytestmark = pytest.mark.pictures
+
 HOSTILE = (
     "Hi",
     "</script>",

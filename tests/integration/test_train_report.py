@@ -32,6 +32,8 @@ from alphatoken.values import TokenValues
 from tests.integration.browser import Browser
 from tests.integration.tiny_training import sums, tokenizer
 
+pytestmark = pytest.mark.pictures
+
 PARTS = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 
 

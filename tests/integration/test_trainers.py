@@ -670,6 +670,7 @@ def test_clipping_does_not_wait_for_the_device(
     assert trainer.alpha_state()[1]["norm"] == (2.0 if preconditioner == "full" else None)
 
 
+@pytest.mark.pictures
 def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
     import json
 

@@ -99,6 +99,7 @@ def test_a_claimed_cell_is_left_to_its_process_unless_that_is_gone(tmp_path: Pat
     assert folder.measured() == [{"name": cell.name}]
 
 
+@pytest.mark.pictures
 def test_report_holds_every_cell_and_only_measured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

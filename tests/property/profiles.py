@@ -4,7 +4,7 @@
 |---|---|---|---|
 | dev | 25 | derandomised: every run and every machine sees the same | a newcomer (default) |
 | ci | 100 | derandomised | every change |
-| random | 10 | anew from a printed seed | beside ci: ``make random``, ``make random SEED=...`` |
+| random | 4 | anew from a printed seed | beside ci: ``make random``, ``make random SEED=...`` |
 | nightly | 5,000 | anew from a printed seed | ``make nightly`` |
 
 What a derandomised profile draws follows from the test alone. Hypothesis itself would also draw
@@ -36,7 +36,7 @@ settings.register_profile("dev", max_examples=25, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
 # Without a database a seed alone says what is drawn.
 # On a machine that says CI, Hypothesis derandomises unless it is told.
-settings.register_profile("random", max_examples=10, derandomize=False, database=None, **_COMMON)
+settings.register_profile("random", max_examples=4, derandomize=False, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=5000, derandomize=False, database=None, **_COMMON)
 # There is no setting for this; test_profiles.py fails where the name is another.
 providers._get_local_constants = lambda: providers._local_constants  # empty
@@ -44,5 +44,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "dev")
 
 
 def budget(fraction: float, least: int = 10) -> settings:
-    """Settings with this share of the active profile's examples, for expensive properties."""
-    return settings(max_examples=max(least, round(fraction * settings.default.max_examples)))
+    """Settings with this share of the active profile's examples, for expensive properties.
+
+    A share below ``least`` is ``least``, where the profile itself has as many.
+    """
+    whole = settings.default.max_examples
+    return settings(max_examples=max(min(least, whole), round(fraction * whole)))

@@ -192,6 +192,7 @@ def test_the_oracle_is_per_token_autograd() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pictures
 def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     found = diagnosed()
     layers = found.table("layers").records()

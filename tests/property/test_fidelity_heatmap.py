@@ -214,6 +214,7 @@ def test_letters_without_one_place_in_the_font_become_boxes():
     assert len(printable(visible("".join(HOSTILE)), known)) == len(visible("".join(HOSTILE)))
 
 
+@pytest.mark.pictures
 def test_a_figure_of_hostile_text_shows_both_colours():
     text = valued_text()
     figure = heatmap_figure(text, Table("key", "title", ("a",), ((1,),)), lines=6)
@@ -227,6 +228,7 @@ def test_a_figure_of_hostile_text_shows_both_colours():
     ).replace("http://creativecommons.org", "")
 
 
+@pytest.mark.pictures
 def test_the_first_token_is_coloured_by_its_own_value():
     def first_pixels(value: float) -> np.ndarray:
         panel = Panel("total", "T", np.array([value, 1e-9]), np.array([False, False]))
@@ -241,6 +243,7 @@ def test_the_first_token_is_coloured_by_its_own_value():
         assert not (np.abs(pixels - np.array(other) / 255).max(-1) < 0.01).any()
 
 
+@pytest.mark.pictures
 def test_a_figure_of_a_long_row_is_cut_and_says_so():
     text = valued_text(tuple(f" word{i}" for i in range(400)), prompt="p" * 1000)
     figure = heatmap_figure(text, Table("key", "title", ("a",), ()), lines=3)

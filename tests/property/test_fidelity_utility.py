@@ -367,6 +367,7 @@ def diagnosed() -> Diagnosis:
     return diagnostic.diagnose(subject, QUICK)
 
 
+@pytest.mark.pictures
 def test_tables_and_figures() -> None:
     found = diagnosed()
     one = found.table("one-token").records()

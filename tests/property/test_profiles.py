@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.property.profiles import RANDOM, budget
 
-PROFILES = {"dev": 25, "ci": 100, "random": 10, "nightly": 5000}
+PROFILES = {"dev": 25, "ci": 100, "random": 4, "nightly": 5000}
 
 
 def drawn(profile: str, examples: int = 8) -> list[int]:

@@ -510,9 +510,11 @@ def pinned(name: str, layers: tuple[int, ...] | None = None, **options: Any) -> 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
 @given(data=st.data())
-@budget(0.04, least=1)
+@budget(0.02, least=1)
 def test_values_equal_per_token_autograd(name: str, mode: str, data: st.DataObject) -> None:
-    """A drawn model for each layout (eight in CI), two batches each; both sides of M, all parts.
+    """A drawn model for each layout (two in CI), two batches each; both sides of M, all parts.
+
+    So each architecture meets ten batches, twenty in CI.
 
     ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
     """

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from transformers import training_args
+
+from tests.pictures import leave_blank
 
 
 def prepare_process(layout: str) -> None:
@@ -52,6 +55,7 @@ def device_options(layout: str) -> dict[str, Any]:
 def main() -> None:
     layout, folder, *jobs = sys.argv[1:]
     prepare_process(layout)
+    leave_blank(pytest.MonkeyPatch())  # the other ranks wait while the page of a run is drawn
     found = {}
     for job in jobs:
         module, _, name = job.rpartition(".")
