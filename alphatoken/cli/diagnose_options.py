@@ -99,6 +99,7 @@ class _Work:
         f"chosen to fit (default {DEFAULT_BUDGET})",
         metavar="TIME",
     )
+    dry_run: bool = option(False, "measure prices, say what it would take, and stop")
     tokens: int | None = _size("most response tokens that are valued", "tokens")
     oracle_tokens: int | None = _size("most tokens sent one by one", "oracle_tokens")
     fisher_samples: int | None = _size("of a Fisher fitted here", "fisher_samples")

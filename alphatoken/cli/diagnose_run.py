@@ -55,6 +55,8 @@ def run(request: Request) -> int:
     try:
         with nullcontext() if options.quiet else heartbeat():
             prepared = prepare(options)
+            if options.dry_run:
+                return _say_plans(request, prepared.subject)
             folder = _Folder.open(Path(options.output_dir), prepared, request)
             _plan_each(request, prepared.subject, folder)
             _run_each(request, prepared.subject, folder)
@@ -75,6 +77,21 @@ def run(request: Request) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+def _say_plans(request: Request, subject: Subject) -> int:
+    """What the request would take, on stdout; the folder is left alone."""
+    prices, total = measured_prices(subject), 0.0
+    for entry in request.entries:
+        try:
+            plan = plan_of(entry.name, request, subject, prices)
+        except AlphaTokenError as error:
+            print(f"{entry.name} cannot be planned: {_reason(error)}")
+            continue
+        total += plan.seconds
+        print("\n".join([f"{entry.name}:", *plan.lines()]))
+    print(f"all of these: about {clock(total)} (a forecast)")
+    return 0
 
 
 def _plan_each(request: Request, subject: Subject, folder: _Folder) -> None:
@@ -114,6 +131,7 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
             continue
         if not quiet:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
+        subject.tracker(entry.name, 1)  # from here on the heartbeat speaks of it
         start = time.monotonic()
         try:
             if entry.name in folder.failures and entry.name not in folder.plans:

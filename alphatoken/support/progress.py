@@ -145,6 +145,7 @@ class Tracker:
     def __init__(self, label: str, total: int, progress: bool | ProgressSink | None) -> None:
         self._label, self._total, self._first, self._note = label, total, 0, ""
         self._start = time.monotonic()
+        _SPOKEN.line = label  # what goes on from here, for the heartbeat
         self._sink: ProgressSink | None
         if progress is None:
             progress = sys.stderr.isatty()
