@@ -41,7 +41,7 @@ class Stage:
 
     def seconds(self, prices: Mapping[str, float]) -> float:
         """``sum_unit count * price``; a unit without a price is a KeyError."""
-        return sum(count * prices[unit] for unit, count in self.units.items() if count)
+        return sum((count * prices[unit] for unit, count in self.units.items() if count), 0.0)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Forecast."""
-        return sum(seconds for _, seconds in self.stages)
+        return sum((seconds for _, seconds in self.stages), 0.0)
 
     @property
     def memory(self) -> float:
@@ -271,7 +271,7 @@ def _held_back(
 
 
 def _seconds(work: Work, sizes: Mapping[str, Any], prices: Mapping[str, float]) -> float:
-    return sum(stage.seconds(prices) for stage in work.stages(sizes))
+    return sum((stage.seconds(prices) for stage in work.stages(sizes)), 0.0)
 
 
 def together(*parts: Units) -> dict[str, float]:
