@@ -232,10 +232,13 @@ def fit(
     ahead: Plan | None = None
     left = budget
     if work.ahead is not None:
-        share = None if budget is None else AHEAD * budget
-        ahead = fit(work.ahead, prices, share, fixed)
+        share = None
         if budget is not None:
-            left = budget - _held_back(work.ahead, prices, AHEAD * budget, fixed)
+            # It leaves what the rest needs at the least.
+            *_, least = work.path(fixed)
+            share = min(AHEAD * budget, budget - _seconds(work, least, prices))
+            left = budget - _held_back(work.ahead, prices, share, fixed)
+        ahead = fit(work.ahead, prices, share, fixed)
     found: dict[str, Any] = {}
     for found in work.path(fixed):
         if left is None or _seconds(work, found, prices) <= left:
