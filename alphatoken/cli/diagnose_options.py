@@ -93,8 +93,8 @@ def _size(text: str, name: str) -> Any:
 class _Work:
     """How much work."""
 
-    budget: str | None = option(
-        None,
+    budget: str = option(
+        "",
         "time that each diagnostic may take (15m, 90s, 2h), or none; sizes that are not given are "
         f"chosen to fit (default {DEFAULT_BUDGET})",
         metavar="TIME",

@@ -43,7 +43,7 @@ def plan_of(name: str, request: Request, subject: Subject, prices: Prices) -> Pl
     seconds = {**prices.seconds, **extra}
     given = request.given[name]
     plan = fit(work, seconds, request.budget, given)
-    if plan.fits or request.shared.budget is None:
+    if plan.fits or not request.shared.budget:
         return plan
     held = sorted(given & set(plan.sizes))
     freed = fit(work, seconds, request.budget)

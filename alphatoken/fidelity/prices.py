@@ -177,13 +177,15 @@ class Counts:
         return len(longest), sum(n * t for n, t in zip(sizes, longest, strict=True))
 
     def passes(
-        self, kind: str, rows: Sequence[Example], times: float = 1.0, size: int | None = None
+        self, kind: str, rows: Sequence[Example], times: int | float = 1, size: int | None = None
     ) -> Units:
         """All rows once, or ``times``, through passes of one kind."""
         count, positions = self.positions(rows, size)
-        return {f"{kind} pass": times * count, f"{kind} position": times * positions}
+        return {f"{kind} pass": float(times * count), f"{kind} position": float(times * positions)}
 
-    def step(self, rows: Sequence[Example], times: float = 1.0, size: int | None = None) -> Units:
+    def step(
+        self, rows: Sequence[Example], times: int | float = 1, size: int | None = None
+    ) -> Units:
         """Forward and backward over all trainable parameters."""
         forward, backward = (
             self.passes(kind, rows, times, size) for kind in ("forward", "backward")
@@ -205,7 +207,7 @@ class Counts:
         rows: Sequence[Example],
         estimator: str | None = None,
         layers: int | None = None,
-        times: float = 1.0,
+        times: int | float = 1,
     ) -> Units:
         """Scorings of rows: recorded forward, self-only backward, contraction; or dual forward."""
         estimator = estimator or self.subject.config.estimator
@@ -247,6 +249,8 @@ class Counts:
         )
         return self.prices.graph * largest
 
-    def memory(self, copies: float, rows: Sequence[Example] = (), size: int | None = None) -> float:
+    def memory(
+        self, copies: int | float, rows: Sequence[Example] = (), size: int | None = None
+    ) -> float:
         """Bytes: copies of the model, and the graph of the largest batch."""
         return copies * self.prices.weights + self.graph(rows, size)

@@ -126,9 +126,9 @@ def _fisher(counts: Counts, samples: int, layers: int | None = None) -> Units:
     return together({unit: count * samples for unit, count in each.items()}, {"sweep": samples / 4})
 
 
-def _draws(statistics: float, draws: int, tokens: int) -> Units:
+def _draws(statistics: int | float, draws: int, tokens: int) -> Units:
     """So many bootstrapped statistics over so many tokens."""
-    return {"draw": statistics * draws * (0.3 + 0.7 * tokens / 1000)}
+    return {"draw": float(statistics) * draws * (0.3 + 0.7 * tokens / 1000)}
 
 
 # --- the nine -------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _estimators(counts: Counts, options: Any) -> Work:
         ]
 
     sizes = (
-        _number(options, "cost_rows", 1, "rows of the batch that is priced", by=4),
+        _number(options, "cost_rows", 1, "rows of the batch that is priced", by=4.0),
         _thinned("windows", windows, 2, "windows"),
         Size("layers", levels, "numbers of scored layers"),
         _number(options, "draws", 100, "bootstrap samples of each interval"),
@@ -222,12 +222,12 @@ def _estimators(counts: Counts, options: Any) -> Work:
 
 def _utility(counts: Counts, options: Any) -> Work:
     subject = counts.subject
-    rows = subject.sample()[: subject.batch_size]
-    whole = counts.step(rows, size=len(rows))
     adaptive = options.optimizer != "sgd"
     scorers = 8 if adaptive else 3
 
     def stages(size: Sizes) -> list[Stage]:
+        rows = subject.sample(most=size["tokens"])[: subject.batch_size]
+        whole = counts.step(rows, size=len(rows))
         judged = judged_rows(subject, size["validation_tokens"])
         short = sorted(rows, key=lambda row: len(row.input_ids))[: -(-len(rows) // 2)]
         single = {unit: n / len(short) for unit, n in counts.step(short, size=1).items()}
@@ -236,7 +236,7 @@ def _utility(counts: Counts, options: Any) -> Work:
         sweep = min(size["sweep_tokens"], singles)
         etas = len(size["step_sizes"])
 
-        def times(units: Units, count: float) -> Units:
+        def times(units: Units, count: int | float) -> Units:
             return {unit: n * count for unit, n in units.items()}
 
         copies = 4 if adaptive else 2
@@ -289,6 +289,7 @@ def _utility(counts: Counts, options: Any) -> Work:
             "oracle_tokens", subject.oracle_tokens, min(subject.oracle_tokens, FEWEST),
             "tokens left out one by one", by=2**0.5, interval=True,
         ),
+        _tokens(subject),
     )  # fmt: skip
     return Work(sizes, stages)
 
