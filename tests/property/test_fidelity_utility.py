@@ -140,6 +140,25 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
         assert torch.equal(p.detach(), first[name])
 
 
+def test_gradients_that_are_not_held_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a large model computes anew at each step, a small one holds: to the bit."""
+    subject = subject_of(decoder_of())
+
+    def found() -> tuple[list[float], dict[str, list[float]], int]:
+        bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw"))
+        (best, *_), _ = diagnostic._predictions(bench)
+        singles, groups = diagnostic._singles(bench), diagnostic._random_groups(bench)
+        actual, _ = diagnostic._actual(bench, [*singles, *groups], 1e-3, "")
+        sweep = diagnostic._sweep(bench, best, singles, groups)
+        return actual.tolist(), sweep.errors, len(bench.held)
+
+    *held, count = found()
+    monkeypatch.setattr(diagnostic, "_HELD", 0)
+    *anew, none = found()
+    assert count > 0 == none
+    assert held == anew
+
+
 @pytest.mark.slow
 def test_the_users_model_is_left_alone() -> None:
     model = decoder_of()
