@@ -29,6 +29,7 @@ from alphatoken.cli.options import (
     shown,
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, require_choice
+from alphatoken.fidelity.budget import parse_budget
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
@@ -79,15 +80,31 @@ class _Subject:
     output_dir: str = option(help="folder for the results")
 
 
+DEFAULT_BUDGET = "10m"
+
+
+def _size(text: str, name: str) -> Any:
+    """A size that stays as it is given; where it is not, the budget may make it smaller."""
+    most = getattr(Subject, name)
+    return option(None, f"{text} (default {most}, fewer where the budget asks for it)", least=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Work:
     """How much work."""
 
-    tokens: int = option(Subject.tokens, "most response tokens that are valued", least=1)
-    oracle_tokens: int = option(Subject.oracle_tokens, "most tokens sent one by one", least=1)
-    fisher_samples: int = option(Subject.fisher_samples, "of a Fisher fitted here", least=1)
-    tuning_steps: int = option(
-        Subject.tuning_steps, "of the fine-tuning that stands in for a missing reference", least=1
+    budget: str = option(
+        "",
+        "time that each diagnostic may take (15m, 90s, 2h), or none; sizes that are not given are "
+        f"chosen to fit (default {DEFAULT_BUDGET})",
+        metavar="TIME",
+    )
+    dry_run: bool = option(False, "measure prices, say what it would take, and stop")
+    tokens: int | None = _size("most response tokens that are valued", "tokens")
+    oracle_tokens: int | None = _size("most tokens sent one by one", "oracle_tokens")
+    fisher_samples: int | None = _size("of a Fisher fitted here", "fisher_samples")
+    tuning_steps: int | None = _size(
+        "of the fine-tuning that stands in for a missing reference", "tuning_steps"
     )
     tuning_rate: float = option(Subject.tuning_rate, "its learning rate (AdamW)")
     train_rows: int = option(500, "most training rows drawn for all of this", least=1)
@@ -116,13 +133,20 @@ class Request:
         entries: the diagnostics, in their order.
         options: name -> its ``Options``.
         shared: everything else.
+        given: name -> its sizes that the command line says, and which a budget leaves alone.
         command: the whole command line, for the report.
     """
 
     entries: tuple[Entry, ...]
     options: Mapping[str, Any]
     shared: DiagnoseOptions
+    given: Mapping[str, frozenset[str]]
     command: str
+
+    @property
+    def budget(self) -> float | None:
+        """Seconds of each diagnostic; None for no limit."""
+        return parse_budget(self.shared.budget or DEFAULT_BUDGET)
 
 
 def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> Request:
@@ -142,7 +166,17 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
         given = {name: own}
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
-    return Request(tuple(entries), options, shared, command)
+    ours = {one for one in _SIZES if getattr(shared, one) is not None}
+    if shared.validation_rows is not None:
+        ours.add("objective_rows")
+    said_of = {key: frozenset({*ours, *given.get(key, {})}) for key in modules}
+    request = Request(tuple(entries), options, shared, said_of, command)
+    _ = request.budget  # a bad one is refused before any work
+    return request
+
+
+_SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps", "validation_rows")
+"""Sizes that all diagnostics share."""
 
 
 _OWN = "own_"

@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,24 @@ from typing import Any
 import torch
 
 from alphatoken.cli.diagnose_options import DiagnoseOptions, Request
+from alphatoken.cli.diagnose_plan import (
+    BudgetError,
+    measured_prices,
+    plan_of,
+    plan_settings,
+    planned,
+)
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
+from alphatoken.fidelity.budget import clock
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
+from alphatoken.fidelity.prices import Prices
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.subject import Subject
 from alphatoken.report.page import missing_libraries
+from alphatoken.support.progress import heartbeat
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -41,10 +52,14 @@ def run(request: Request) -> int:
     _check_libraries()
     check_files(options)
     _check_out(Path(options.output_dir), options)
-    prepared = prepare(options)
     try:
-        folder = _Folder.open(Path(options.output_dir), prepared, request)
-        _run_each(request, prepared.subject, folder)
+        with nullcontext() if options.quiet else heartbeat():
+            prepared = prepare(options)
+            if options.dry_run:
+                return _say_plans(request, prepared.subject)
+            folder = _Folder.open(Path(options.output_dir), prepared, request)
+            _plan_each(request, prepared.subject, folder)
+            _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(
             Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
@@ -64,6 +79,50 @@ def run(request: Request) -> int:
     return 1 if failed else 0
 
 
+def _say_plans(request: Request, subject: Subject) -> int:
+    """What the request would take, on stdout; the folder is left alone."""
+    prices, total = measured_prices(subject), 0.0
+    for entry in request.entries:
+        try:
+            plan = plan_of(entry.name, request, subject, prices)
+        except AlphaTokenError as error:
+            print(f"{entry.name} cannot be planned: {_reason(error)}")
+            continue
+        total += plan.seconds
+        print("\n".join([f"{entry.name}:", *plan.lines()]))
+    print(f"all of these: about {clock(total)} (a forecast)")
+    return 0
+
+
+def _plan_each(request: Request, subject: Subject, folder: _Folder) -> None:
+    """Plan what is neither finished nor planned by an earlier run, and say what it will take.
+
+    Raises:
+        ConfigError: of the one diagnostic asked for, sizes that do not fit the budget given.
+    """
+    waiting = [entry for entry in request.entries if not folder.finished(entry.name)]
+    if any(entry.name not in folder.plans for entry in waiting):
+        folder.prices = folder.prices or measured_prices(subject)
+    for entry in waiting:
+        try:
+            if entry.name not in folder.plans:
+                assert folder.prices is not None
+                plan = plan_of(entry.name, request, subject, folder.prices)
+                folder.keep_plan(entry.name, plan.record(), plan.lines())
+        except AlphaTokenError as error:
+            # What a diagnostic refuses is said where it is run; here it only has no plan.
+            if isinstance(error, BudgetError):
+                if len(request.entries) == 1:
+                    raise
+                folder.fail(entry.name, _reason(error))
+        if not request.shared.quiet and entry.name in folder.plans:
+            record = folder.plans[entry.name]
+            print("\n".join([f"{entry.name}:", *record["lines"]]), file=sys.stderr)
+    total = sum(folder.plans[e.name]["seconds"] for e in waiting if e.name in folder.plans)
+    if len(waiting) > 1 and not request.shared.quiet:
+        print(f"all of these: about {clock(total)} (a forecast)", file=sys.stderr)
+
+
 def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
@@ -72,9 +131,14 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
             continue
         if not quiet:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
+        subject.tracker(entry.name, 1)  # from here on the heartbeat speaks of it
         start = time.monotonic()
         try:
-            diagnosis = _diagnosed(entry, subject, request.options[entry.name])
+            if entry.name in folder.failures and entry.name not in folder.plans:
+                continue  # its sizes do not fit the budget given
+            diagnosis = _diagnosed(
+                entry, subject, request.options[entry.name], folder.plans.get(entry.name)
+            )
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
@@ -86,9 +150,16 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _diagnosed(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
-    """One diagnosis; it does not depend on which others ran before."""
+def _diagnosed(
+    entry: Entry, subject: Subject, options: Any, plan: Mapping[str, Any] | None
+) -> Diagnosis:
+    """One diagnosis, of the sizes planned; it does not depend on which others ran before."""
     torch.manual_seed(subject.seed)
+    said: list[str] = []
+    settings: dict[str, Any] = {}
+    if plan is not None:
+        subject, options = planned(subject, options, plan)
+        said, settings = plan["notes"], plan_settings(plan)
     try:
         with collected_warnings() as warned:
             diagnosis: Diagnosis = entry.load().diagnose(subject, options)
@@ -99,7 +170,11 @@ def _diagnosed(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
             remedy="a smaller --batch_size, --tokens or --max_length",
         ) from None
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
-    return replace(diagnosis, notes=(*diagnosis.notes, *more))
+    return replace(
+        diagnosis,
+        notes=(*said, *diagnosis.notes, *more),
+        settings={**diagnosis.settings, **settings},
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -152,9 +227,11 @@ class _Folder:
     Attributes:
         path: the folder.
         settings: what all diagnoses in it depend on.
-        diagnostics: name -> ``options`` and, once it has run, ``seconds`` or ``failure``.
+        diagnostics: name -> ``options``, ``plan`` and, once it has run, ``seconds`` or
+            ``failure``.
         notes: on the rows.
         command: the last one, for the report.
+        prices: what the plans were made by, or None before the first.
     """
 
     path: Path
@@ -162,6 +239,7 @@ class _Folder:
     diagnostics: dict[str, dict[str, Any]]
     notes: Sequence[str]
     command: str
+    prices: Prices | None = None
 
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
@@ -171,6 +249,7 @@ class _Folder:
             ConfigError: the earlier one has others.
         """
         known: dict[str, dict[str, Any]] = {}
+        prices = None
         manifest = path / _MANIFEST
         if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
@@ -178,6 +257,7 @@ class _Folder:
             earlier = read_manifest(manifest)
             same_settings(earlier["settings"], prepared.settings)
             known = dict(earlier.get("diagnostics", {}))
+            prices = Prices(**earlier["prices"]) if earlier.get("prices") else None
         for name, options in request.options.items():
             asked = {"options": asdict(options)}
             if name in known:
@@ -186,7 +266,7 @@ class _Folder:
                 same_settings(then, now)
             known[name] = {**known.get(name, {}), **asked}
         settings, notes = prepared.settings, prepared.notes
-        folder = cls(path, settings, known, notes, request.command)
+        folder = cls(path, settings, known, notes, request.command, prices)
         folder._sweep()
         folder._write()
         return folder
@@ -205,6 +285,17 @@ class _Folder:
             for name, record in self.diagnostics.items()
             if "failure" in record and not self.finished(name)
         }
+
+    @property
+    def plans(self) -> Mapping[str, dict[str, Any]]:
+        """Plans made by this run or by the one that it goes on from."""
+        return {name: one["plan"] for name, one in self.diagnostics.items() if "plan" in one}
+
+    def keep_plan(self, name: str, record: dict[str, Any], lines: list[str]) -> None:
+        """Write a plan before the work begins, so that a resumed run has the same."""
+        self.diagnostics[name].pop("failure", None)
+        self.diagnostics[name]["plan"] = {**record, "lines": lines}
+        self._write()
 
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
         """Write a diagnosis, and the page with it."""
@@ -230,7 +321,12 @@ class _Folder:
 
     def _write(self) -> None:
         model = Path(self.settings["model"])
-        document = {"settings": self.settings, "diagnostics": self.diagnostics}
+        prices = None if self.prices is None else asdict(self.prices)
+        document = {
+            "settings": self.settings,
+            "prices": prices,
+            "diagnostics": self.diagnostics,
+        }
         write_json(self.path / _MANIFEST, document, default=str)
         write_page(
             self.path / _PAGE,

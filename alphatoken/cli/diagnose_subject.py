@@ -170,16 +170,19 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         config=config,
         ratio=options.ratio,
         batch_size=options.batch_size,
-        tokens=options.tokens,
-        oracle_tokens=options.oracle_tokens,
-        fisher_samples=options.fisher_samples,
-        tuning_steps=options.tuning_steps,
+        **_given_sizes(options),
         tuning_rate=options.tuning_rate,
         seed=options.seed,
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
     )
     return Prepared(subject, _settings(subject, options), tuple(notes))
+
+
+def _given_sizes(options: DiagnoseOptions) -> dict[str, int]:
+    """Sizes that the command line says; the others are the subject's defaults."""
+    names = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -46,7 +46,12 @@ from alphatoken.fidelity.readings import (
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.tokenwise import draw, first_names, inner_products, token_gradients
+from alphatoken.fidelity.tokenwise import (
+    draw_short,
+    first_names,
+    inner_products,
+    token_gradients,
+)
 from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.model.batch import read_batch
 from alphatoken.model.capture import resolve_layers
@@ -78,6 +83,9 @@ class Options(CheckedOptions):
     )
     draws: int = option(200, "Bootstrap samples of each interval.", least=1)
     repeats: int = option(2, "Timed repeats of each computation.", least=1)
+    cost_rows: int = option(
+        8, "Most rows of the batch that is priced; costs are shares of a step on it.", least=1
+    )
     price: str = option(
         "flops",
         "What a setting is priced by: 'flops' (repeatable) or 'seconds' (this machine).",
@@ -202,11 +210,13 @@ class _Oracle:
         places: of the sampled tokens among all that were read.
         terms: (token, parameter), float64.
         names: of the parameters.
+        longest: positions of the longest row that tokens were drawn from.
     """
 
     places: NDArray[np.int64]
     terms: Numbers
     names: list[str]
+    longest: int
 
     def values(self, names: Sequence[str]) -> Numbers:
         """Label values over these parameters."""
@@ -222,18 +232,15 @@ def _oracle(
     readings: Readings,
     direction: Mapping[str, Tensor],
 ) -> _Oracle:
-    places = draw(len(readings.row), subject.oracle_tokens, subject.seed)
+    places, longest = draw_short(
+        [len(row.input_ids) for row in rows], readings.row, subject.oracle_tokens, subject.seed
+    )
     tokens = [(int(readings.row[i]), int(readings.position[i])) for i in places]
     named = {n: p for n, p in subject.model.named_parameters() if n in direction}
     tracker = subject.tracker("Tokens one by one", len(tokens))
-
-    def watched() -> Any:
-        found = token_gradients(subject.adapter, rows, tokens, named, subject.device)
-        for number, gradient in enumerate(found):
-            tracker.report(number + 1)
-            yield gradient
-
-    return _Oracle(places, inner_products(watched(), direction), list(direction))
+    gradients = token_gradients(subject.adapter, rows, tokens, named, subject.device)
+    terms = inner_products(gradients, direction, tracker.report)
+    return _Oracle(places, terms, list(direction), longest)
 
 
 def _oracle_table(
@@ -307,8 +314,8 @@ class Prices:
 def _prices(
     subject: Subject, options: Options, rows: Sequence[Example], settings: Sequence[Setting]
 ) -> Prices:
-    batch, *_ = subject.batches(rows[: subject.batch_size])
-    count = len(batch["labels"])
+    count = min(options.cost_rows, subject.batch_size, len(rows))
+    batch, *_ = subject.batches(rows[:count])
     tracker = subject.tracker("Cost", len(settings))
     values, direction, known = {}, {}, {}
     for number, setting in enumerate(settings):
@@ -489,7 +496,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         answer,
         tuple(table for table in tables if table.rows),
         _figures(found, costs, advice, plan.own, noise, options.price),
-        _notes(subject, rows, readings, refused, plan),
+        _notes(subject, rows, readings, refused, plan, oracle),
         subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
     )
 
@@ -617,12 +624,17 @@ def _notes(
     readings: Readings,
     refused: Mapping[str, str],
     plan: _Plan,
+    oracle: _Oracle,
 ) -> tuple[str, ...]:
-    checked = min(subject.oracle_tokens, len(readings.row))
+    checked = len(oracle.places)
     depths = sorted({len(s.layers) for s in plan.by_depth})
     notes = [
         f"{subject.counted(rows)} were valued, {checked} of them by the per-token oracle; K = "
         f"{', '.join(map(str, depths))} of {len(subject.adapter.layers())} layers.",
+        f"The oracle's tokens were drawn at random from rows of at most {oracle.longest} "
+        "positions, the shorter half, because each costs a backward through its row: what the "
+        "oracle's table says holds for rows of that length. It also checks the exact value that "
+        "all rows are compared with.",
         "Values are of the validation side alone (no retention term) with P = 1, in "
         f"{subject.settings()['dtype']}.",
     ]

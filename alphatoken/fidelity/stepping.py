@@ -19,6 +19,7 @@ from alphatoken.model.protocol import find_adapter
 __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 
 Weights = dict[str, Tensor]
+_BLOCK = 2**20  # numbers that are widened to float64 at a time
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -68,7 +69,7 @@ class Stepper:
     """A copy of a model with an optimizer whose state is filled; every step starts from there.
 
     Attributes:
-        model: the copy, in evaluation mode, always at the weights it came with outside of calls.
+        model: the copy, in evaluation mode, at the weights it came with but inside ``stepped``.
         parameters: what trains, by name.
         optimizer: with its state after the warm-up.
         validation: where the objective is evaluated.
@@ -98,11 +99,8 @@ class Stepper:
         )
         self.max_grad_norm = max_grad_norm
         self.validation = [self.read(batch) for batch in validation]
-        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
-        self._state = self._held()
-
-    def _held(self) -> dict[Tensor, dict[str, Any]]:
-        return {p: dict(self.optimizer.state[p]) for p in self.parameters.values()}
+        # The weights to go back to are the user's own, which no step touches: no copy of them.
+        self._start = {n: p for n, p in model.named_parameters() if n in self.parameters}
 
     def read(self, batch: Mapping[str, Any]) -> LabelledBatch:
         """Checked."""
@@ -120,14 +118,15 @@ class Stepper:
             )
         return dict(zip(self.parameters, found, strict=True))
 
-    def slope(self, weights: Mapping[str, Tensor] | None = None) -> Weights:
-        """Gradient of the objective, at ``weights`` if they are given."""
+    def slope(self) -> Weights:
+        """Gradient of the objective, at the weights of the moment."""
         count = sum(batch.response_tokens for batch in self.validation)
-        with self.holding(weights or {}):
-            total: Weights = {}
-            for batch in self.validation:
-                for name, part in self.gradient(batch, batch.mask / count).items():
-                    total[name] = total[name] + part if name in total else part
+        total: Weights = {}
+        for batch in self.validation:
+            found = self.gradient(batch, batch.mask / count)
+            for name in list(found):
+                part = found.pop(name)
+                total[name] = total[name].add_(part) if name in total else part
         return total
 
     def clip_factor(self, gradient: Mapping[str, Tensor]) -> float:
@@ -145,41 +144,62 @@ class Stepper:
         The weights stay, so the state is that of a run that has just arrived here.
         """
         for batch in batches:
-            self._step(self.gradient(batch, batch.mask / batch.response_tokens), 0.0)
-        self._state = self._held()
+            gradient = self.gradient(batch, batch.mask / batch.response_tokens)
+            factor = self.clip_factor(gradient)
+            for name, p in self.parameters.items():
+                p.grad = (factor * gradient.pop(name)).to(p)
+            self.set_rate(0.0)
+            self.optimizer.step()
+            for p in self.parameters.values():
+                p.grad = None
         self._restore()
 
-    def moved(self, gradient: Mapping[str, Tensor], lr: float) -> Weights:
-        """Weights after one step of size ``lr`` along ``gradient``; the model stays."""
-        self._restore()
+    @contextmanager
+    def stepped(self, gradient: Mapping[str, Tensor], lr: float) -> Iterator[None]:
+        """Inside, the weights are those after one step of size ``lr`` along ``gradient``.
+
+        Afterwards they are the copy's own again. The optimizer steps one parameter at a time, on a
+        copy of that parameter's state alone: no second set of weights or of moments is held.
+        """
+        factor = self.clip_factor(gradient)
+        self.set_rate(lr)
         try:
-            self._step(gradient, lr)
-            return {name: p.detach().clone() for name, p in self.parameters.items()}
+            for name, p in self.parameters.items():
+                held = self.optimizer.state.pop(p, None)
+                if held:
+                    self.optimizer.state[p] = {
+                        key: value.clone() if isinstance(value, Tensor) else value
+                        for key, value in held.items()
+                    }
+                p.grad = (factor * gradient[name]).to(p)
+                self.optimizer.step()  # parameters without a gradient stay
+                p.grad = None
+                self.optimizer.state.pop(p, None)
+                if held:
+                    self.optimizer.state[p] = held
+            yield
         finally:
             self._restore()
+
+    def moved_along(self, direction: Mapping[str, Tensor]) -> float:
+        """``<direction, weights now - weights at rest>``, in float64, a block at a time."""
+        total = 0.0
+        for name, p in self.parameters.items():
+            parts = (direction[name], p.detach(), self._start[name].detach())
+            blocks = (part.reshape(-1).split(_BLOCK) for part in parts)
+            for along, now, rest in zip(*blocks, strict=True):
+                moved = now.double() - rest.to(now).double()
+                total += float(along.double() @ moved)
+        return total
 
     def set_rate(self, lr: float) -> None:
         """What the optimizer says its learning rate is."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def objective(self, weights: Mapping[str, Tensor] | None = None) -> float:
-        """Mean validation loss, at ``weights`` if they are given."""
-        with self.holding(weights or {}):
-            return mean_loss(self.model, self.validation)
-
-    @contextmanager
-    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """The copy holds these weights inside, and its own ones afterwards."""
-        try:
-            with torch.no_grad():
-                for name, value in weights.items():
-                    self.parameters[name].copy_(value)
-            yield
-        finally:
-            with torch.no_grad():
-                for name in weights:
-                    self.parameters[name].copy_(self._start[name])
+    def objective(self) -> float:
+        """Mean validation loss, at the weights of the moment."""
+        return mean_loss(self.model, self.validation)
 
     def resolution(self, repeats: int = 4, seed: int = 0) -> float:
         """Rounding noise of one evaluation of the objective.
@@ -192,37 +212,20 @@ class Stepper:
         size = 4 * torch.finfo(torch.float32).eps
         found = []
         for _ in range(repeats):
-            weights = {}
-            for name, p in self._start.items():
-                sign = torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1
-                weights[name] = p + size * sign * p.abs()
-            away = sum(
-                float((slope[n].double() * (w.double() - self._start[n].double())).sum())
-                for n, w in weights.items()
-            )
-            found.append(self.objective(weights) - here - away)
+            try:
+                with torch.no_grad():
+                    for p in self.parameters.values():
+                        sign = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8)
+                        p.add_(size * (sign.to(p) * 2 - 1) * p.abs())
+                found.append(self.objective() - here - self.moved_along(slope))
+            finally:
+                self._restore()
         return float(np.sqrt(np.mean(np.square(found))))
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _step(self, gradient: Mapping[str, Tensor], lr: float) -> None:
-        factor = self.clip_factor(gradient)
-        for name, p in self.parameters.items():
-            p.grad = (factor * gradient[name]).to(p)
-        self.set_rate(lr)
-        self.optimizer.step()
-        for p in self.parameters.values():
-            p.grad = None
-
     def _restore(self) -> None:
-        """Weights and state as they were; steps change state tensors in place."""
+        """Weights as they were; states stay, because steps are taken on copies of them."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._start[name])
-        self.optimizer.state.clear()
-        for held, state in self._state.items():
-            if state:
-                self.optimizer.state[held] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,44 @@ from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.oracle.gradients import per_token_gradients
 
-__all__ = ["draw", "first_names", "inner_products", "token_gradients"]
+__all__ = ["draw", "draw_short", "first_names", "inner", "inner_products", "token_gradients"]
+
+_BLOCK = 2**20
+"""Numbers that are widened to float64 at a time."""
 
 
 def draw(count: int, most: int, seed: int) -> NDArray[np.int64]:
     """At most ``most`` of ``count`` places, drawn without replacement, in rising order."""
     chosen = np.random.default_rng(seed).permutation(count)[:most]
     return np.sort(chosen).astype(np.int64)
+
+
+def draw_short(
+    lengths: Sequence[int] | NDArray[Any], rows: NDArray[Any], most: int, seed: int
+) -> tuple[NDArray[np.int64], int]:
+    """At most ``most`` tokens at random from those of the shorter half of the rows.
+
+    One backward a token goes through its whole row, so a token of a long row costs more. More rows
+    are taken, by rising length, as long as they have fewer than ``most`` tokens.
+
+    Args:
+        lengths: positions of each row.
+        rows: row of each token, numbered as ``lengths``.
+        most: tokens.
+        seed: of the draw.
+
+    Returns:
+        Places among the tokens in rising order, and the length of the longest row drawn from. Every
+        token of the rows drawn from is as likely as another: what is said of the sample holds for
+        rows of at most that length.
+    """
+    order = np.argsort(np.asarray(lengths), kind="stable")
+    taken = -(-len(order) // 2)
+    while taken < len(order) and int(np.isin(rows, order[:taken]).sum()) < most:
+        taken += 1
+    candidates = np.flatnonzero(np.isin(rows, order[:taken]))
+    chosen = candidates[draw(len(candidates), most, seed)]
+    return chosen.astype(np.int64), int(np.asarray(lengths)[order[taken - 1]])
 
 
 def token_gradients(
@@ -53,14 +84,33 @@ def token_gradients(
         start = stop
 
 
+def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """``sum_name <a, b>`` over the names of b, summed in float64, a block of numbers at a time."""
+    return sum(_product(a[name], matrix) for name, matrix in b.items())
+
+
+def _product(a: Tensor, b: Tensor) -> float:
+    """Of two tensors of one shape; their float64 copies are never larger than a block."""
+    blocks = zip(a.reshape(-1).split(_BLOCK), b.reshape(-1).split(_BLOCK), strict=True)
+    return sum(float(x.double() @ y.double()) for x, y in blocks)
+
+
 def inner_products(
-    gradients: Iterator[dict[str, Tensor]], direction: Mapping[str, Tensor]
+    gradients: Iterator[dict[str, Tensor]],
+    direction: Mapping[str, Tensor],
+    done: Callable[[int], None] = lambda count: None,
 ) -> NDArray[np.float64]:
-    """(token, parameter) of ``<gradient, M>``, one column a parameter of ``direction``, float64."""
-    wide = {name: matrix.double() for name, matrix in direction.items()}
-    return np.array(
-        [[float((g[name].double() * m).sum()) for name, m in wide.items()] for g in gradients]
-    )
+    """(token, parameter) of ``<gradient, M>``, one column a parameter of ``direction``, float64.
+
+    Beside M one gradient is held at a time, and no copy of either beyond a block of numbers;
+    ``done`` gets the number of tokens after each.
+    """
+    found: list[list[float]] = []
+    for gradient in gradients:
+        found.append([_product(gradient[name], m) for name, m in direction.items()])
+        del gradient  # before the next one is computed
+        done(len(found))
+    return np.array(found)
 
 
 def first_names(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[str]:

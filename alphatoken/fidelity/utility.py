@@ -15,8 +15,9 @@ First order in the step size eta, for values a_k, s tokens of n left out, mean o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
+from alphatoken.estimate.matrices import Formed
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
@@ -42,21 +44,25 @@ from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.tokenwise import draw, token_gradients
+from alphatoken.fidelity.tokenwise import draw_short, token_gradients
 from alphatoken.fidelity.utility_figures import scatter_figure, selection_figure, sweep_figure
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import resolve_layers
 from alphatoken.oracle.evaluate import displaced
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
+from alphatoken.support.progress import Tracker
 
 __all__ = [
     "Drop",
     "Options",
     "diagnose",
+    "judged_rows",
 ]
 
 Numbers = NDArray[np.float64]
+_HELD = 2**28
+"""Numbers of the gradients of drops that are held at a time (1 GiB in float32)."""
 _ADAPTIVE = tuple(name for name in OPTIMIZERS if name != "sgd")
 
 
@@ -127,12 +133,10 @@ class Drop:
     Attributes:
         name: how they were chosen.
         tokens: places in (row, position) order.
-        gradient: of the sum of their losses.
     """
 
     name: str
     tokens: tuple[int, ...]
-    gradient: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -146,20 +150,50 @@ class _Bench:
     places: list[tuple[int, int]]
     stepper: Stepper
     summed: dict[str, Tensor]
+    held: dict[tuple[int, ...], Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Response tokens of the batch."""
         return len(self.places)
 
-    def gradient_without(self, drop: Drop | None) -> dict[str, Tensor]:
-        """Gradient of the training loss without these tokens, before clipping."""
+    def gradient_of(self, drop: Drop) -> Mapping[str, Tensor]:
+        """Gradient of the sum of the losses of the tokens that are left out.
+
+        A single token is sent back through its row alone. Kept for the next step along it where
+        those of all drops fit into a workspace; a large model's are computed anew.
+        """
+        if drop.tokens not in self.held:
+            found = self._gradient_of(drop.tokens)
+            if (len(self.held) + 1) * sum(g.numel() for g in found.values()) > _HELD:
+                return found
+            self.held[drop.tokens] = found
+        return self.held[drop.tokens]
+
+    def _gradient_of(self, tokens: tuple[int, ...]) -> Mapping[str, Tensor]:
+        if len(tokens) == 1:
+            one = [self.places[tokens[0]]]
+            stepper, device = self.stepper, self.subject.device
+            return next(
+                token_gradients(stepper.adapter, self.rows, one, stepper.parameters, device)
+            )
+        weights = torch.zeros(self.batch.mask.shape, dtype=torch.float64)
+        for token in tokens:
+            weights[self.places[token]] = 1.0
+        return self.stepper.gradient(self.batch, weights.to(self.batch.labels.device))
+
+    def gradient_without(self, drop: Drop | None) -> Mapping[str, Tensor]:
+        """Gradient of the training loss without these tokens, before clipping.
+
+        Each matrix is formed when it is read.
+        """
         left = self.count - (0 if drop is None else len(drop.tokens))
         divisor = {"sum": 1, "response": self.count, "kept": max(left, 1)}
         by = divisor[self.options.normalization]
         if drop is None:
-            return {name: g / by for name, g in self.summed.items()}
-        return {name: (g - drop.gradient[name]) / by for name, g in self.summed.items()}
+            return Formed(self.summed, lambda name: self.summed[name] / by)
+        part = self.gradient_of(drop)
+        return Formed(self.summed, lambda name: (self.summed[name] - part[name]) / by)
 
     @property
     def factor(self) -> float:
@@ -171,11 +205,15 @@ class _Bench:
         return self.factor * first_order(values, drop.tokens, eta, self.options.normalization)
 
 
+def judged_rows(subject: Subject, tokens: int) -> list[Example]:
+    """Validation rows at which the loss is evaluated: the same draw as of training rows."""
+    return replace(subject, train=subject.validation).sample(most=tokens)
+
+
 def _bench(subject: Subject, options: Options) -> _Bench:
     rows = subject.sample()[: subject.batch_size]
     subject.require_tokens(rows, 2 * FEWEST, "statistics over fewer tokens are noise")
-    # The same draw as of training rows, of the validation rows.
-    judged = replace(subject, train=subject.validation).sample(most=options.validation_tokens)
+    judged = judged_rows(subject, options.validation_tokens)
     size = sum(p.numel() for p in subject.model.parameters())
     stepper = Stepper(
         subject.model,
@@ -271,36 +309,21 @@ def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
 
 
 def _singles(bench: _Bench) -> list[Drop]:
-    """Sampled tokens, one a drop, each sent back alone."""
-    chosen = draw(bench.count, bench.subject.oracle_tokens, bench.subject.seed)
-    tracker = bench.subject.tracker("Gradients of single tokens", len(chosen))
-    gradients = token_gradients(
-        bench.stepper.adapter,
-        bench.rows,
-        [bench.places[i] for i in chosen],
-        bench.stepper.parameters,
-        bench.subject.device,
+    """Sampled tokens of the shorter rows, one a drop."""
+    chosen, _ = draw_short(
+        [len(row.input_ids) for row in bench.rows],
+        np.array([row for row, _ in bench.places]),
+        bench.subject.oracle_tokens,
+        bench.subject.seed,
     )
-    found = []
-    for number, (place, gradient) in enumerate(zip(chosen, gradients, strict=True)):
-        found.append(Drop("one", (int(place),), gradient))
-        tracker.report(number + 1)
-    return found
-
-
-def _group(bench: _Bench, name: str, tokens: Sequence[int]) -> Drop:
-    weights = torch.zeros(bench.batch.mask.shape, dtype=torch.float64)
-    for token in tokens:
-        weights[bench.places[token]] = 1.0
-    gradient = bench.stepper.gradient(bench.batch, weights.to(bench.batch.labels.device))
-    return Drop(name, tuple(tokens), gradient)
+    return [Drop("one", (int(place),)) for place in chosen]
 
 
 def _random_groups(bench: _Bench) -> list[Drop]:
     generator = np.random.default_rng(bench.subject.seed + 1)
     size = keep_count(bench.options.group_share, bench.count)
     return [
-        _group(bench, "random", sorted(generator.permutation(bench.count)[:size].tolist()))
+        Drop("random", tuple(sorted(generator.permutation(bench.count)[:size].tolist())))
         for _ in range(bench.options.groups)
     ]
 
@@ -315,7 +338,7 @@ def _selections(bench: _Bench, predictions: Sequence[Prediction]) -> list[Drop]:
     for prediction in (p for p in predictions if p.own or p is predictions[0]):
         rules[f"lowest by {prediction.name}"] = np.argsort(prediction.values, kind="stable")
     rules[f"highest by {predictions[0].name}"] = np.argsort(-predictions[0].values, kind="stable")
-    return [_group(bench, name, sorted(order[:count].tolist())) for name, order in rules.items()]
+    return [Drop(name, tuple(sorted(order[:count].tolist()))) for name, order in rules.items()]
 
 
 # --- what happens --------------------------------------------------------------------------------
@@ -325,11 +348,12 @@ def _actual(bench: _Bench, drops: Sequence[Drop], eta: float, label: str) -> tup
     """(u_S of each drop, J after the step with all)."""
     stepper = bench.stepper
     tracker = bench.subject.tracker(label, len(drops))
-    whole = stepper.objective(stepper.moved(bench.gradient_without(None), eta))
+    with stepper.stepped(bench.gradient_without(None), eta):
+        whole = stepper.objective()
     found = []
     for number, drop in enumerate(drops):
-        moved = stepper.moved(bench.gradient_without(drop), eta)
-        found.append(stepper.objective(moved) - whole)
+        with stepper.stepped(bench.gradient_without(drop), eta):
+            found.append(stepper.objective() - whole)
         tracker.report(number + 1)
     return np.array(found), whole
 
@@ -422,56 +446,58 @@ def _sweep(
     singles = list(singles)[::apart][: bench.options.sweep_tokens]
     groups = list(groups)[:4]
     etas = list(bench.options.etas)
-    tracker = bench.subject.tracker("Step sizes", len(etas))
+    drops = [*singles, *groups]
+    tracker = bench.subject.tracker("Step sizes", len(etas) * len(drops))
     slope_before = bench.stepper.slope()
     errors: dict[str, list[float]] = {}
     for number, eta in enumerate(etas):
-        for name, error in _errors_at(
-            bench, prediction, singles, groups, slope_before, eta
-        ).items():
+        report = partial(_report, tracker, number * len(drops))
+        found = _errors_at(bench, prediction, drops, slope_before, eta, report)
+        for name, error in found.items():
             errors.setdefault(name, []).append(error)
-        tracker.report(number + 1)
     return _Sweep(etas, errors)
+
+
+def _report(tracker: Tracker, before: int, count: int) -> None:
+    tracker.report(before + count)
 
 
 def _errors_at(
     bench: _Bench,
     prediction: Prediction,
-    singles: Sequence[Drop],
-    groups: Sequence[Drop],
+    drops: Sequence[Drop],
     slope_before: Mapping[str, Tensor],
     eta: float,
+    done: Callable[[int], None],
 ) -> dict[str, float]:
-    stepper, narrow = bench.stepper, bench.subject.model
-    with_all = stepper.moved(bench.gradient_without(None), eta)
-    whole, slope_after = stepper.objective(with_all), stepper.slope(with_all)
-    rounded = _is_narrower(bench)
-    whole_narrow = _narrow_objective(bench, with_all) if rounded else 0.0
+    stepper, rounded = bench.stepper, _is_narrower(bench)
+    with stepper.stepped(bench.gradient_without(None), eta):
+        whole, slope_after = stepper.objective(), stepper.slope()
+        whole_narrow = _narrow_objective(bench) if rounded else 0.0
+        along_all = [stepper.moved_along(slope) for slope in (slope_before, slope_after)]
     rows: dict[str, list[tuple[float, float]]] = {}
-    for drop in (*singles, *groups):
-        moved = stepper.moved(bench.gradient_without(drop), eta)
-        actual = stepper.objective(moved) - whole
-        predicted = bench.predicted(prediction.values, drop, eta)
-        step = {name: moved[name].double() - with_all[name].double() for name in moved}
-        if len(drop.tokens) > 1:
+    for number, drop in enumerate(drops):
+        predicted, single = bench.predicted(prediction.values, drop, eta), len(drop.tokens) == 1
+        with stepper.stepped(bench.gradient_without(drop), eta):
+            actual = stepper.objective() - whole
+            after = stepper.moved_along(slope_after) - along_all[1]
+            before = stepper.moved_along(slope_before) - along_all[0] if single else math.nan
+            seen = _narrow_objective(bench) - whole_narrow if rounded and single else math.nan
+        done(number + 1)
+        if not single:
             rows.setdefault(GROUP, []).append((predicted, actual))
-            rows.setdefault(GROUP_AFTER, []).append((_inner(slope_after, step), actual))
+            rows.setdefault(GROUP_AFTER, []).append((after, actual))
             continue
         rows.setdefault(ONE, []).append((predicted, actual))
-        rows.setdefault(BEFORE, []).append((_inner(slope_before, step), actual))
-        rows.setdefault(AFTER, []).append((_inner(slope_after, step), actual))
+        rows.setdefault(BEFORE, []).append((before, actual))
+        rows.setdefault(AFTER, []).append((after, actual))
         if rounded:
-            seen = _narrow_objective(bench, moved) - whole_narrow
-            dtype = str(next(narrow.parameters()).dtype).removeprefix("torch.")
+            dtype = str(next(bench.subject.model.parameters()).dtype).removeprefix("torch.")
             rows.setdefault(f"one token, evaluated in {dtype}", []).append((predicted, seen))
     return {
         name: relative_error(*(np.array(column) for column in zip(*pairs, strict=True)))
         for name, pairs in rows.items()
     }
-
-
-def _inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    return sum(float((a[name].double() * b[name].double()).sum()) for name in b)
 
 
 def _is_narrower(bench: _Bench) -> bool:
@@ -480,9 +506,9 @@ def _is_narrower(bench: _Bench) -> bool:
     return next(bench.subject.model.parameters()).dtype != copied
 
 
-def _narrow_objective(bench: _Bench, weights: Mapping[str, Tensor]) -> float:
-    """J of the user's own model in its own dtype at these weights; it is left as it was."""
-    model = bench.subject.model
+def _narrow_objective(bench: _Bench) -> float:
+    """J of the user's own model in its own dtype at the copy's weights; it is left as it was."""
+    model, weights = bench.subject.model, bench.stepper.parameters
     named = {n: p for n, p in model.named_parameters() if n in weights}
     with displaced(named, weights):
         return mean_loss(model, bench.stepper.validation)
@@ -646,7 +672,9 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
     every = sum(row.response_tokens for row in subject.validation)
     notes = [
         f"One batch of {len(bench.rows)} rows with {bench.count} response tokens; "
-        f"{min(subject.oracle_tokens, bench.count)} of them were left out one by one. The loss is "
+        f"{min(subject.oracle_tokens, bench.count)} of them were left out one by one, drawn at "
+        "random from the shorter half of the rows, because each costs a backward through its row: "
+        "what is said of single tokens holds for rows of that length. The loss is "
         f"over {tokens} of {every} validation response tokens.",
         f"Steps were taken on a {dtype} copy of the model. One evaluation of the loss is good to "
         f"{resolution:.1e}; {seen:.0%} of the single effects stand clear of that.",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["Progress", "ProgressSink", "Tracker"]
+__all__ = ["Progress", "ProgressSink", "Tracker", "heartbeat"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,54 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+@dataclass
+class _Spoken:
+    """What this process last said of its progress, and when; one for all consoles."""
+
+    line: str = ""
+    when: float = 0.0
+
+    def say(self, line: str) -> None:
+        """Note a line that is being printed."""
+        self.line, self.when = line, time.monotonic()
+
+
+_SPOKEN = _Spoken()
+
+
+@contextmanager
+def heartbeat(every: float = 10.0) -> Iterator[None]:
+    """Inside, stderr gets a line whenever nothing was said of the progress for ``every`` seconds.
+
+    It repeats what was said last, with the time since then: a single item may take longer than any
+    report could, and some work has no items. A thread of its own prints it, which ends with the
+    context; on a terminal the line is rewritten.
+    """
+    stop, start = threading.Event(), time.monotonic()
+    _SPOKEN.say("")
+
+    def beat() -> None:
+        told = start
+        while not stop.wait(min(every, 1.0)):
+            now = time.monotonic()
+            if now - max(told, _SPOKEN.when) < every:
+                continue
+            told = now
+            terminal = sys.stderr.isatty()
+            since = f"still at work, {_clock(now - _SPOKEN.when)} since the last report"
+            text = f"{_SPOKEN.line}; {since}" if _SPOKEN.line else since
+            sys.stderr.write(f"\r\x1b[K{text}" if terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 class Console:
     """Prints to stderr: one line rewritten on a terminal, a line now and then elsewhere."""
 
@@ -79,6 +129,7 @@ class Console:
         # Every report would cost more than a fast item, and fill a log that is no terminal.
         if now - self._last >= (0.1 if self._rewrite else 10.0) or finished:
             self._last = now
+            _SPOKEN.say(str(progress))
             end = "\n" if finished or not self._rewrite else ""
             stream.write(f"{start}{progress}{end}")
         stream.flush()
@@ -94,6 +145,7 @@ class Tracker:
     def __init__(self, label: str, total: int, progress: bool | ProgressSink | None) -> None:
         self._label, self._total, self._first, self._note = label, total, 0, ""
         self._start = time.monotonic()
+        _SPOKEN.line = label  # what goes on from here, for the heartbeat
         self._sink: ProgressSink | None
         if progress is None:
             progress = sys.stderr.isatty()

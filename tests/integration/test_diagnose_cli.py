@@ -557,6 +557,90 @@ def test_bad_models_and_rows_are_one_line(
         assert not (tmp_path / "out" / "run.json").exists()
 
 
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["soon", "0", "1d", "m"])
+def test_a_budget_that_is_no_time_is_refused_before_any_model(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
+) -> None:
+    missing = str(tmp_path / "no model")
+    assert world.run("coverage", tmp_path / "out", "--budget", budget, model=missing) == 2
+    error = capsys.readouterr().err
+    assert "the budget is not a time" in error
+    assert error.count("\n") == 1
+
+
+def test_sizes_that_are_given_are_told_from_defaults() -> None:
+    request = read_request(ALL, DIAGNOSTICS, [*NEEDED, "--tokens", "70", "--set", "fisher.rows=4"])
+    assert request.budget == 600
+    assert request.given["coverage"] == {"tokens"}
+    assert request.given["fisher"] == {"tokens", "rows"}
+    words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
+    request = read_request("coverage", [find("coverage")], words)
+    assert request.budget is None
+    assert request.given["coverage"] == {"validation_rows", "objective_rows", "clusters"}
+
+
+def test_every_diagnostic_has_a_workload() -> None:
+    from alphatoken.fidelity.workloads import WORKLOADS
+
+    assert tuple(WORKLOADS) == NAMES
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert world.run(ALL, out, "--dry_run", *world.retention, tokens=None) == 0
+    said = capsys.readouterr().out
+    for name in NAMES:
+        assert f"{name}:\n" in said
+    assert said.count("(a forecast)") == len(NAMES) + 1
+    assert not list(out.iterdir())
+
+
+def test_a_plan_is_kept_and_said(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget of nothing: the least is done all the same, and a resumed run has the same sizes."""
+    out = tmp_path / "out"
+    words = world.words("heatmap", out, "--budget", "0.001s", tokens=None)
+    assert main(words) == 0
+    run = json.loads((out / "run.json").read_text())
+    plan = run["diagnostics"]["heatmap"]["plan"]
+    assert plan["sizes"]["tokens"] == 96 < plan["asked"]["tokens"]
+    assert plan["budget"] == 0.001
+    assert run["prices"]["seconds"]["forward position"] > 0
+    found = Diagnosis.load(out / "heatmap")
+    assert found.settings["tokens"] == 96
+    assert "tokens 96" in found.settings["smaller than asked for"]
+    assert any("it is done all the same" in note for note in found.notes)
+    assert any("times as wide" in note for note in found.notes)
+    # As if it had been stopped: the plan of the first run holds, whatever the budget is now.
+    (out / "heatmap" / "diagnosis.json").unlink()
+    assert main([*words[:-3], "--budget", "none", "--quiet", "--resume"]) == 0
+    assert Diagnosis.load(out / "heatmap").settings["tokens"] == 96
+    again = json.loads((out / "run.json").read_text())
+    assert again["diagnostics"]["heatmap"]["plan"] == plan
+    assert again["prices"] == run["prices"]
+
+
+def test_sizes_and_a_budget_that_contradict_each_other_are_refused(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where both are given; the default budget gives way to a size that is given."""
+    out = tmp_path / "out"
+    assert world.run("heatmap", out, "--budget", "0.001s", tokens=200) == 2
+    error = capsys.readouterr().err
+    assert "the sizes given do not fit the budget given (heatmap)" in error
+    assert "tokens" in error
+    assert "--budget none" in error
+    assert not Diagnosis.finished(out / "heatmap")
+    assert world.run("heatmap", out, "--overwrite_output", tokens=200) == 0
+    assert Diagnosis.load(out / "heatmap").settings["tokens"] == 200
+
+
 # --- interruption ---------------------------------------------------------------------------------
 
 _SMALL = """

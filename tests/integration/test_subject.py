@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.support.progress import Progress
+from alphatoken.fidelity.prices import measured
+from alphatoken.support.progress import Progress, heartbeat
 from tests.integration.subjects import subject
 
 
@@ -122,6 +125,50 @@ def test_retention_rows_are_the_first_of_each_set() -> None:
     rows = found.retention_rows(3)
     assert set(rows) == set(found.retention)
     assert all(len(part) == 3 for part in rows.values())
+
+
+def test_long_work_without_items_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half a second of real work between two reports: the heartbeat says what goes on."""
+    found = subject(train_rows=5, progress=True)
+    capsys.readouterr()
+    with heartbeat(0.1):
+        found.tracker("Values", 2).report(1)
+        matrix, end = torch.ones(256, 256), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            matrix = torch.tanh(matrix @ matrix)
+    text = capsys.readouterr().err
+    beats = [line for line in text.splitlines() if "still at work" in line]
+    assert "Values: 1/2" in text
+    assert len(beats) >= 2, text
+    assert all(line.startswith("Values") for line in beats)
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_other_sizes_share_what_was_made() -> None:
+    found = subject()
+    smaller = found.resized(tokens=100, objective_rows=2)
+    assert (smaller.tokens, len(smaller.validation), found.tokens) == (100, 2, 600)
+    assert all(any(row is one for one in found.validation) for row in smaller.validation)
+    after = found.before_and_after()[1]
+    assert smaller.before_and_after()[1] is after
+    assert found.fitted_fisher() is smaller.fitted_fisher()
+    other = found.resized(tuning_steps=3, fisher_samples=5)
+    assert other.before_and_after()[1] is not after
+    assert other.fitted_fisher().metadata["samples"] == 5
+    assert found.fitted_fisher().metadata["samples"] == 24
+
+
+def test_prices_leave_the_model_as_it_was() -> None:
+    found = subject()
+    before = weights(found.model)
+    prices = measured(found)
+    assert same(found.model, before)
+    assert all(p.grad is None for p in found.model.parameters())
+    assert all(price >= 0 for price in prices.seconds.values())
+    assert prices.seconds["backward position"] > 0 < prices.graph
+    lengths = sorted(len(row.input_ids) for row in found.train)
+    assert prices.length == lengths[len(lengths) // 10]
+    assert prices.weights == 4 * sum(p.numel() for p in found.model.parameters())
 
 
 def test_progress_is_told() -> None:

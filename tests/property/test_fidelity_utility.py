@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example, Row
@@ -23,6 +23,7 @@ from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.oracle import utility as oracle
+from alphatoken.oracle.evaluate import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 
@@ -66,6 +67,12 @@ def stepped(subject: Subject, optimizer: str = "sgd", **options: object) -> Step
         train = [stepper.read(b) for b in subject.batches(subject.train, 1)]
         stepper.warm_up(iter(train))
     return stepper
+
+
+def moved(stepper: Stepper, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
+    """Weights after one step; the stepper is back where it was."""
+    with stepper.stepped(gradient, lr):
+        return {name: p.detach().clone() for name, p in stepper.parameters.items()}
 
 
 def adam_state(stepper: Stepper, name: str) -> oracle.AdamState:
@@ -117,8 +124,8 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
     batch = stepper.read(*subject.batches(subject.train))
     gradient = stepper.gradient(batch, batch.mask / batch.response_tokens)
     before = {n: p.detach().clone() for n, p in stepper.parameters.items()}
-    first = stepper.moved(gradient, 1e-2)
-    second = stepper.moved(gradient, 1e-2)
+    first = moved(stepper, gradient, 1e-2)
+    second = moved(stepper, gradient, 1e-2)
     for name, p in stepper.parameters.items():
         assert torch.equal(first[name], second[name])
         assert torch.equal(p, before[name])
@@ -131,6 +138,25 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
     other.optimizer.step()
     for name, p in other.parameters.items():
         assert torch.equal(p.detach(), first[name])
+
+
+def test_gradients_that_are_not_held_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a large model computes anew at each step, a small one holds: to the bit."""
+    subject = subject_of(decoder_of())
+
+    def found() -> tuple[list[float], dict[str, list[float]], int]:
+        bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw"))
+        (best, *_), _ = diagnostic._predictions(bench)
+        singles, groups = diagnostic._singles(bench), diagnostic._random_groups(bench)
+        actual, _ = diagnostic._actual(bench, [*singles, *groups], 1e-3, "")
+        sweep = diagnostic._sweep(bench, best, singles, groups)
+        return actual.tolist(), sweep.errors, len(bench.held)
+
+    *held, count = found()
+    monkeypatch.setattr(diagnostic, "_HELD", 0)
+    *anew, none = found()
+    assert count > 0 == none
+    assert held == anew
 
 
 @pytest.mark.slow
@@ -154,10 +180,10 @@ def test_clipping_is_torchs() -> None:
     for p, g in zip(loose, gradient.values(), strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(loose, 0.05)
-    moved = stepper.moved(gradient, 1.0)
+    after = moved(stepper, gradient, 1.0)
     for (name, p), clipped in zip(stepper.parameters.items(), loose, strict=True):
         assert clipped.grad is not None
-        close(p.detach() - moved[name], clipped.grad, 0.05, 1e-10, name=name)
+        close(p.detach() - after[name], clipped.grad, 0.05, 1e-10, name=name)
 
 
 def test_the_slope_is_the_objectives() -> None:
@@ -172,10 +198,12 @@ def test_the_slope_is_the_objectives() -> None:
     start = {n: p.detach().clone() for n, p in stepper.parameters.items()}
     for away in (0.0, 0.3):
         at = {n: start[n] + away * line[n] for n in start}
-        found = sum(float((g * line[n]).sum()) for n, g in stepper.slope(at).items())
-        sides = [
-            stepper.objective({n: at[n] + step * line[n] for n in at}) for step in (1e-5, -1e-5)
-        ]
+        with displaced(stepper.parameters, at):
+            found = sum(float((g * line[n]).sum()) for n, g in stepper.slope().items())
+        sides = []
+        for step in (1e-5, -1e-5):
+            with displaced(stepper.parameters, {n: at[n] + step * line[n] for n in at}):
+                sides.append(stepper.objective())
         assert found == pytest.approx((sides[0] - sides[1]) / 2e-5, rel=1e-5)
 
 
@@ -202,8 +230,8 @@ def test_resolution_tells_float32_from_float64() -> None:
 def test_a_step_into_nowhere_is_reported() -> None:
     stepper = stepped(subject_of(decoder_of()))
     broken = {n: torch.full_like(p, math.nan) for n, p in stepper.parameters.items()}
-    with pytest.raises(NumericalError, match="not finite"):
-        stepper.objective(broken)
+    with displaced(stepper.parameters, broken), pytest.raises(NumericalError, match="not finite"):
+        stepper.objective()
     assert math.isfinite(stepper.objective())
 
 
@@ -270,7 +298,7 @@ def test_predictions_are_the_oracles_derivative() -> None:
     slope_here = stepper.slope()
     wanted = []
     for drop in diagnostic._singles(bench):
-        token = {n: g / bench.count for n, g in drop.gradient.items()}
+        token = {n: g / bench.count for n, g in bench.gradient_of(drop).items()}
         moved = oracle.adam_step_derivative(total, token, state)
         wanted.append(bench.count * sum(float((slope_here[n] * moved[n]).sum()) for n in moved))
     size = max(abs(x) for x in wanted)
