@@ -19,6 +19,9 @@ import torch
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate import contraction
+from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.model import batch_slice
+from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.scoring import valuing
 from benchmarks.floors import Shape
 from benchmarks.measure import flops
@@ -223,6 +226,57 @@ def test_building_G_is_one_forward_and_one_backward_to_the_first_scored_layer(
         assert made.direction.adaptation
 
     assert flops(build) == shape.forward + shape.backward(layers, embeddings=False)
+
+
+FIRST = Size(64, 6, vocabulary=96, heads=4, rows=8, length=128)
+"""A batch of which a slice is a small part."""
+
+
+def proofs(shape: Shape, layers: int, estimator: str) -> int:
+    """What proving takes on a batch of this shape.
+
+    A forward; the errors at the scored linears, their sums of outer products and autograd's
+    gradients, which are compared; for self-only estimators their errors of one token a row.
+    """
+    outer = shape.contraction(layers)  # as many multiply-adds, in another order
+    ordinary = shape.partial_backward(layers) + shape.backward(layers, embeddings=False)
+    own = shape.partial_backward(layers) + layers * attention_work(shape, "direct")
+    return shape.forward + ordinary + outer + (own if estimator in SELF_ONLY else 0)
+
+
+def first_use(estimator: str, layers: int, *, retention: bool = False) -> float:
+    """FLOPs of the first score beyond those of a second one that builds M anew."""
+    model, batch = model_of(FIRST), FIRST.batch()
+    drift = fisher(model, layers) if retention else None
+    objective = "stability" if retention else "both"
+    config = ScorerConfig(estimator, objective=objective, layers=layers)
+    made = Scorer(model, None if retention else FIRST.batch(seed=1), drift, config)
+    made.warn = False
+    first = flops(lambda: made.score(batch))
+    made.refresh()
+    return first - flops(lambda: made.score(batch))
+
+
+@pytest.mark.parametrize("retention", [False, True])
+@pytest.mark.parametrize("layers", [1, 6])
+@pytest.mark.parametrize("estimator", [*CAPTURED, "label"])
+def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention: bool) -> None:
+    shape = FIRST.shape(model_of(FIRST))
+    counted = first_use(estimator, layers, retention=retention)
+    if estimator == "label":
+        assert counted == 0
+        return
+    piece = shape.with_batch(ROWS, LENGTH)
+    least = 0.8 * proofs(piece, layers, "path")
+    Bounds(least, ROOM * proofs(piece, layers, estimator)).admit(counted, f"first use, {estimator}")
+    assert counted < shape.step / 5
+
+
+def test_proofs_of_whole_batches_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_slice, "LENGTH", FIRST.length)
+    piece = FIRST.shape(model_of(FIRST)).with_batch(ROWS, LENGTH)
+    with pytest.raises(AssertionError, match="above the bound"):
+        Bounds(0, ROOM * proofs(piece, 6, "path")).admit(first_use("path", 6), "first use")
 
 
 def test_the_total_alone_costs_one_contraction_whatever_its_sides() -> None:
