@@ -198,7 +198,7 @@ def check_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) 
 
 
 def check_a_slice_shows_which_documents_see_each_other(seed: int) -> None:
-    """Likewise for packed rows under a mask of ones."""
+    """A slice of a packed row leaks under a mask of ones as the row does, and else does not."""
     case = make_case(*PLAIN)
     whole = read_batch(make_batch(LONG["packed"], vocabulary=11, seed=seed))
     piece = around_documents(whole)
