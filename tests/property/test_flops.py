@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate import contraction
@@ -157,6 +158,41 @@ def test_a_training_step_costs_what_its_shape_says(size: Size) -> None:
     assert flops(lambda: plain_step(model, batch)) == shape.step
     with torch.no_grad():
         assert flops(lambda: model(batch["input_ids"], use_cache=False)) == shape.forward
+
+
+def gemma(length: int) -> tuple[Any, dict[str, torch.Tensor], Shape]:
+    """A Gemma 3 in small: heads wider than the model, a tied head of most weights, windows."""
+    config = Gemma3TextConfig(
+        vocab_size=2000, hidden_size=24, intermediate_size=40, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=8,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], query_pre_attn_scalar=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).train()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.randint(0, 2000, (2, length))
+    labels = ids.where(torch.arange(length) >= length // 3, -100)
+    return model, {"input_ids": ids, "labels": labels}, Shape.of(model, 2, length)
+
+
+def test_a_gemma_costs_what_its_shape_says() -> None:
+    model, batch, shape = gemma(24)
+    assert shape.head > shape.forward / 3
+    assert flops(lambda: plain_step(model, batch)) == shape.step
+    config = ScorerConfig(estimator="path", layers=2)
+    made = Scorer(model, batch, None, config)
+    made.score(batch)
+    exact = shape.forward + shape.partial_backward(2) + shape.contraction(2)
+    assert flops(lambda: made.score(batch)) - exact in (0, shape.dots(2))
+    made = Scorer(
+        model, batch, None, ScorerConfig(estimator="label", layers="all", parameters="all")
+    )
+    made.score(batch)
+    responses = shape.with_responses(int((batch["labels"] != -100).sum()))
+    assert responses.head < shape.head
+    counted = flops(lambda: made.score(batch))
+    Bounds(responses.dual_forward_all, ROOM * shape.dual_forward_all).admit(counted, "label, all")
 
 
 def test_the_error_backward_costs_what_its_shape_says() -> None:
