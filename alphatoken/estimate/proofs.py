@@ -364,9 +364,9 @@ _SHARDED_DOCUMENTS = "it needs forwards of its own, which processes with packed 
 class Witness:
     """Runs each proof once, on the first recorded forward that can show it.
 
-    ``Valuer.prepare`` shows it a slice of the first batch that M is built from. Where there is
-    none, where the slice could not show everything, or where weights are sharded, the first pass
-    that is valued is looked at instead.
+    ``Valuer.prepare`` shows it a slice of the first batch that M is built from, and under sharded
+    weights that whole batch. Where there is none, or where it could not show everything, the first
+    pass that is valued is looked at instead.
 
     Args:
         adapter: of the model.

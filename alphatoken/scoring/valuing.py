@@ -91,12 +91,11 @@ class Valuer:
         """
         self.builder.require_gradients()
         # Before M: a model that is not covered is refused before the work on all validation
-        # batches. Sharded weights are gathered by all processes at once, and one whose slice fails
-        # would leave the others waiting; there the first pass that is valued is proved on.
-        if self.witness.pending and self.builder.sharding is None:
+        # batches.
+        if self.witness.pending:
             shown = self.builder.first_batch() or batch
             if shown is not None:
-                self.prove(around_responses(shown))
+                self.prove(around_responses(shown) if self.builder.sharding is None else shown)
         self.builder.prepare()
 
     def prove(self, batch: LabelledBatch) -> None:
@@ -106,11 +105,15 @@ class Valuer:
             ModelError, UnsupportedError, CoverageError: see ``estimate.proofs``.
         """
         with ExitStack() as stack:
-            # Whatever is wrong with these tokens is said when their whole batch runs, by their
-            # place in it. Until then nothing is proved.
+            # Whatever is wrong with the tokens of a slice is said when their whole batch runs, by
+            # their place in it; until then nothing is proved. Sharded weights are gathered by all
+            # processes at once, and one that left its proof out would keep the others waiting:
+            # there the whole batch is shown, and its error is raised.
             try:
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
+                if self.builder.sharding is not None:
+                    raise
                 return
             self.witness.see(*seen.recorded, batch.mask)
 
