@@ -285,7 +285,7 @@ def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
     pairs = PreferenceBatch(CASE.validation[0], CASE.validation[0], zeros, zeros)
     scorer = Scorer(model, pairs, None, ScorerConfig("path", layers=2))
     quiet_score(scorer, CASE.batch)
-    assert len(calls) == 2 + 1
+    assert len(calls) == 1 + 2 + 1  # the proofs', both branches', the batch's
 
 
 @pytest.mark.parametrize("estimator", ["label", "path", "alphatoken"])
