@@ -170,7 +170,10 @@ class Scorer:
 
     @property
     def coverage(self) -> CoverageReport:
-        """What is in scope, and what was proved about it so far; proofs run at the first use."""
+        """What is in scope, and what was proved about it so far.
+
+        Proofs run at the first use, on a few short rows; ``verify`` compares whole batches.
+        """
         return self.valuer.witness.report
 
     @property
@@ -254,7 +257,7 @@ class Scorer:
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
-        valuer.prepare()
+        valuer.prepare(checked)
         # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:
             return valuer.values(Pass(checked, weights), components=components)
@@ -298,7 +301,7 @@ class Scorer:
             return self.direction
         valuer = self.valuer
         checked, weights = valuer.read(batch, None, step_weights)
-        valuer.prepare()
+        valuer.prepare(checked)
         with valuer.forward(checked, weights) as seen:
             return valuer.at_step(seen)
 

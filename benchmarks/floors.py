@@ -2,13 +2,18 @@
 
 FLOPs are counted as ``torch.utils.flop_counter`` counts them: two a multiply-add of a matrix
 product, attention as if it were not causal, elementwise work not at all. Letters: N tokens of the
-batch, T of one row, P weights of one decoder layer's linears, V x d the head.
+batch, T of one row, P weights of one decoder layer's linears, V x d the head, R positions that
+need the head: all N, or with ``with_responses`` those that predict a response token.
 
-    forward                     L (2 N P + A) + 2 N V d            A = 4 h T^2 d_h a row
-    backward, all weights       L (4 N P + 5/2 A) + 4 N V d
-    backward to K layers' errors    2 N V d + K (2 N P + 5/2 A) - (q, k, v of the lowest one)
+    forward                     L (2 N P + A) + 2 R V d            A = 4 h T^2 d_h a row
+    backward, all weights       L (4 N P + 5/2 A) + 4 R V d
+    backward to K layers' errors    2 R V d + K (2 N P + 5/2 A) - (q, k, v of the lowest one)
     one contraction a linear    K 2 N P
-    label, one dual forward     forward + K (4 N P + 2 A) + 2 N V d
+    label, one dual forward     forward + K (4 N P + 2 A) + 2 R V d - (q, k, v of the lowest one)
+    label, all parameters       forward + L (4 N P + 2 A) + 4 R V d
+
+A tied head is counted as any other: its product with the hidden states and the gradient of both
+are the same, and looking up or adding to rows of the embedding is no product.
 
 Bytes are of an ideal machine: each weight, gradient and activation of a linear moves once for each
 product that it enters or leaves. They say which side a large machine would be limited by.
@@ -35,6 +40,7 @@ class Shape:
     vocabulary: int
     rows: int
     length: int
+    responses: int | None = None
 
     @classmethod
     def of(cls, model: Any, rows: int, length: int) -> Shape:
@@ -55,7 +61,15 @@ class Shape:
 
     def with_batch(self, rows: int, length: int) -> Shape:
         """The same model on another batch."""
-        return replace(self, rows=rows, length=length)
+        return replace(self, rows=rows, length=length, responses=None)
+
+    def with_responses(self, count: int) -> Shape:
+        """The same with a head that is formed where a response token is predicted, and only there.
+
+        Args:
+            count: of the batch's positions that predict one.
+        """
+        return replace(self, responses=count)
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -90,8 +104,9 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """One product with the head."""
-        return 2 * self.tokens * self.vocabulary * self.width
+        """One product with the head, at the positions that need it."""
+        count = self.tokens if self.responses is None else self.responses
+        return 2 * count * self.vocabulary * self.width
 
     @property
     def attention(self) -> int:
@@ -149,6 +164,11 @@ class Shape:
         tangents = layers * (4 * self.tokens * self.block + 2 * self.attention) + self.head
         # The lowest layer's input has no tangent: of q, k and v only x times dW is left.
         return self.forward + tangents - 2 * self.tokens * _weights(self.qkv)
+
+    @property
+    def dual_forward_all(self) -> int:
+        """Forward with tangents of all parameters: of the lowest layer's input and the head too."""
+        return self.dual_forward(self.depth) + 2 * self.tokens * _weights(self.qkv) + self.head
 
     # --- bytes -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,18 @@ import torch
 
 from alphatoken.fidelity.cost import measure
 
-__all__ = ["Ceiling", "Run", "alternate", "ceiling", "flops", "machine", "wait"]
+__all__ = [
+    "Ceiling",
+    "Run",
+    "alternate",
+    "ceiling",
+    "compared",
+    "flops",
+    "in_turn",
+    "machine",
+    "timed",
+    "wait",
+]
 
 
 @dataclass(frozen=True)
@@ -88,20 +99,29 @@ def alternate(
     """
     if warm:
         ours(), other()
-    pairs = []
+    seconds = in_turn({"ours": ours, "other": other}, repeats=repeats)
+    return compared(seconds["ours"], seconds["other"])
+
+
+def in_turn(sides: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side, round by round: one after the other, every other round backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(repeats):
-        if index % 2 == 0:
-            mine, theirs = timed(ours), timed(other)
-        else:
-            theirs, mine = timed(other), timed(ours)
-        pairs.append((mine, theirs))
-    ratios = sorted(a / b for a, b in pairs)
+        names = list(sides) if index % 2 == 0 else list(sides)[::-1]
+        for name in names:
+            seconds[name].append(timed(sides[name]))
+    return seconds
+
+
+def compared(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Medians of both sides and of their ratios, round by round, with its quartiles."""
+    ratios = sorted(a / b for a, b in zip(ours, other, strict=True))
     return {
-        "ours": statistics.median(a for a, _ in pairs),
-        "other": statistics.median(b for _, b in pairs),
+        "ours": statistics.median(ours),
+        "other": statistics.median(other),
         "ratio": statistics.median(ratios),
         **spread(ratios),
-        "pairs": repeats,
+        "pairs": len(ratios),
     }
 
 

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 INTRODUCTION = """# Benchmarks
 
-Written by `make bench` (the targets, about ten minutes on two quiet cores) and `python -m
+Written by `make bench` (the targets, about 25 minutes on two quiet cores) and `python -m
 benchmarks.run --all` (every size); do not edit by hand. The same script runs on CUDA where there is
 one. Every row is a ratio, ours / other, of two things measured in turn in one run: the median of
 the pairwise ratios, quartiles in brackets. The floor is the ratio that the arithmetic alone asks

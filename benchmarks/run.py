@@ -1,6 +1,6 @@
 """``python -m benchmarks.run``: measurements into results.json and docs/benchmarks.md.
 
-    python -m benchmarks.run              the targets, about ten minutes on two quiet cores
+    python -m benchmarks.run              the targets, about 25 minutes on two quiet cores
     python -m benchmarks.run --all        every size as well, optimizer steps, and precision
     python -m benchmarks.run NAME...      some cases; rows of the others stay as they are
     python -m benchmarks.run --page       the page and figures again, from what is measured
@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, exponent, layers, peers, precision, results, step
+from benchmarks import cases, exponent, layers, peers, precision, real, results, step
 from benchmarks import memory_model as predicted
 from benchmarks.measure import Ceiling, Run, ceiling, machine
 from benchmarks.page import write_page
+from benchmarks.real_peak import real_memory
 from benchmarks.results import Places
 
 __all__ = ["CASES", "Case", "main", "measure"]
@@ -75,6 +76,16 @@ def memory_model(run: Run) -> Iterator[Row]:
         yield from predicted.memory_model()
 
 
+def real_smollm2(run: Run) -> Iterator[Row]:
+    """SmolLM2-135M on real rows: forward, step, values, validation side, first use."""
+    yield from real.rows_of(run, real.SMOLLM2)
+
+
+def real_gemma3(run: Run) -> Iterator[Row]:
+    """Gemma 3 270M likewise, of whose weights two thirds are the head."""
+    yield from real.rows_of(run, real.GEMMA3)
+
+
 def peer_time(run: Run) -> Iterator[Row]:
     """Our values and each peer's on the same work, in turn; agreement is checked first."""
     yield from _peers(run, "peer_time")
@@ -115,6 +126,9 @@ CASES = (
     Case(cases.label_vs_step, 1.6, target=True),
     Case(cases.score_overhead, 2.2, target=True),
     Case(cases.score_peak_memory, 1.3, target=True),
+    Case(real_smollm2, 5.0, target=True),
+    Case(real_gemma3, 8.0, target=True),
+    Case(real_memory, 4.0, target=True),
     Case(cases.projected_vs_gram_sizes, 0.2),
     Case(cases.label_vs_per_token_sizes, 0.2),
     Case(cases.label_vs_step_sizes, 0.3),

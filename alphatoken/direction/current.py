@@ -21,7 +21,6 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.direction.objective import (
     GradientReducer,
-    Watcher,
     captured_parts,
     captured_sums,
     mean_gradient,
@@ -34,7 +33,7 @@ from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.estimate.matrices import Matrices
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.batch import as_batches
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, Scope, find_scope, record, used_outside
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
@@ -266,13 +265,28 @@ class DirectionBuilder:
                 "is fine",
             )
 
-    def prepare(self, watcher: Watcher | None = None) -> None:
-        """Make G and V current; ``watcher`` sees the first forward of the build."""
+    def first_batch(self) -> LabelledBatch | None:
+        """The batch that the first forward of a build runs; None where M is built from none.
+
+        Of preference pairs it is the chosen branch.
+        """
+        batches: Sequence[Any] = ()
+        if self.adapts:
+            batches, role = self.validation, "validation batch"
+        elif not isinstance(self.retention, FisherDrift):
+            batches, role = as_batches(self.retention), "retention batch"
+        if not batches:
+            return None
+        item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
+        return read_batch(item, max_length=self.adapter.max_positions(), role=role)
+
+    def prepare(self) -> None:
+        """Make G and V current."""
         stamp = self._current_stamp()
         if stamp == self._stamp:
             return
         self._stamp = None  # if building fails, nothing of it may pass for current
-        direction = self._build_direction(watcher)
+        direction = self._build_direction()
         self.adaptation, self.stability = direction.adaptation, direction.stability
         self._sizes, self._stamp = None, stamp
 
@@ -302,11 +316,11 @@ class DirectionBuilder:
     def direction(self) -> Direction:
         """Both sides of M as whole matrices, at the current parameters; P = 1 for "full".
 
-        Where M is stale it is built but not stored. ``prepare`` alone stores it, because it shows
-        the first forward to the proofs.
+        Where M is stale it is built but not stored. ``prepare`` alone stores it: it is called
+        after the proofs, and what is stored may be contracted.
         """
         if self._current_stamp() != self._stamp:
-            return self._build_direction(None)
+            return self._build_direction()
         return Direction(self.adaptation, self.stability, self.config.stability_weight)
 
     def at_step(self, gradient: dict[str, Tensor]) -> Direction:
@@ -362,12 +376,9 @@ class DirectionBuilder:
         both = dict(adaptation), dict(stability or {})
         return self.sharding.norms(both[0]), self.sharding.norms(both[1])
 
-    def _build_direction(self, watcher: Watcher | None) -> Direction:
-        gradient: dict[str, Tensor] = {}
-        if self.adapts:
-            gradient = self._gradient("validation", self.validation, watcher)
-            watcher = None  # it has seen a forward; retention batches need not be watched as well
-        stability = self._stability(watcher)
+    def _build_direction(self) -> Direction:
+        gradient = self._gradient("validation", self.validation) if self.adapts else {}
+        stability = self._stability()
         # One P for both sides, since it scales M as a whole.
         p = self._preconditioner()
         return Direction(
@@ -376,13 +387,11 @@ class DirectionBuilder:
             self.config.stability_weight,
         )
 
-    def _gradient(
-        self, role: str, batches: Sequence[Any], watcher: Watcher | None
-    ) -> dict[str, Tensor]:
+    def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
         """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
         if self.sharding is None:
             sums, count = objective_sums(
-                self.adapter, self.parameters, batches, first=self.first, role=role, watcher=watcher
+                self.adapter, self.parameters, batches, first=self.first, role=role
             )
         else:
             sums, count = captured_sums(
@@ -393,7 +402,6 @@ class DirectionBuilder:
                 first=self.first,
                 recording=self._recording,
                 role=role,
-                watcher=watcher,
             )
         return self._mean(role, sums, count)
 
@@ -406,7 +414,7 @@ class DirectionBuilder:
         # G needs ordinary errors only, for which the model's own attention backward is right.
         return record(self.adapter, self.scope, attention=False, sharding=self.sharding)
 
-    def _stability(self, watcher: Watcher | None) -> Matrices | None:
+    def _stability(self) -> Matrices | None:
         if not self.retains:
             return None
         if self._sharded_drift is not None:
@@ -416,7 +424,7 @@ class DirectionBuilder:
             if self.config.offload == "stream" and self.captured:
                 return self.retention.forming(self.parameters)
             return self.retention.direction(self.parameters)
-        return self._gradient("retention", as_batches(self.retention), watcher)
+        return self._gradient("retention", as_batches(self.retention))
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
         """P where it is the same for every batch: frozen, or the user's own mapping."""

@@ -11,7 +11,7 @@ through them. Batches are streamed: one forward and backward each, sums kept, di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,7 +36,6 @@ from alphatoken.support.precision import wide
 
 __all__ = [
     "GradientReducer",
-    "Watcher",
     "captured_parts",
     "captured_sums",
     "mean_gradient",
@@ -137,19 +136,6 @@ def _known(
 
 
 @runtime_checkable
-class Watcher(Protocol):
-    """Sees the first forward of a build, recorded, before its gradient is taken."""
-
-    def recording(self) -> AbstractContextManager[Recorder]:
-        """What to record the forward in."""
-        ...
-
-    def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
-        """Look at the token losses of that forward; its graph stays."""
-        ...
-
-
-@runtime_checkable
 class GradientReducer(Protocol):
     """Makes a mean of summed gradients: called once a build, with the sums of this process."""
 
@@ -202,7 +188,6 @@ def stream_losses(
     first: int | None,
     role: str = "validation",
     recording: Callable[[], AbstractContextManager[Recorder]] | None = None,
-    watcher: Watcher | None = None,
 ) -> float:
     """Run one forward for each piece of an objective, and hand its weighted loss to ``consume``.
 
@@ -213,27 +198,18 @@ def stream_losses(
         first: first scored layer; None if parameters below the layers take part.
         role: "validation" or "retention", for messages.
         recording: what each forward is recorded in.
-        watcher: of the first forward.
 
     Returns:
         The count that the mean divides by.
     """
     count = 0.0
     for item in items:
-        for batch, losses, weights, tokens in weighted_losses(
-            adapter, item, first, f"{role} batch"
-        ):
-            record = recording if watcher is None else watcher.recording
-            with ExitStack() as stack:
-                recorder = None if record is None else stack.enter_context(record())
+        for _, losses, weights, tokens in weighted_losses(adapter, item, first, f"{role} batch"):
+            with nullcontext() if recording is None else recording() as recorder:
                 with scoring_forward(adapter, first):
                     loss = losses()
                     with torch.enable_grad():
                         weighted = (loss * weights.to(loss)).sum()
-                # Before ``consume``, whose backward frees the graph that the proofs need.
-                if watcher is not None and recorder is not None:
-                    watcher.see(recorder, loss, batch.mask)
-                    watcher = None
                 consume(weighted, recorder)
             count += tokens
     return count
@@ -246,7 +222,6 @@ def objective_sums(
     *,
     first: int | None,
     role: str = "validation",
-    watcher: Watcher | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """Summed gradient of an objective, one tensor a parameter, and the count for the mean.
 
@@ -266,7 +241,7 @@ def objective_sums(
             if gradient is not None:
                 total[name] += gradient.to(total[name].dtype)
 
-    count = stream_losses(adapter, items, add, first=first, role=role, watcher=watcher)
+    count = stream_losses(adapter, items, add, first=first, role=role)
     return total, count
 
 
@@ -279,7 +254,6 @@ def captured_sums(
     first: int | None,
     recording: Callable[[], AbstractContextManager[Recorder]],
     role: str = "validation",
-    watcher: Watcher | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """``objective_sums`` for sharded weights: from captured inputs and errors, matrix by matrix.
 
@@ -294,7 +268,6 @@ def captured_sums(
         first: first scored layer.
         recording: what each forward is recorded in.
         role: "validation" or "retention".
-        watcher: of the first forward.
 
     Returns:
         Parts of sums over all processes; the count of this one.
@@ -306,9 +279,7 @@ def captured_sums(
         for name, part in captured_parts(recorder, weighted, names, sharding).items():
             total[name] = total[name] + part if name in total else part
 
-    count = stream_losses(
-        adapter, items, add, first=first, role=role, recording=recording, watcher=watcher
-    )
+    count = stream_losses(adapter, items, add, first=first, role=role, recording=recording)
     return total, count
 
 

@@ -3,6 +3,13 @@
 *Coverage*: the captured uses of the scored weights explain autograd's gradient. *Isolation*: the
 self-only backward leaks nothing to other positions. *Documents*: packed neighbours do not see each
 other. Each raises, naming the place and an estimator or input that does work.
+
+They run on a slice of a batch (``model/batch_slice.py``), so that the first use of a scorer costs
+little more than any later one. What a slice shows holds for every use of a weight, and for every
+way between positions, that a few dozen neighbouring tokens bring about. It cannot show what only
+longer or other input does: a weight that is used beyond some length, an expert to which none of
+these tokens was sent, a module that mixes positions farther apart than the slice is long.
+``Scorer.verify`` compares the values of whole batches with an oracle, and sees those as well.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.batch_slice import around_documents, real_tokens
 from alphatoken.model.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
@@ -252,7 +260,7 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
     with torch.no_grad(), evaluation_mode(adapter.model):
         before = adapter.forward(batch.inputs).float()
         after = adapter.forward({**batch.inputs, "input_ids": other}).float()
-    watched = (places >= last) & (last > 0) & _real(batch)
+    watched = (places >= last) & (last > 0) & real_tokens(batch)
     # Equal logits first: some models set unused ones to -inf, and the difference of two is NaN. A
     # NaN elsewhere, at padding say, is nobody's, and must not reach the maximum of its row.
     moved = (before - after).abs().masked_fill_(before == after, 0.0).amax(-1)
@@ -277,14 +285,6 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
             remedy="pass packed rows without an attention_mask, one document a row, or the "
             "boundary arguments (cu_seq_lens) that the model's kernels need",
         )
-
-
-def _real(batch: LabelledBatch) -> Tensor:
-    """(b, t) True at tokens that are no padding."""
-    attention = batch.inputs.get("attention_mask")
-    if isinstance(attention, Tensor) and attention.dim() == 2:
-        return attention != 0
-    return torch.ones_like(batch.labels, dtype=torch.bool)
 
 
 def boundary_arguments(batch: LabelledBatch) -> frozenset[str] | None:
@@ -318,7 +318,7 @@ def _judged(mask: object, batch: LabelledBatch) -> str | None:
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 2:
-        real = _real(batch)
+        real = real_tokens(batch)
         if bool((mask[real] == 1).all()):
             return "ones"
         separated = (mask[:, 1:] != mask[:, :-1]) == starts[:, 1:]
@@ -363,6 +363,10 @@ _SHARDED_DOCUMENTS = "it needs forwards of its own, which processes with packed 
 
 class Witness:
     """Runs each proof once, on the first recorded forward that can show it.
+
+    ``Valuer.prepare`` shows it a slice of the first batch that M is built from, and under sharded
+    weights that whole batch. Where there is none, or where it could not show everything, the first
+    pass that is valued is looked at instead.
 
     Args:
         adapter: of the model.
@@ -417,8 +421,8 @@ class Witness:
     def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
         """Prove what is not proved yet on this forward; its graph stays.
 
-        It is called with the first forward of the first direction that is built, and with every
-        pass that is valued, before the values are returned.
+        It is called before the first direction is built, with the forward of a slice, and with
+        every pass that is valued, before the values are returned.
 
         Raises:
             ModelError, UnsupportedError, CoverageError: see the proofs.
@@ -439,6 +443,8 @@ class Witness:
             return
         arguments = boundary_arguments(batch)
         if arguments is None or arguments not in self._documents:
-            prove_documents(self._adapter, batch)
+            # Its masks were judged on the whole batch. Where they cannot be, the batch is proved
+            # as a whole, since they may separate some of its documents and not others.
+            prove_documents(self._adapter, batch if arguments is None else around_documents(batch))
         if arguments is not None:
             self._documents.add(arguments)

@@ -7,7 +7,7 @@ The order is always the same: ``read`` a batch, ``prepare`` the direction, have 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.objective import forward_losses, scoring_forward
-from alphatoken.errors import AlphaTokenWarning, warn_caller
+from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns, total_side
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.proofs import Witness
 from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
@@ -45,7 +46,7 @@ class Valuer:
     Args:
         adapter: of the model.
         builder: scope, configuration, and M at the current parameters.
-        witness: the proofs that run on the first pass that can show them.
+        witness: the proofs that run once, before the first values.
 
     Attributes:
         warn: say so once when one side of M decides the ranking alone.
@@ -81,12 +82,40 @@ class Valuer:
         checked = read_batch(batch, max_length=self.adapter.max_positions())
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
-    def prepare(self) -> None:
-        """Build M for the current parameters, where it is not built."""
+    def prepare(self, batch: LabelledBatch | None = None) -> None:
+        """Build M for the current parameters, where it is not built.
+
+        Args:
+            batch: the one that will be valued, if it is known; the proofs look at a slice of it
+                where M is built from no batch.
+        """
         self.builder.require_gradients()
-        # The first build shows its forward to the proofs, so a model that is not covered is refused
-        # before the first batch is read through it. Later builds record only what sharding needs.
-        self.builder.prepare(self.witness if self.witness.pending else None)
+        # Before M: a model that is not covered is refused before the work on all validation
+        # batches.
+        if self.witness.pending:
+            shown = self.builder.first_batch() or batch
+            if shown is not None:
+                self.prove(around_responses(shown) if self.builder.sharding is None else shown)
+        self.builder.prepare()
+
+    def prove(self, batch: LabelledBatch) -> None:
+        """Show the proofs a forward of this batch; what is given already is not given again.
+
+        Raises:
+            ModelError, UnsupportedError, CoverageError: see ``estimate.proofs``.
+        """
+        with ExitStack() as stack:
+            # Whatever is wrong with the tokens of a slice is said when their whole batch runs, by
+            # their place in it; until then nothing is proved. Sharded weights are gathered by all
+            # processes at once, and one that left its proof out would keep the others waiting:
+            # there the whole batch is shown, and its error is raised.
+            try:
+                seen = stack.enter_context(self.forward(batch, Weights(None, None)))
+            except (InputError, NumericalError):
+                if self.builder.sharding is not None:
+                    raise
+                return
+            self.witness.see(*seen.recorded, batch.mask)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:

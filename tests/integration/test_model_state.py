@@ -197,13 +197,16 @@ def fail_at(module: nn.Module, call: int, *, backward: bool) -> Callable[[], Non
 def test_an_exception_halfway_leaves_no_trace(
     estimator: str, operation: str, call: int, backward: bool
 ) -> None:
-    """Forwards come in order: validation, the batch, label's dual one; each is stopped in turn."""
+    """Each forward is stopped in turn.
+
+    They are the proofs' (which label has none of), validation, the batch, and label's dual one.
+    """
     model = odd_model()
     remove = fail_at(model.model.layers[-1].self_attn.o_proj, call, backward=backward)
     before = Snapshot(model)
     # Only label runs a third one, and only beside an observed pass; it sends nothing back.
     third = estimator == "label" and operation == "observe" and not backward
-    never = (call == 3 and not third) or (estimator == "label" and backward and call > 1)
+    never = estimator == "label" and ((call == 3 and not third) or (backward and call > 1))
     expectation = nullcontext() if never else pytest.raises(PlannedError)
     with expectation:
         OPERATIONS[operation](model, estimator)

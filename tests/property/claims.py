@@ -205,6 +205,9 @@ check_a_trap_is_refused | | (traps) | exact
 check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
 check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
 check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact
+check_a_slice_is_a_part_of_its_batch | | (entry by entry) | exact
+check_a_slice_shows_what_its_batch_shows | | (the whole batch) | exact
+check_a_slice_shows_which_documents_see_each_other | | (the whole batch) | exact
 check_scored_linears_are_the_linears_of_these_layers | | (the modules' own outputs) | exact
 check_what_is_not_scored_is_named | | (the blocks' parameters) | exact
 check_a_call_is_what_the_model_computes | | (attention written out) | exact

@@ -29,6 +29,27 @@ UNEXPLAINED = claim(
     proving.check_a_gradient_that_is_not_explained_is_named, st.sampled_from([1e-6, 1e-2]), True
 )
 DOCUMENTS = claim(proving.check_documents_that_see_each_other_are_refused, SEEDS, examples=3)
+SLICED = claim(
+    proving.check_a_slice_shows_what_its_batch_shows,
+    st.sampled_from(proving.HIDDEN),
+    st.sampled_from(list(proving.LONG)),
+    SEEDS,
+    examples=12,
+)
+SLICED_DOCUMENTS = claim(
+    proving.check_a_slice_shows_which_documents_see_each_other, SEEDS, examples=2
+)
+CUT = claim(
+    proving.check_a_slice_is_a_part_of_its_batch,
+    st.sampled_from([
+        ("..pprr", "pprr..", "pr...."), ("pppprr", "rrpppp", "prprpr"), ("ppppr.", "ppp..."),
+        ("pr|pprr", "pppp|pr"), ("pppprr", "pr|pprr"),
+    ]),
+    st.integers(1, 2),
+    st.integers(3, 5),
+    st.sampled_from(proving.FORMS),
+    examples=40,
+)  # fmt: skip
 ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.booleans())
 
 
@@ -37,6 +58,88 @@ def _proof(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim)
     edits = (Edit(f"estimate.proofs.{target}", old, new),)
     return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
 
+
+def _slice(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
+    target, old, new = edit
+    edits = (Edit(f"model.batch_slice.{target}", old, new),)
+    return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
+
+
+SLICES = (
+    _slice(
+        "slice-of-the-shortest-context",
+        "the rows that are taken are those in which least can be shown",
+        ("_cut", "descending=True", "descending=False"),
+        CUT,
+    ),
+    _slice(
+        "slice-of-the-first-response",
+        "rows are taken as they come, and end at their first response token",
+        (
+            "around_responses",
+            "seen = torch.where(batch.mask, places - begun, -1)",
+            "seen = batch.mask.long()",
+        ),
+        CUT,
+    ),
+    _slice(
+        "slice-that-ends-before-its-response",
+        "the window ends one token too early",
+        ("around_responses", "last + 1)", "last)"),
+        CUT,
+    ),
+    _slice(
+        "slice-through-padding",
+        "padding counts as context of the token after it",
+        (
+            "around_responses",
+            "first = real & ~F.pad(real[:, :-1], (1, 0), value=False)",
+            "first = places == 0",
+        ),
+        claim(
+            proving.check_a_slice_is_a_part_of_its_batch,
+            st.just(("....pr", "..pprr")),
+            st.just(1),
+            st.just(3),
+            st.just("plain"),
+            examples=1,
+        ),
+    ),
+    _slice(
+        "slice-masked-as-the-first-row",
+        "masks and positions of every row are those of the first",
+        ("_of_tokens", "return value[rows[:, None], columns]", "return value[rows[:1], columns]"),
+        CUT,
+    ),
+    _slice(
+        "slice-with-pairs-exchanged",
+        "a mask of pairs says who is seen where it should say who sees",
+        (
+            "_of_tokens",
+            "columns[:, :, None], columns[:, None, :]]",
+            "columns[:, None, :], columns[:, :, None]]",
+        ),
+        CUT,
+    ),
+    _slice(
+        "slice-with-a-value-for-its-first-token",
+        "the token before the slice is taken to predict its first one",
+        ("_cut", "labels[:, 0], mask[:, 0] = IGNORE, False", "pass"),
+        CUT,
+    ),
+    _slice(
+        "slice-of-one-document",
+        "nothing of the document before the last one is left",
+        ("around_documents", "last + LENGTH // 2", "last + LENGTH"),
+        CUT,
+    ),
+    _slice(
+        "slice-of-rows-without-documents",
+        "rows of one document are taken before rows of several",
+        ("around_documents", "(last > 0).long()", "(last == 0).long()"),
+        CUT,
+    ),
+)
 
 PROOFS = (
     _proof(
@@ -74,6 +177,7 @@ PROOFS = (
         "any relative error is accepted",
         ("compare_gradients", "if not relative <= ", "if False and not relative <= "),
         HIDDEN_USE,
+        SLICED,
         trap("use below the scored layers"),
         UNEXPLAINED,
     ),
@@ -115,6 +219,7 @@ PROOFS = (
         "the documents before the last one are not changed",
         ("prove_documents", '"input_ids": other}', '"input_ids": ids}'),
         DOCUMENTS,
+        SLICED_DOCUMENTS,
     ),
     _proof(
         "documents-watched-in-the-wrong-place",
@@ -323,4 +428,4 @@ DRIFT = (
     ),
 )
 
-MUTANTS = (*PROOFS, *DRIFT)
+MUTANTS = (*PROOFS, *SLICES, *DRIFT)

@@ -6,8 +6,11 @@ returned values for one. Mutants of these proofs make them vacuous, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +18,19 @@ from torch import Tensor
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
-from alphatoken.model.batch import read_batch
+from alphatoken.model import batch_slice
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch_slice import around_documents, around_responses
 from tests.property.decoder import ReferenceAdapter
-from tests.property.strategies import Case, make_case
+from tests.property.strategies import Case, make_batch, make_case
 
 __all__ = [
+    "LONG",
     "TRAPS",
     "check_a_gradient_that_is_not_explained_is_named",
+    "check_a_slice_is_a_part_of_its_batch",
+    "check_a_slice_shows_what_its_batch_shows",
+    "check_a_slice_shows_which_documents_see_each_other",
     "check_a_trap_is_refused",
     "check_documents_that_see_each_other_are_refused",
     "check_isolation_is_claimed_only_where_it_was_shown",
@@ -130,11 +139,158 @@ def check_documents_that_see_each_other_are_refused(seed: int) -> None:
     batch = read_batch(case.batch)
     assert refusal(lambda: prove_documents(adapter, batch)) is None
 
-    class Leaking(ReferenceAdapter):
-        def forward(self, inputs):  # type: ignore[no-untyped-def]
-            ids = inputs["input_ids"]
-            return super().forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-
     error = refusal(lambda: prove_documents(Leaking(case.model()), batch))
     assert isinstance(error, ModelError), "documents that see each other passed"
     assert "see each other" in str(error)
+
+
+class Leaking(ReferenceAdapter):
+    """Runs packed rows under a mask of ones."""
+
+    def forward(self, inputs):  # type: ignore[no-untyped-def]
+        ids = inputs["input_ids"]
+        return super().forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+# --- slices --------------------------------------------------------------------------------------
+
+LONG = {
+    "right": ("pr" + 88 * ".", 40 * "p" + 30 * "r" + 20 * ".", 80 * "p" + 10 * "r", 90 * "r"),
+    "left": (88 * "." + "pr", 20 * "." + 40 * "p" + 30 * "r", 80 * "p" + 10 * "r", 90 * "r"),
+    "scattered": (30 * "pr" + 30 * ".", "ppr" + 87 * "p", 10 * "." + 20 * "pprr"),
+    "packed": (
+        "pr|" + 40 * "p" + 20 * "r" + "|" + 28 * "p",
+        90 * "p",
+        20 * "p" + 20 * "r" + "|" + 48 * "p" + "rr",
+    ),
+}
+"""Batches that are much longer than a slice; the first row of some can show nothing."""
+
+FORMS = ("plain", "positions", "pairs", "rows", "shared", "unknown")
+"""Of the inputs beside tokens and padding: what has one entry a token, a pair, a row, or none."""
+
+HIDDEN = ("hidden use", "use below the scored layers", "hidden mixer")
+"""Traps that nothing but a forward and a backward gives away."""
+
+
+def check_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -> None:
+    """A fault that the whole batch gives away is given away by its slice, with the same words.
+
+    Without the fault both are proved, and isolation is shown.
+    """
+    case, estimator, kind, word = TRAPS[name]
+    case = replace(case, seed=seed)
+    plain = make_case(*PLAIN, layers=case.config.layers, mlp=case.config.mlp)
+    batch = make_batch(LONG[layout], vocabulary=case.config.vocabulary, seed=seed)
+    whole = read_batch(batch)
+    piece = around_responses(whole)
+    assert piece.labels.numel() <= batch_slice.ROWS * batch_slice.LENGTH < whole.labels.numel() / 4
+    for shown in (whole, piece):
+        valuer = Scorer(case.model(), batch, config=ScorerConfig(estimator, layers=1)).valuer
+        error = refusal(partial(valuer.prove, shown))
+        assert isinstance(error, kind), f"{name}, {tuple(shown.labels.shape)}: {error!r}"
+        assert word in str(error), f"{name}: {error}"
+        valuer = Scorer(plain.model(), batch, config=ScorerConfig("direct", layers=1)).valuer
+        valuer.prove(shown)
+        report = valuer.witness.report
+        assert report.isolated, f"isolation was not shown on {tuple(shown.labels.shape)}"
+        assert report.relative_error is not None
+
+
+def check_a_slice_shows_which_documents_see_each_other(seed: int) -> None:
+    """A slice of a packed row leaks under a mask of ones as the row does, and else does not."""
+    case = make_case(*PLAIN)
+    whole = read_batch(make_batch(LONG["packed"], vocabulary=11, seed=seed))
+    piece = around_documents(whole)
+    assert piece.labels.numel() < whole.labels.numel() / 4
+    for shown in (whole, piece):
+        assert refusal(partial(prove_documents, ReferenceAdapter(case.model()), shown)) is None
+        error = refusal(partial(prove_documents, Leaking(case.model()), shown))
+        assert isinstance(error, ModelError), "documents that see each other passed"
+
+
+@contextmanager
+def slices_of(rows: int, length: int) -> Iterator[None]:
+    """Slices of another size, so that short batches are longer."""
+    before = batch_slice.ROWS, batch_slice.LENGTH
+    batch_slice.ROWS, batch_slice.LENGTH = rows, length
+    try:
+        yield
+    finally:
+        batch_slice.ROWS, batch_slice.LENGTH = before
+
+
+def check_a_slice_is_a_part_of_its_batch(
+    lines: tuple[str, ...], rows: int, length: int, form: str
+) -> None:
+    """Every input of a slice is the batch's at the same rows and positions, whatever its shape.
+
+    Where the batch has a token with two real ones of its document before it, so has the slice.
+    """
+    batch = make_batch(lines, vocabulary=11, seed=1, explicit_positions=form == "positions")
+    b, t = batch["labels"].shape
+    # A token's id is its place, so that a slice says by itself where it was taken.
+    batch["input_ids"] = torch.arange(b * t).view(b, t)
+    more = {
+        "pairs": torch.arange(b * 2 * t * t).view(b, 2, t, t),
+        "rows": torch.arange(b * (t + 1)).view(b, t + 1),
+        "shared": torch.arange(t).view(1, t),
+        "unknown": torch.arange(b * t + 2),
+    }
+    whole = read_batch({**batch, **({"more": more[form]} if form in more else {})})
+    with slices_of(rows, length):
+        pieces = [around_responses(whole)]
+        if whole.document_starts is not None:
+            pieces.append(around_documents(whole))
+    for piece in pieces:
+        places = piece.inputs["input_ids"]
+        taken, columns = places[:, 0] // t, places % t
+        assert torch.equal(places // t, taken[:, None].expand_as(places)), "rows are mixed"
+        assert bool((columns.diff(dim=-1) == 1).all()), "positions that are no neighbours"
+        assert bool((taken.diff() > 0).all()), "rows out of order, or one row twice"
+        uncut = t if form == "rows" else min(t, length)
+        expected = (b, t) if form == "unknown" else (min(b, rows), uncut)
+        assert piece.labels.shape == expected, f"{tuple(piece.labels.shape)} for {expected}"
+        _require_cut_alike(piece, whole, taken, columns)
+    if length >= 3:
+        assert _shown(pieces[0]) >= _shown(whole), "no token of the slice can show isolation"
+    for piece in pieces[1:] if length >= 2 else ():
+        assert piece.document_starts is not None, "no document starts within the slice"
+
+
+def _require_cut_alike(
+    piece: LabelledBatch, whole: LabelledBatch, rows: Tensor, columns: Tensor
+) -> None:
+    """Inputs, labels and mask, entry by entry."""
+    for k, row in enumerate(rows.tolist()):
+        place = columns[k].tolist()
+        for name, value in whole.inputs.items():
+            got: Any = piece.inputs[name]
+            if value.shape[0] == 1 and value.shape[-1] == whole.labels.shape[1]:
+                assert torch.equal(got[k], value[0, place]), name
+            elif value.dim() == 4:
+                assert torch.equal(got[k], value[row][:, place][:, :, place]), name
+            elif value.shape == whole.labels.shape:
+                assert torch.equal(got[k], value[row, place]), name
+            elif value.dim() == 2:
+                assert torch.equal(got[k], value[row]), name
+            else:
+                assert got is value, name
+        assert not bool(piece.mask[k, 0]), "the first token of a row has a value"
+        assert torch.equal(piece.mask[k, 1:], whole.mask[row, place][1:])
+        learned = whole.labels[row, place][1:]
+        assert torch.equal(piece.labels[k, 1:], learned)
+
+
+def _shown(batch: LabelledBatch) -> bool:
+    """Whether a response token follows two real tokens of its own document."""
+    starts, attention = batch.document_starts, batch.inputs.get("attention_mask")
+    for row in range(batch.labels.shape[0]):
+        for i in range(2, batch.labels.shape[1]):
+            if attention is not None and not bool(attention[row, i - 2]):
+                continue
+            if starts is not None and bool(starts[row, i - 1]):
+                continue
+            if bool(batch.mask[row, i]):
+                return True
+    return False

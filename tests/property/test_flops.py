@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate import contraction
+from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.model import batch_slice
+from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.scoring import valuing
 from benchmarks.floors import Shape
 from benchmarks.measure import flops
@@ -172,6 +176,41 @@ def test_a_training_step_costs_what_its_shape_says(size: Size) -> None:
         assert flops(lambda: model(batch["input_ids"], use_cache=False)) == shape.forward
 
 
+def gemma(length: int) -> tuple[Any, dict[str, torch.Tensor], Shape]:
+    """A Gemma 3 in small: heads wider than the model, a tied head of most weights, windows."""
+    config = Gemma3TextConfig(
+        vocab_size=2000, hidden_size=24, intermediate_size=40, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, sliding_window=8,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], query_pre_attn_scalar=16,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).train()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.randint(0, 2000, (2, length))
+    labels = ids.where(torch.arange(length) >= length // 3, -100)
+    return model, {"input_ids": ids, "labels": labels}, Shape.of(model, 2, length)
+
+
+def test_a_gemma_costs_what_its_shape_says() -> None:
+    model, batch, shape = gemma(24)
+    assert shape.head > shape.forward / 3
+    assert flops(lambda: plain_step(model, batch)) == shape.step
+    config = ScorerConfig(estimator="path", layers=2)
+    made = Scorer(model, batch, None, config)
+    made.score(batch)
+    exact = shape.forward + shape.partial_backward(2) + shape.contraction(2)
+    assert flops(lambda: made.score(batch)) - exact in (0, shape.dots(2))
+    made = Scorer(
+        model, batch, None, ScorerConfig(estimator="label", layers="all", parameters="all")
+    )
+    made.score(batch)
+    responses = shape.with_responses(int((batch["labels"] != -100).sum()))
+    assert responses.head < shape.head
+    counted = flops(lambda: made.score(batch))
+    Bounds(responses.dual_forward_all, ROOM * shape.dual_forward_all).admit(counted, "label, all")
+
+
 def test_the_error_backward_costs_what_its_shape_says() -> None:
     model = model_of(SMALL)
     shape = SMALL.shape(model)
@@ -244,6 +283,57 @@ def test_building_G_is_one_forward_and_one_backward_to_the_first_scored_layer(
     forward = own_forward(shape, tokens) + head_of(shape, tokens)  # the head's errors with it
     backward = shape.backward(layers, embeddings=False) - shape.head
     assert flops(build) == forward + backward
+
+
+FIRST = Size(64, 6, vocabulary=96, heads=4, rows=8, length=128)
+"""A batch of which a slice is a small part."""
+
+
+def proofs(shape: Shape, layers: int, estimator: str) -> int:
+    """What proving takes on a batch of this shape.
+
+    A forward; the errors at the scored linears, their sums of outer products and autograd's
+    gradients, which are compared; for self-only estimators their errors of one token a row.
+    """
+    outer = shape.contraction(layers)  # as many multiply-adds, in another order
+    ordinary = shape.partial_backward(layers) + shape.backward(layers, embeddings=False)
+    own = shape.partial_backward(layers) + layers * attention_work(shape, "direct")
+    return shape.forward + ordinary + outer + (own if estimator in SELF_ONLY else 0)
+
+
+def first_use(estimator: str, layers: int, *, retention: bool = False) -> float:
+    """FLOPs of the first score beyond those of a second one that builds M anew."""
+    model, batch = model_of(FIRST), FIRST.batch()
+    drift = fisher(model, layers) if retention else None
+    objective = "stability" if retention else "both"
+    config = ScorerConfig(estimator, objective=objective, layers=layers)
+    made = Scorer(model, None if retention else FIRST.batch(seed=1), drift, config)
+    made.warn = False
+    first = flops(lambda: made.score(batch))
+    made.refresh()
+    return first - flops(lambda: made.score(batch))
+
+
+@pytest.mark.parametrize("retention", [False, True])
+@pytest.mark.parametrize("layers", [1, 6])
+@pytest.mark.parametrize("estimator", [*CAPTURED, "label"])
+def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention: bool) -> None:
+    shape = FIRST.shape(model_of(FIRST))
+    counted = first_use(estimator, layers, retention=retention)
+    if estimator == "label":
+        assert counted == 0
+        return
+    piece = shape.with_batch(ROWS, LENGTH)
+    least = 0.8 * proofs(piece, layers, "path")
+    Bounds(least, ROOM * proofs(piece, layers, estimator)).admit(counted, f"first use, {estimator}")
+    assert counted < shape.step / 5
+
+
+def test_proofs_of_whole_batches_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_slice, "LENGTH", FIRST.length)
+    piece = FIRST.shape(model_of(FIRST)).with_batch(ROWS, LENGTH)
+    with pytest.raises(AssertionError, match="above the bound"):
+        Bounds(0, ROOM * proofs(piece, 6, "path")).admit(first_use("path", 6), "first use")
 
 
 def test_the_total_alone_costs_one_contraction_whatever_its_sides() -> None:

@@ -8,12 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.errors import ConfigError, InputError, ModelError
+from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError
+from alphatoken.model.batch_slice import LENGTH, ROWS
 from tests.property import properties_options as claims
 from tests.property.profiles import budget
 from tests.property.properties import Setup, drift_of, quiet, quiet_score, setups
 from tests.property.properties_scorer import EVERY
-from tests.property.strategies import make_case
+from tests.property.strategies import make_batch, make_case
 
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=3, seed=3)
 SETUP = Setup(CASE, 2)
@@ -243,14 +244,36 @@ def test_interaction_comes_after_values_and_needs_self_only_errors() -> None:
             observed.interaction()
 
 
-def test_one_forward_of_the_validation_batch_serves_proof_and_gradient() -> None:
+def test_the_proofs_add_one_forward_of_a_few_rows() -> None:
     model = CASE.model()
-    calls: list[int] = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    scorer = Scorer(model, CASE.validation, None, ScorerConfig("alphatoken", layers=2))
-    quiet_score(scorer, CASE.batch)
-    assert len(calls) == len(CASE.validation) + 1
+    calls: list[tuple[int, ...]] = []
+    model.register_forward_hook(lambda _m, _a, output: calls.append(tuple(output.shape[:2])))
+    long = make_batch(("p" * 60 + "r" * 30,) * 4, vocabulary=11, seed=1)
+    scorer = Scorer(model, [long, CASE.batch], None, ScorerConfig("alphatoken", layers=2))
+    for _ in range(2):
+        scorer.refresh()
+        quiet_score(scorer, CASE.batch)
+    whole = [(4, 90), (2, 6), (2, 6)]  # both validation batches, and the one that is valued
+    assert calls == [(ROWS, LENGTH), *whole, *whole]
     assert scorer.coverage.relative_error is not None
+
+
+@pytest.mark.parametrize("fault", ["label", "weight"])
+def test_what_is_wrong_with_a_token_is_said_by_its_place_in_the_batch(fault: str) -> None:
+    """The slice that is read first stumbles over it, and leaves it to the whole batch to say."""
+    model = CASE.model()
+    batch = make_batch(("p" * 60 + "r" * 30,) * 4, vocabulary=11, seed=1)
+    if fault == "label":
+        batch["labels"][0, 80:] = 11
+        message = "row 0, token 80"
+    else:
+        model.embedding.weight.data[3] = torch.nan
+        batch["input_ids"].fill_(1)[:, 84] = 3
+        message = "row 0, token 60"  # masked positions are multiplied with zero, and NaN stays
+    scorer = Scorer(model, batch, None, ScorerConfig("alphatoken", layers=2))
+    with pytest.raises((InputError, NumericalError), match=message):
+        scorer.score(CASE.batch)
+    assert scorer.coverage.relative_error is None
 
 
 def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
@@ -262,7 +285,7 @@ def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
     pairs = PreferenceBatch(CASE.validation[0], CASE.validation[0], zeros, zeros)
     scorer = Scorer(model, pairs, None, ScorerConfig("path", layers=2))
     quiet_score(scorer, CASE.batch)
-    assert len(calls) == 2 + 1
+    assert len(calls) == 1 + 2 + 1  # the proofs', both branches', the batch's
 
 
 @pytest.mark.parametrize("estimator", ["label", "path", "alphatoken"])

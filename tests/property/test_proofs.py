@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.property import properties_proofs as claims
 from tests.property.profiles import budget
-from tests.property.strategies import SEEDS
+from tests.property.strategies import SEEDS, rows
 
 
 @pytest.mark.parametrize("name", list(claims.TRAPS))
@@ -30,3 +31,30 @@ def test_gradients(size: float, wide: bool) -> None:
 @budget(0.2, least=4)
 def test_documents(seed: int) -> None:
     claims.check_documents_that_see_each_other_are_refused(seed)
+
+
+@pytest.mark.parametrize("layout", list(claims.LONG))
+@pytest.mark.parametrize("name", claims.HIDDEN)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_slice_finds_every_planted_fault(name: str, layout: str, seed: int) -> None:
+    claims.check_a_slice_shows_what_its_batch_shows(name, layout, seed)
+
+
+@given(seed=SEEDS)
+@budget(0.2, least=4)
+def test_a_slice_finds_documents_that_see_each_other(seed: int) -> None:
+    claims.check_a_slice_shows_which_documents_see_each_other(seed)
+
+
+@given(
+    lines=st.sampled_from(["plain", "right", "left", "ragged", "packed"]).flatmap(
+        lambda mode: rows(mode, max_length=12, max_rows=5)
+    ),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 6)),
+    form=st.sampled_from(claims.FORMS),
+)
+@example(("..pprr", "pprr..", "pr...."), (1, 3), "plain")
+@example(("pr|pprr", "pppp|pr"), (1, 3), "pairs")
+@example(("pprrr", "prrrr"), (1, 2), "unknown")
+def test_a_slice_is_cut_alike(lines: tuple[str, ...], size: tuple[int, int], form: str) -> None:
+    claims.check_a_slice_is_a_part_of_its_batch(lines, *size, form)

@@ -1,0 +1,229 @@
+"""Time on real language models: forward, step and all ways of valuing, in turn in one run.
+
+Batches are 4 x 160 and 2 x 512 tokens of real rows (``real_rows``). A step is forward, loss over
+the response tokens and backward of all parameters, without an optimizer. Everything is run once to
+count its FLOPs, then timed round by round, so that each ratio is of two times of one round.
+
+The other side of every row is the step as PyTorch runs it, with logits at all positions. Our floor
+forms the head at the positions that predict a response token, once for training and valuing, so it
+can lie below what the step's own head costs. What it is with the step's head stands in the note.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.demo.models import models_folder
+from alphatoken.estimate.estimators import ESTIMATORS
+from benchmarks.cases import scoring_floor
+from benchmarks.floors import Shape
+from benchmarks.measure import Run, compared, flops, in_turn
+from benchmarks.peak import LAYERS, observed_step, plain_step
+from benchmarks.real_rows import batches, source
+
+__all__ = ["GEMMA3", "MODELS", "SIZES", "SMOLLM2", "Real", "rows_of"]
+
+Row = dict[str, Any]
+
+SIZES = ((4, 160), (2, 512))
+"""Rows and tokens of the batches."""
+
+QUICK = ((1, 96),)
+"""For ``--quick``."""
+
+
+@dataclass(frozen=True)
+class Real:
+    """One model.
+
+    Attributes:
+        key: what the names of its rows begin with.
+        name: of its folder.
+        estimators: that are measured at the first of the sizes; at the others "alphatoken" and
+            "label" alone.
+    """
+
+    key: str
+    name: str
+    estimators: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies; it need not."""
+        return models_folder() / self.name
+
+    def here(self) -> bool:
+        """Whether it lies there; one line is printed where it does not."""
+        if self.folder.is_dir():
+            return True
+        print(f"# {self.name} is not in {self.folder.parent}: left out", file=sys.stderr)
+        return False
+
+    def load(self, device: torch.device) -> Any:
+        """The model in float32, in training mode."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        return model.to(device).train()
+
+    def batches(self, rows: int, length: int, device: torch.device) -> list[dict[str, Tensor]]:
+        """The batch that is trained on, and the validation batch."""
+        from transformers import AutoTokenizer
+
+        found = batches(AutoTokenizer.from_pretrained(self.folder), rows, length)
+        return [{name: x.to(device) for name, x in batch.items()} for batch in found]
+
+
+SMOLLM2 = Real("smollm2", "SmolLM2-135M-Instruct", ESTIMATORS)
+GEMMA3 = Real("gemma3", "gemma-3-270m", ("alphatoken", "direct", "path", "label"))
+MODELS = {model.key: model for model in (SMOLLM2, GEMMA3)}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One piece of work that is timed.
+
+    Attributes:
+        row: name of its row, after the model's key.
+        what: of its size.
+        work: run once a round.
+        floor: FLOPs that it cannot do without, of a shape.
+    """
+
+    row: str
+    what: str
+    work: Callable[[], Any]
+    floor: Callable[[Shape], float]
+
+
+def rows_of(run: Run, real: Real) -> Iterator[Row]:
+    """All rows of one model; none where it is not here."""
+    if not real.here():
+        return
+    model = real.load(run.device)
+    for index, (rows, length) in enumerate(QUICK if run.quick else SIZES):
+        estimators = ("alphatoken", "label") if index or run.quick else real.estimators
+        yield from _of_batch(run, real, model, (rows, length), estimators)
+
+
+def _of_batch(
+    run: Run, real: Real, model: Any, size: tuple[int, int], estimators: tuple[str, ...]
+) -> Iterator[Row]:
+    batch, validation = real.batches(*size, run.device)
+    sides = {
+        "step": Side("step", "", partial(plain_step, model, batch), lambda shape: shape.step),
+        **{f"{s.row} {s.what}": s for s in _sides(model, batch, validation, estimators)},
+    }
+    counted = {name: flops(side.work) for name, side in sides.items()}
+    repeats = run.pairs(2)
+    seconds = in_turn({name: side.work for name, side in sides.items()}, repeats=repeats)
+    # G is a row of its own; what the first use takes beside it is the difference, round by round.
+    for name in [name for name, side in sides.items() if side.row == "first_use"]:
+        built = f"validation {sides[name].what}"
+        counted[name] -= counted[built]
+        seconds[name] = [a - b for a, b in zip(seconds[name], seconds[built], strict=True)]
+    shape = Shape.of(model, *size)
+    responses = int((batch["labels"][:, 1:] != -100).sum())
+    text = f"{size[0]} x {size[1]} tokens of {source()}, {responses} of them response"
+    forward = next(name for name, side in sides.items() if side.row == "forward")
+    for name, side in sides.items():
+        if side.row != "step":
+            yield {
+                "name": f"{real.key}_{side.row}",
+                "size": f"{side.what}; {text}" if side.what else text,
+                **compared(seconds[name], seconds["step"]),
+                **_floors(side, shape, responses),
+                "flops": counted[name],
+                "flops_other": counted["step"],
+                "tokens": shape.tokens,
+                **_note(side, shape, counted[name] / counted["step"]),
+                "ratio_forward": compared(seconds[name], seconds[forward])["ratio"],
+            }
+
+
+def _floors(side: Side, shape: Shape, responses: int) -> Row:
+    """Over the step as it runs; the rows of ``observe`` have their target from it."""
+    floor = side.floor(shape if side.row == "forward" else shape.with_responses(responses))
+    floor /= shape.step
+    return {"floor": floor, **({"target": 1.05 * floor} if side.row == "observe_k3" else {})}
+
+
+def _note(side: Side, shape: Shape, counted: float) -> Row:
+    full = side.floor(shape) / shape.step
+    said = f"FLOPs counted: {counted:.3f}x; floor with the head at all positions: {full:.3f}"
+    if side.row == "first_use":
+        said += "; Scorer made, proofs and values of the batch, G taken off"
+    return {"note": said, "floor_full_head": full}
+
+
+def _sides(
+    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor], estimators: tuple[str, ...]
+) -> Iterator[Side]:
+    depth = model.config.num_hidden_layers
+    yield Side("forward", "", partial(_forward, model, batch), lambda shape: shape.forward)
+    for estimator in estimators:
+        scorer = Scorer(model, validation, None, ScorerConfig(estimator=estimator, layers=LAYERS))
+        scorer.score(batch)  # builds G and proves coverage
+        what = f"{estimator}, K={LAYERS}"
+        yield Side("score_k3", what, partial(scorer.score, batch), partial(_scored, estimator))
+        step = partial(observed_step, scorer, model, batch, components=True)
+        yield Side("observe_k3", what, step, partial(_observed, estimator))
+        if estimator != estimators[0]:
+            continue
+        yield Side("validation", what, partial(_build, scorer), _gradient)
+        first = partial(_first_use, model, batch, validation, estimator)
+        yield Side("first_use", what, first, partial(_scored, estimator))
+    for row, parameters, floor in (
+        ("label_linears", "linears", lambda shape: shape.dual_forward(depth)),
+        ("label_all", "all", lambda shape: shape.dual_forward_all),
+    ):
+        config = ScorerConfig(estimator="label", layers="all", parameters=parameters)
+        scorer = Scorer(model, validation, None, config)
+        scorer.score(batch)
+        yield Side(row, f"label, {parameters}", partial(scorer.score, batch), floor)
+
+
+def _forward(model: Any, batch: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"], use_cache=False)
+
+
+def _build(scorer: Scorer) -> None:
+    scorer.refresh()
+    _ = scorer.direction
+
+
+def _first_use(
+    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor], estimator: str
+) -> None:
+    config = ScorerConfig(estimator=estimator, layers=LAYERS)
+    Scorer(model, validation, None, config).score(batch)
+
+
+# --- floors --------------------------------------------------------------------------------------
+
+
+def _scored(estimator: str, shape: Shape) -> float:
+    """A forward of its own, and values at K = 3."""
+    if estimator == "label":
+        return shape.dual_forward(LAYERS)
+    return shape.forward + shape.partial_backward(LAYERS) + shape.contraction(LAYERS)
+
+
+def _observed(estimator: str, shape: Shape) -> float:
+    """A step, and the values of its forward: the head's error is formed once."""
+    return shape.step + scoring_floor(shape, LAYERS, estimator)
+
+
+def _gradient(shape: Shape) -> float:
+    """G at K = 3."""
+    return shape.forward + shape.backward(LAYERS, embeddings=False)

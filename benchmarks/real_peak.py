@@ -1,0 +1,103 @@
+"""Peak memory on a real language model: one piece of work in a fresh process, printed as JSON.
+
+    python -m benchmarks.real_peak smollm2 label 4 160
+
+``step`` is a plain training step, an estimator the same with observed values at K = 3, G built in
+it, ``label_all`` label values over all parameters, scored by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.estimate.estimators import ESTIMATORS
+from benchmarks.measure import Run
+from benchmarks.peak import LAYERS, fresh_environment, observed_step, peak_mib, plain_step
+from benchmarks.real import MODELS, QUICK, SIZES, Real
+from benchmarks.real_rows import source
+
+__all__ = ["real_memory"]
+
+
+def real_memory(run: Run) -> Iterator[dict[str, Any]]:
+    """Peak memory of fresh processes on real models: steps with values at K = 3, and without."""
+    for real in MODELS.values():
+        if not real.here():
+            continue
+        for index, size in enumerate(QUICK if run.quick else SIZES):
+            few = ("alphatoken", "label")
+            estimators = few if index or run.quick else real.estimators
+            plain = _peak(real, "step", size, run.device)
+            for what in (*estimators, "label_all"):
+                ours = _peak(real, what, size, run.device)
+                said = (
+                    "label over all parameters, scored"
+                    if what == "label_all"
+                    else (f"{what}, K={LAYERS}, observed")
+                )
+                yield {
+                    "name": f"{real.key}_peak_memory",
+                    "size": f"{said}; {size[0]} x {size[1]} tokens of {source()}",
+                    "ours": ours,
+                    "other": plain,
+                    "ratio": ours / plain,
+                    "floor": 1.0,
+                    "unit": "MiB",
+                    "note": "MiB of the whole process, G built in it, against a plain step's",
+                }
+
+
+def _peak(real: Real, what: str, size: tuple[int, int], device: torch.device) -> float:
+    """MiB of a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.real_peak", real.key, what, *map(str, size)]
+    command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=fresh_environment()
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
+
+
+def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> None:
+    """Run ``what`` once."""
+    model = real.load(device)
+    batch, validation = real.batches(*size, device)
+    if what == "step":
+        plain_step(model, batch)
+    elif what == "label_all":
+        config = ScorerConfig(estimator="label", layers="all", parameters="all")
+        Scorer(model, validation, None, config).score(batch)
+    else:
+        scorer = Scorer(model, validation, None, ScorerConfig(estimator=what, layers=LAYERS))
+        observed_step(scorer, model, batch, components=True)
+
+
+def main() -> None:
+    """Do one thing and print the peak."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all"])
+    parser.add_argument("rows", type=int)
+    parser.add_argument("length", type=int)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    real, size = MODELS[options.model], (options.rows, options.length)
+    work(real, options.what, size, options.device)
+    on_gpu = options.device.type == "cuda"
+    mib = torch.cuda.max_memory_allocated(options.device) / 2**20 if on_gpu else peak_mib()
+    print(json.dumps({"mib": mib}))
+
+
+if __name__ == "__main__":
+    main()

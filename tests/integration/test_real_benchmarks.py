@@ -1,0 +1,99 @@
+"""Rows of the benchmarks on real models: real text, every side counted, floors that are floors.
+
+On the small decoder that is trained here; the real models take minutes, and only the command
+measures them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from alphatoken.estimate.estimators import ESTIMATORS
+from benchmarks import real, real_peak, real_rows
+from benchmarks.measure import Run
+from benchmarks.targets import TARGETS, judged
+
+QUICK = Run(torch.device("cpu"), quick=True)
+
+
+@pytest.fixture
+def small(library_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> real.Real:
+    """The small decoder in SmolLM2's place, on rows of the standard library."""
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(library_decoder.parent))
+    monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
+    return real.Real("smollm2", library_decoder.name, ESTIMATORS)
+
+
+def test_rows_are_whole_and_the_two_batches_share_nothing(library_decoder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    batch, validation = real_rows.batches(tokenizer, 4, 160)
+    for one in (batch, validation):
+        assert set(one) == {"input_ids", "labels"}
+        assert one["input_ids"].shape == one["labels"].shape == (4, 160)
+        response = one["labels"] != -100
+        assert torch.equal(one["labels"][response], one["input_ids"][response])
+        assert bool(response.any(-1).all())
+        assert not bool(response[:, 0].any()), "a row begins with its problem"
+    rows = {tuple(row) for one in (batch, validation) for row in one["input_ids"].tolist()}
+    assert len(rows) == 8
+
+
+def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) -> None:
+    found = list(real.rows_of(QUICK, small))
+    names = {row["name"].removeprefix("smollm2_") for row in found}
+    assert names == {
+        "forward", "score_k3", "observe_k3", "validation", "first_use", "label_linears", "label_all"
+    }  # fmt: skip
+    for row in found:
+        counted = row["flops"] / row["flops_other"]
+        # What is counted forms the head everywhere; the floor where a response is predicted.
+        assert row["floor"] <= row["floor_full_head"] <= counted * (1 + 1e-9), row["size"]
+        assert row["ratio"] > 0
+        assert row["pairs"] == 1
+        assert "of the standard library, " in row["size"]
+    exact = [r for r in found if r["name"].endswith(("_forward", "_validation"))]
+    for row in exact:
+        assert row["flops"] / row["flops_other"] == pytest.approx(row["floor_full_head"], rel=1e-12)
+    observed = next(row for row in found if row["name"].endswith("observe_k3"))
+    assert judged(observed)["target"] == pytest.approx(1.05 * observed["floor"])
+    assert judged(next(r for r in found if r["name"].endswith("label_all")))["target"] == 1.1
+
+
+def test_a_model_that_is_not_here_is_left_out_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path))
+    assert list(real.rows_of(QUICK, real.GEMMA3)) == []
+    said = capsys.readouterr().err
+    assert said == f"# gemma-3-270m is not in {tmp_path}: left out\n"
+    assert list(real_peak.real_memory(QUICK)) == []
+
+
+def test_every_promise_on_real_models_is_of_a_row_that_is_made() -> None:
+    promised = {name for name in TARGETS if name.startswith(("smollm2_", "gemma3_"))}
+    rows = ("label_all", "observe_k3", "first_use", "peak_memory")
+    assert promised == {f"{key}_{row}" for key in real.MODELS for row in rows}
+
+
+@pytest.mark.slow
+def test_peaks_are_of_fresh_processes(small: real.Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A child looks its model up by key, so the folder has to bear the name that it knows.
+    folder = small.folder.parent / real.SMOLLM2.name
+    made = not folder.exists()
+    if made:
+        folder.symlink_to(small.folder, target_is_directory=True)
+    monkeypatch.setattr(real_peak, "MODELS", {"smollm2": real.SMOLLM2})
+    try:
+        found: list[dict[str, Any]] = list(real_peak.real_memory(QUICK))
+    finally:
+        if made:
+            folder.unlink()
+    assert [row["size"].split(",")[0] for row in found] == [
+        "alphatoken", "label", "label over all parameters"
+    ]  # fmt: skip
+    assert all(row["ours"] > 50 and row["other"] > 50 for row in found)  # MiB, of a process
