@@ -152,8 +152,18 @@ def _first() -> bool:
 
 
 def _train(arguments: Any, kind: type[Any]) -> None:
-    """Read, build the trainer, train, save."""
+    """Read, say what it will take, build the trainer, train, save."""
+    from alphatoken.cli.expecting import expect_training, expect_training_memory
+    from alphatoken.cli.launching import layout_of
+    from alphatoken.cli.planning import known_plan
+
+    layout = layout_of(arguments)
+    plan = known_plan(arguments, layout)
+    if plan is not None:
+        expect_training_memory(plan, arguments)
     trainer, notes = build_trainer(arguments, kind)
+    if plan is not None:
+        expect_training(trainer, plan, layout)
     first = trainer.accelerator.is_main_process
     for note in notes if first else ():
         _note(note)
