@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory_model --commands models/gemma-3-270m [--only score]
 
-runs ``score`` (each estimator), ``fisher``, ``sft`` and ``dpo`` on a real model, a process each, and
-prints what each said before it started beside what it took.
+runs ``score`` (each estimator), ``fisher``, ``sft`` and ``dpo`` on a real model, a process each,
+and prints what each said before it started beside what it took.
 """
 
 from __future__ import annotations
@@ -314,6 +314,11 @@ COMMANDS = {
 }
 """What is run; words in capitals stand for files."""
 
+_WITH_PEAK = (
+    "import sys; from alphatoken.cli import main; from benchmarks.peak import peak_mib; "
+    "status = main(sys.argv[1:]); print(peak_mib()); sys.exit(status)"
+)
+
 
 def commands_against_what_they_said(model: Path, only: str = "") -> Iterator[Row]:
     """Each command in a fresh process: what it said it would hold at most, over what it held."""
@@ -323,12 +328,8 @@ def commands_against_what_they_said(model: Path, only: str = "") -> Iterator[Row
         with tempfile.TemporaryDirectory() as folder:
             files = _files(Path(folder))
             given = [files.get(word, word) for word in words.split()]
-            code = (
-                "import sys; from alphatoken.cli import main; from benchmarks.peak import peak_mib; "
-                "status = main(sys.argv[1:]); print(peak_mib()); sys.exit(status)"
-            )
             done = subprocess.run(
-                [sys.executable, "-c", code, *given, "--model_name_or_path", str(model)],
+                [sys.executable, "-c", _WITH_PEAK, *given, "--model_name_or_path", str(model)],
                 capture_output=True,
                 text=True,
                 check=False,
