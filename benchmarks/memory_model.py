@@ -347,7 +347,7 @@ def _files(folder: Path) -> dict[str, str]:
     """Rows longer than the limit, so that every batch is as large as it may be."""
     from alphatoken.data.stdlib import code_rows
 
-    long = [row for row in code_rows(4000) if len(row.response) > 8 * _LENGTH][:24]
+    long = [row for row in code_rows(3000) if len(row.response) > 8 * _LENGTH][:24]
     rows = [{"prompt": row.prompt[:200], "response": row.response} for row in long]
     pairs = [
         {"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"]}

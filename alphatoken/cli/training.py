@@ -158,10 +158,10 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     from alphatoken.cli.planning import known_plan
 
     layout = layout_of(arguments)
-    plan = known_plan(arguments, layout)
+    plan, tokenizer = known_plan(arguments, layout), _tokenizer(arguments)  # that may be large
     if plan is not None:
         expect_training_memory(plan, arguments)
-    trainer, notes = build_trainer(arguments, kind)
+    trainer, notes = build_trainer(arguments, kind, tokenizer)
     if plan is not None:
         expect_training(trainer, plan, layout)
     first = trainer.accelerator.is_main_process
@@ -214,8 +214,10 @@ def _warnings_as_notes(first: bool) -> Iterator[None]:
         warnings.showwarning = shown
 
 
-def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
+def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tuple[Any, list[str]]:
     """The trainer with its model and data, and what is to be said about the data.
+
+    A ``tokenizer`` that is loaded already is not loaded again.
 
     Raises:
         AlphaTokenError: model or data cannot be used.
@@ -227,7 +229,8 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     from alphatoken.train.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
-    tokenizer = _tokenizer(arguments)
+    if tokenizer is None:
+        tokenizer = _tokenizer(arguments)
     data = load_run_data(arguments, tokenizer)
     if data.several_turns:
         args.assistant_only_loss = True

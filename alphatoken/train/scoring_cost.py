@@ -79,7 +79,9 @@ def scoring_flops(
     values = gradient
     if config.estimator == "label":
         below = sum(work.linear[i] + 3 * work.attention[i] for i in layers)
-        values = work.forward + below + work.head + scored
+        # torch runs both products of the head's tangent, also where its weight has none.
+        head = work.head if over_all else 2 * work.head
+        values = work.forward + below + head + scored
     objective = 0.0 if config.objective == "stability" else gradient
     return values * train.tokens + objective * validation.tokens
 

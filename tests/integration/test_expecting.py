@@ -121,7 +121,7 @@ def test_the_time_said_is_flops_over_the_speed_of_a_forward(
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     shape = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
+        "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }  # fmt: skip
