@@ -106,8 +106,8 @@ def scoring_memory(
 ) -> Memory:
     """Predict what a process holds at most while it scores, the libraries apart.
 
-    Exactness: within 10 % of measured processes for the settings of
-    ``tests/integration/test_memory_model.py``; elsewhere an estimate.
+    Exactness: within 10 % of measured processes on SmolLM2-135M and Gemma 3 270M, 4 rows of 160
+    tokens, one CPU (``python -m benchmarks.memory_model --commands``); elsewhere an estimate.
     """
     values = _weights(adapter) if config.parameters == "all" else float(_scored(scope))
     whole = scope_of(scope, config)
