@@ -1,19 +1,28 @@
-"""The plan's prediction of peak memory against real processes that take two training steps."""
+"""Predicted peak memory against fresh processes: training steps, and whole commands.
+
+    python -m benchmarks.memory_model --commands models/gemma-3-270m [--only score]
+
+runs ``score`` (each estimator), ``fisher``, ``sft`` and ``dpo`` on a real model, a process each,
+and prints what each said before it started beside what it took.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.peak import fresh_environment, peak_mib
 
 Row = dict[str, Any]
@@ -276,11 +285,95 @@ def memory_model(settings: Sequence[Setting] = SPREAD) -> Iterator[Row]:
 CASES = (memory_model,)
 
 
+# --- whole commands on a real model ---------------------------------------------------------------
+
+_LENGTH = 160
+_SCORE = (
+    "score --train_file ROWS --validation_file HELD --output_dir OUT --limit 4 --batch_size 4 "
+    f"--max_length {_LENGTH} --no_report --format jsonl --on_empty skip"
+)
+_FISHER = (
+    "fisher --data ROWS --output_file OUT --samples 4 --batch_size 4 "
+    f"--max_new_tokens 8 --max_length {_LENGTH}"
+)
+_TRAIN = (
+    "--output_dir OUT --dtype float32 --use_cpu true --bf16 false --max_steps 2 "
+    f"--max_length {_LENGTH} --validation_batch_size 2 --held_out_share 0 --retention none "
+    "--gradient_checkpointing false --report_to none --save_strategy no --export_values false"
+)
+_SFT = f"sft --train_file ROWS --validation_data HELD --per_device_train_batch_size 2 {_TRAIN}"
+COMMANDS = {
+    **{f"score {name}": f"{_SCORE} --estimator {name}" for name in ESTIMATORS},
+    "score label, all parameters": f"{_SCORE} --estimator label --layers all --parameters all",
+    "fisher": _FISHER,
+    "fisher of labels": f"{_FISHER} --labels token",
+    "sft": _SFT,
+    "sft label": f"{_SFT} --estimator label",
+    "dpo": f"dpo --train_file PAIRS --validation_data HELD_PAIRS --per_device_train_batch_size 1 "
+    f"{_TRAIN}",
+}
+"""What is run; words in capitals stand for files."""
+
+_WITH_PEAK = (
+    "import sys; from alphatoken.cli import main; from benchmarks.peak import peak_mib; "
+    "status = main(sys.argv[1:]); print(peak_mib()); sys.exit(status)"
+)
+
+
+def commands_against_what_they_said(model: Path, only: str = "") -> Iterator[Row]:
+    """Each command in a fresh process: what it said it would hold at most, over what it held."""
+    for name, words in COMMANDS.items():
+        if only not in name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            files = _files(Path(folder))
+            given = [files.get(word, word) for word in words.split()]
+            done = subprocess.run(
+                [sys.executable, "-c", _WITH_PEAK, *given, "--model_name_or_path", str(model)],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=fresh_environment(HF_HUB_OFFLINE="1"),
+            )
+        said = re.search(r"at most (\S+) GiB of memory", done.stderr)
+        if done.returncode or said is None:
+            raise RuntimeError(done.stderr[-2000:])
+        peak = float(done.stdout.strip().splitlines()[-1])
+        ours = 1024 * float(said[1])
+        yield {"name": name, "size": model.name, "ours": ours, "other": peak, "ratio": ours / peak}
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Rows longer than the limit, so that every batch is as large as it may be."""
+    from alphatoken.data.stdlib import code_rows
+
+    long = [row for row in code_rows(3000) if len(row.response) > 8 * _LENGTH][:24]
+    rows = [{"prompt": row.prompt[:200], "response": row.response} for row in long]
+    pairs = [
+        {"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"]}
+        for a, b in zip(rows, rows[1:] + rows[:1], strict=True)
+    ]
+    parts = {
+        "ROWS": rows[:16], "HELD": rows[16:], "PAIRS": pairs[:12], "HELD_PAIRS": pairs[16:20],
+    }  # fmt: skip
+    for name, some in parts.items():
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return {name: str(folder / f"{name}.jsonl") for name in parts} | {"OUT": str(folder / "out")}
+
+
 def main() -> None:
-    """Two steps in this process; prints its peak memory."""
+    """Two steps in this process; prints its peak memory. With --commands: see above."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("setting", type=json.loads)
-    given = parser.parse_args().setting
+    parser.add_argument("setting", type=json.loads, nargs="?")
+    parser.add_argument("--commands", type=Path, help="folder of a real model")
+    parser.add_argument("--only", default="", help="commands whose name has this in it")
+    options = parser.parse_args()
+    if options.commands is not None:
+        for row in commands_against_what_they_said(options.commands, options.only):
+            print(json.dumps(row), flush=True)
+        return
+    given = options.setting
     setting = Setting(**{field.name: given[field.name] for field in fields(Setting)})
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -59,15 +59,27 @@ def data_dir() -> Path:
     return data_folder()
 
 
+def _real_model(name: str) -> Path:
+    folder = models_folder() / name
+    if not folder.is_dir():
+        pytest.skip(f"{name} is not in {folder.parent}: `make models` puts it there")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct, which `make models` fetches; elsewhere the test skips."""
     from alphatoken.demo.models import SMOLLM2
 
-    folder = models_folder() / SMOLLM2.name
-    if not folder.is_dir():
-        pytest.skip(f"{SMOLLM2.name} is not in {folder.parent}: `make models` reached no registry")
-    return folder
+    return _real_model(SMOLLM2.name)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Folder of Gemma 3 270M, for slow tests; continuous integration does not fetch it."""
+    from alphatoken.demo.models import GEMMA3
+
+    return _real_model(GEMMA3.name)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ __all__ = [
     "FORMER",
     "LAYERS",
     "EarlierOptions",
+    "MemoryOptions",
     "ModelOptions",
     "ReadingOptions",
     "RunningOptions",
@@ -89,6 +90,13 @@ class EarlierOptions:
 
     resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
     overwrite_output: bool = option(False, "replace it", either="earlier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """What is refused before it starts."""
+
+    memory_check: bool = option(True, "refuse work that will not fit into memory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-from alphatoken.cli.common import LAYERS, ModelOptions, ReadingOptions, RunningOptions
+from alphatoken.cli.common import (
+    LAYERS,
+    MemoryOptions,
+    ModelOptions,
+    ReadingOptions,
+    RunningOptions,
+)
 from alphatoken.cli.options import option, read_options
 
 __all__ = ["FisherOptions", "run"]
@@ -38,7 +44,7 @@ class _Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
+class FisherOptions(ModelOptions, _Fit, ReadingOptions, MemoryOptions, RunningOptions):
     """Everything that ``alphatoken fisher`` is told."""
 
 

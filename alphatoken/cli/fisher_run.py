@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from alphatoken import fit_fisher
+from alphatoken.cli.expecting import expect_fisher
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
 from alphatoken.data import (
@@ -44,6 +45,17 @@ def run(options: FisherOptions) -> None:
     model = read_model(options)
     given = _sequences if options.labels == "token" else _prompts
     prompts, used = given(rows, tokenizer, encoding(options, model))
+    expect_fisher(
+        model,
+        prompts,
+        layers=layers,
+        structure=options.structure,
+        samples=options.samples,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        check=options.memory_check,
+        quiet=options.quiet,
+    )
     fisher = fit_fisher(
         model,
         prompts,

@@ -20,7 +20,7 @@ from alphatoken.train.cost import Layout
 from alphatoken.train.loading import freeze_unreached
 from alphatoken.train.plan import Plan, make_plan
 
-__all__ = ["meta_model", "plan_run", "show_plan"]
+__all__ = ["known_plan", "meta_model", "plan_run", "show_plan"]
 
 
 def plan_run(arguments: Arguments, layout: Layout) -> Plan:
@@ -47,6 +47,18 @@ def plan_run(arguments: Arguments, layout: Layout) -> Plan:
     plan.model["shape_from"] = source
     plan.notes.extend(_notes(arguments, given))
     return plan
+
+
+def known_plan(arguments: Arguments, layout: Layout) -> Plan | None:
+    """The plan, or None where the model's shape is not here before the run has fetched it.
+
+    Raises:
+        ConfigError, CoverageError, UnsupportedError: what the run itself would refuse.
+    """
+    try:
+        return plan_run(arguments, layout)
+    except ModelError:
+        return None
 
 
 def show_plan(plan: Plan, *, as_json: bool) -> None:

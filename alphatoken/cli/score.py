@@ -9,6 +9,7 @@ from typing import Literal
 
 from alphatoken.cli.common import (
     EarlierOptions,
+    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -111,6 +112,7 @@ class ScoreOptions(
     TrainingRowOptions,
     _Output,
     EarlierOptions,
+    MemoryOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told."""

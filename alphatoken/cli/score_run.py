@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
+from alphatoken.cli.expecting import expect_scoring
 from alphatoken.cli.folder import (
     collected_warnings,
     examples_digest,
@@ -86,6 +87,7 @@ def run(options: ScoreOptions) -> None:
     kind = _kind(options)
     job = _read(options)
     folder, settings = Path(options.output_dir), _settings(options, config, kind, job)
+    _expect(folder, kind, config, job, options)
     _open(folder, settings, options)
     with collected_warnings() as warned:
         scorer = _scorer(job, config, options)
@@ -232,6 +234,31 @@ def _open(folder: Path, settings: dict[str, Any], options: ScoreOptions) -> None
         write_json(manifest, {"settings": settings}, default=str)
 
 
+def _expect(folder: Path, kind: str, config: ScorerConfig, job: Job, options: ScoreOptions) -> None:
+    """Say what the rows that no finished file holds will take; nothing is written before."""
+    left = [
+        example
+        for number, start in enumerate(range(0, len(job.train), options.shard_size))
+        if not (options.resume and _part(folder, number, kind).exists())
+        for example in job.train[start : start + options.shard_size]
+    ]
+    if left:
+        expect_scoring(
+            job.model,
+            config,
+            left,
+            job.validation,
+            job.fisher,
+            batch_size=options.batch_size,
+            check=options.memory_check,
+            quiet=options.quiet,
+        )
+
+
+def _part(folder: Path, number: int, kind: str) -> Path:
+    return folder / "values" / f"part-{number:05d}.{kind}"
+
+
 def _scorer(job: Job, config: ScorerConfig, options: ScoreOptions) -> Scorer:
     held = [_moved(batch, job.model) for batch in batches(job.validation, options.batch_size)]
     return Scorer(job.model, validation=held, retention=job.fisher, config=config)
@@ -250,7 +277,7 @@ def _score(folder: Path, kind: str, scorer: Scorer, job: Job, options: ScoreOpti
     try:
         for number, start in enumerate(range(0, total, size)):
             shard = job.train[start : start + size]
-            path = folder / "values" / f"part-{number:05d}.{kind}"
+            path = _part(folder, number, kind)
             if path.exists():
                 done += len(shard)
                 tracker.resume(done)

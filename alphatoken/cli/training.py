@@ -152,8 +152,18 @@ def _first() -> bool:
 
 
 def _train(arguments: Any, kind: type[Any]) -> None:
-    """Read, build the trainer, train, save."""
-    trainer, notes = build_trainer(arguments, kind)
+    """Read, say what it will take, build the trainer, train, save."""
+    from alphatoken.cli.expecting import expect_training, expect_training_memory
+    from alphatoken.cli.launching import layout_of
+    from alphatoken.cli.planning import known_plan
+
+    layout = layout_of(arguments)
+    plan, tokenizer = known_plan(arguments, layout), _tokenizer(arguments)  # that may be large
+    if plan is not None:
+        expect_training_memory(plan, arguments)
+    trainer, notes = build_trainer(arguments, kind, tokenizer)
+    if plan is not None:
+        expect_training(trainer, plan, layout)
     first = trainer.accelerator.is_main_process
     for note in notes if first else ():
         _note(note)
@@ -204,8 +214,10 @@ def _warnings_as_notes(first: bool) -> Iterator[None]:
         warnings.showwarning = shown
 
 
-def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
+def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tuple[Any, list[str]]:
     """The trainer with its model and data, and what is to be said about the data.
+
+    A ``tokenizer`` that is loaded already is not loaded again.
 
     Raises:
         AlphaTokenError: model or data cannot be used.
@@ -217,7 +229,8 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     from alphatoken.train.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
-    tokenizer = _tokenizer(arguments)
+    if tokenizer is None:
+        tokenizer = _tokenizer(arguments)
     data = load_run_data(arguments, tokenizer)
     if data.several_turns:
         args.assistant_only_loss = True

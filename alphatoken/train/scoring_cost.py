@@ -1,0 +1,227 @@
+"""What ``alphatoken score`` and ``alphatoken fisher`` cost: FLOPs and bytes, from shapes alone.
+
+Beside :mod:`alphatoken.train.cost`, which tells the same of training. FLOPs are those of the matrix
+products; the proofs of a first pass, which run on a few short rows, are left out, and so are
+norms, softmax and the band of attention weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from alphatoken.config import ScorerConfig
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.model.capture import Scope
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.train.activations import Shape, kept_activations
+from alphatoken.train.cost import DUAL_LOGITS, LOSS_BLOCK, Memory, Work, guessed_activations
+
+__all__ = [
+    "Batches",
+    "fisher_flops",
+    "fisher_memory",
+    "scope_of",
+    "scoring_flops",
+    "scoring_memory",
+]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sequences in batches of one size, each padded to its longest.
+
+    Attributes:
+        rows: of the largest batch.
+        length: tokens of a row of it.
+        count: batches.
+        tokens: of all batches, padding included.
+    """
+
+    rows: int
+    length: int
+    count: int
+    tokens: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int) -> Batches:
+        """Of rows with these lengths, ``size`` a batch, in order.
+
+        >>> Batches.of([3, 5, 4], 2)
+        Batches(rows=2, length=5, count=2, tokens=14)
+        """
+        parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+        rows, length = max(((len(p), max(p)) for p in parts), key=lambda one: one[0] * one[1])
+        return cls(rows, length, len(parts), sum(len(part) * max(part) for part in parts))
+
+
+def scope_of(scope: Scope, config: ScorerConfig) -> Scope:
+    """What values are over: the scored linears, or with ``parameters="all"`` everything."""
+    return replace(scope, first=0) if config.parameters == "all" else scope
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def scoring_flops(
+    work: Work, scope: Scope, config: ScorerConfig, train: Batches, validation: Batches
+) -> float:
+    """FLOPs of the values of all rows, G included.
+
+    A token costs a forward, and errors through the scored layers with their contraction; or for
+    label values one more forward for the tangents of activations, and one for those of weights.
+    A validation token costs a forward, errors, and their gradient.
+    """
+    layers = tuple(range(scope_of(scope, config).first, len(work.linear)))
+    over_all = config.parameters == "all"
+    scored = work.weights if over_all else 2.0 * _scored(scope)
+    gradient = work.forward + work.errors(layers) + work.head + scored
+    values = gradient
+    if config.estimator == "label":
+        below = sum(work.linear[i] + 3 * work.attention[i] for i in layers)
+        # torch runs both products of the head's tangent, also where its weight has none.
+        head = work.head if over_all else 2 * work.head
+        values = work.forward + below + head + scored
+    objective = 0.0 if config.objective == "stability" else gradient
+    return values * train.tokens + objective * validation.tokens
+
+
+def fisher_flops(work: Work, scope: Scope, tokens: int) -> float:
+    """FLOPs of the gradients of all samples, ``tokens`` in all; drawing them comes beside."""
+    layers = tuple(range(scope.first, len(work.linear)))
+    scored = 2.0 * _scored(scope)
+    return tokens * (work.forward + work.errors(layers) + work.head + scored)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def scoring_memory(
+    adapter: DecoderAdapter,
+    scope: Scope,
+    config: ScorerConfig,
+    train: Batches,
+    validation: Batches,
+    fisher: FisherDrift | None,
+) -> Memory:
+    """Predict what a process holds at most while it scores, the libraries apart.
+
+    Exactness: within 10 % of measured processes on SmolLM2-135M and Gemma 3 270M, 4 rows of 160
+    tokens, one CPU (``python -m benchmarks.memory_model --commands``); elsewhere an estimate.
+    """
+    values = _weights(adapter) if config.parameters == "all" else float(_scored(scope))
+    whole = scope_of(scope, config)
+    head = _Head.of(adapter)
+    matrix = 4.0 * values
+    adapts = config.objective != "stability"
+    streamed = config.offload == "stream"
+    held = 0.0 if fisher is None or streamed else _bytes(fisher)
+    sides = adapts + (fisher is not None and not streamed)
+    building = 0.0
+    if adapts:
+        graph = _graph(adapter, whole, validation)
+        losses = head.losses(validation.rows * validation.length)
+        others = matrix if validation.count > 1 else 0.0
+        # The sums of the batches before lie beside the graph; those of this one come as it goes.
+        building = max(others + graph + losses, matrix + others)
+    positions = train.rows * train.length
+    if config.estimator == "label":
+        valuing = head.duals(positions)
+    else:
+        valuing = _graph(adapter, whole, train) + head.losses(positions)
+    return Memory(
+        weights=_weight_bytes(adapter),
+        gradients=0.0,
+        optimizer=0.0,
+        reference=0.0,
+        fisher=held,
+        directions=matrix * sides,
+        activations=0.0,
+        validation=building - matrix if adapts else 0.0,  # in place of what it becomes
+        valuing=valuing,
+    )
+
+
+def fisher_memory(
+    adapter: DecoderAdapter, scope: Scope, longest: int, response: int, structure: str
+) -> Memory:
+    """Predict what a process holds at most while it fits a Fisher, the libraries apart.
+
+    Args:
+        adapter: of the model.
+        scope: what the Fisher is of.
+        longest: tokens of the longest sequence whose gradient is taken.
+        response: tokens of it that are drawn, at most.
+        structure: "diagonal" or "kronecker".
+    """
+    sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
+    sums = 4.0 * sum(a * b if structure == "diagonal" else a * a + b * b for a, b in sizes)
+    head = _Head.of(adapter)
+    one = Batches(1, longest, 1, longest)
+    # Logits of the whole sequence and their gradient; of the response, in wide numbers: a copy,
+    # their log-softmax, and its gradient.
+    wide = head.width < 4
+    logits = (
+        2.0 * longest * head.vocabulary * head.width
+        + (3.0 + wide) * 4.0 * response * head.vocabulary
+    )
+    return Memory(
+        weights=_weight_bytes(adapter),
+        gradients=0.0,
+        optimizer=0.0,
+        reference=0.0,
+        fisher=sums,
+        directions=0.0,
+        activations=0.0,
+        valuing=max(_graph(adapter, scope, one) + logits, 8.0 * _scored(scope)),
+    )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The output projection: how wide its logits are."""
+
+    vocabulary: int
+    width: int
+
+    @classmethod
+    def of(cls, adapter: DecoderAdapter) -> _Head:
+        weight = adapter.model.get_output_embeddings().weight  # type: ignore[operator]
+        return cls(int(weight.shape[0]), int(weight.element_size()))
+
+    def losses(self, positions: int) -> float:
+        """Logits, their gradient, and one block of the losses' workspace."""
+        numbers = positions * self.vocabulary
+        return 2.0 * numbers * self.width + 4.0 * 2.5 * min(numbers, LOSS_BLOCK)
+
+    def duals(self, positions: int) -> float:
+        """Logits and their tangents while the head makes them: torch adds two products."""
+        return DUAL_LOGITS * positions * self.vocabulary * self.width
+
+
+def _graph(adapter: DecoderAdapter, scope: Scope, batches: Batches) -> float:
+    """Bytes that the graph of a batch keeps from the first scored layer on, logits apart."""
+    dtype = next(adapter.model.parameters()).dtype
+    shape = Shape(0, batches.rows, batches.length, dtype)
+    kept = kept_activations(adapter, scope, shape) or guessed_activations(adapter, scope, shape)
+    return kept.validation
+
+
+def _scored(scope: Scope) -> int:
+    return sum(int(linear.weight.numel()) for linear in scope.linears)
+
+
+def _weights(adapter: DecoderAdapter) -> float:
+    """Trained numbers of the model."""
+    return float(sum(p.numel() for p in adapter.model.parameters() if p.requires_grad))
+
+
+def _weight_bytes(adapter: DecoderAdapter) -> float:
+    return float(sum(p.numel() * p.element_size() for p in adapter.model.parameters()))
+
+
+def _bytes(fisher: FisherDrift) -> float:
+    factors = fisher.factors or {}
+    held = [*fisher.fisher.values(), *fisher.reference.values()]
+    held += [factor for pair in factors.values() for factor in pair]
+    return float(sum(t.numel() * t.element_size() for t in held))
