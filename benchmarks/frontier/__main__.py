@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ import torch
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
+from benchmarks.frontier.figures import collect, load, save
 from benchmarks.frontier.measure import measure, trained
+from benchmarks.frontier.page import write_page
+
 
 @dataclass(frozen=True)
 class Task:
@@ -83,21 +87,39 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
         gc.collect()
 
 
+def publish(work: Path, out: Path, model: Model) -> None:
+    """Figures of this model's draws, and the page of all models' figures."""
+    from transformers import AutoConfig
+
+    sizes = SimpleNamespace(config=AutoConfig.from_pretrained(model.folder()))
+    figures = collect(model, work / model.key, sizes)
+    if figures is None:
+        return
+    kept = load(out / "frontier.json") | {model.key: figures}
+    models = {key: kept[key] for key in MODELS if key in kept}
+    save(models, out / "frontier.json")
+    write_page(models, out / "frontier.md")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--draws", type=int, default=3, choices=range(1, 6), help="of each format (default: 3)"
+        "--draws", type=int, default=3, choices=range(1, 4), help="of each format (default: 3)"
     )
     parser.add_argument(
-        "--adam", type=int, default=1, choices=range(6), help="of them for Adam (default: 1)"
+        "--adam", type=int, default=1, choices=range(4), help="of them for Adam (default: 1)"
     )
     parser.add_argument("--work", type=Path, default=Path("build/frontier"))
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="of page and figures")
+    parser.add_argument("--page", action="store_true", help="of the draws that are there")
     options = parser.parse_args(words)
     try:
         for key in options.models:
-            run(options.work, MODELS[key], options.draws, options.adam)
+            if not options.page:
+                run(options.work, MODELS[key], options.draws, options.adam)
+            publish(options.work, options.out, MODELS[key])
     except AlphaTokenError as problem:
         print(problem, file=sys.stderr)
         return 1

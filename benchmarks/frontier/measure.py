@@ -23,7 +23,7 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
-from benchmarks.frontier.parts import part_values
+from benchmarks.frontier.parts import part_names, part_values
 
 __all__ = ["CAPTURED", "Shares", "measure", "trained"]
 
@@ -121,8 +121,8 @@ def _sum_error(columns: Mapping[str, Numbers], depth: int) -> float:
     Raises:
         NumericalError: they are two things.
     """
-    parts = [columns[f"label/layer {i}"] for i in range(depth)]
-    parts += [columns[f"label/{name}"] for name in ("norms", "embedding", "head")]
+    names = [name for name in part_names(depth) if name not in ("attention", "MLP")]
+    parts = [columns[f"label/{name}"] for name in names]
     size = np.abs(parts).sum(0).mean()
     error = float(np.abs(np.sum(parts, axis=0) - columns["total"]).max() / size)
     if not error <= _TOLERANCE:
@@ -152,8 +152,8 @@ def trained(model: Any, tokenizer: Any, report: Callable[[], None]) -> tuple[Any
     formats = formats_of(tokenizer)
     for step in range(_STEPS):
         name = formats[step % len(formats)]
-        # Draws that are not measured: there are at most five of them.
-        rows = draw_rows(name, 7 - step // len(formats), tokenizer).valued
+        # Draws that are not measured: there are at most three of them.
+        rows = draw_rows(name, 5 - step // len(formats), tokenizer).valued
         (batch,) = Subject(model, rows, rows, batch_size=VALUED).batches(rows)
         optimizer.zero_grad()
         model(**batch).loss.backward()

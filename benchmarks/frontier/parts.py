@@ -12,7 +12,7 @@ many dual forwards would, and the head is met once: its error is contracted with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,22 +26,12 @@ from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import evaluation_mode, hidden_of, with_hidden
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 
-__all__ = ["ACROSS", "Parts", "part_names", "part_values"]
+__all__ = ["Parts", "norm_groups", "part_names", "part_values"]
 
-ACROSS = ("query and key", "value and output", "MLP", "norms")
-"""Kinds of parameters, each over all layers; the first three make up the layers once more."""
+_ATTENTION, _MLP, _NORMS = range(3)  # kinds of a layer's parameters
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-_QUERY_KEY, _VALUE_OUTPUT, _MLP, _NORMS = ACROSS
-_KINDS = {
-    "q_proj": _QUERY_KEY,
-    "k_proj": _QUERY_KEY,
-    "v_proj": _VALUE_OUTPUT,
-    "o_proj": _VALUE_OUTPUT,
-}
-_CARRIED = (_QUERY_KEY, _VALUE_OUTPUT, _NORMS)
-_CODES = {kind: code for code, kind in enumerate(ACROSS)}
-
-_TOGETHER = 16  # tangents that go through a layer at a time
+_TOGETHER = 24  # tangents that go through a layer at a time
 _ROWS = 64  # positions that meet the head at a time: 64 MB of logits at a vocabulary of 262,144
 
 
@@ -53,12 +43,26 @@ class Parts:
     values: Tensor
 
 
-def part_names(depth: int) -> tuple[str, ...]:
-    """The columns: each layer's linears, each kind over all layers, embedding and head.
+def norm_groups(depth: int) -> list[range]:
+    """Layers whose norms make one part: the last three, and up to the last sixth, third, half..."""
+    cuts = {3, round(depth / 6), round(depth / 3), round(depth / 2), round(2 * depth / 3)}
+    starts = sorted({0, *(depth - cut for cut in cuts if 0 < cut < depth)})
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], depth], strict=True)]
 
-    The sum of a value is over the layers, the norms, the embedding and the head.
+
+def part_names(depth: int) -> tuple[str, ...]:
+    """The columns; the parts but for "attention" and "MLP" sum to the value.
+
+    Each layer's linears; the norms of groups of layers, and the final one; embedding and head. The
+    linears once more by kind: those of attention and of the MLP, over all layers.
     """
-    return (*(f"layer {i}" for i in range(depth)), *ACROSS, "embedding", "head")
+    layers = (f"layer {i}" for i in range(depth))
+    norms = (_norms_of(group) for group in norm_groups(depth))
+    return (*layers, *norms, "final norm", "embedding", "head", "attention", "MLP")
+
+
+def _norms_of(group: range) -> str:
+    return f"norms {group.start}-{group.stop - 1}"
 
 
 @torch.no_grad()
@@ -93,19 +97,39 @@ def part_values(
         tangent = functional_call(
             embedding, {"weight": moved[id(embedding.weight)]}, batch.inputs["input_ids"]
         )
-        # First the embedding, then the kinds but for the MLP's, then one layer after the other.
-        stack = torch.stack([tangent, *(torch.zeros_like(tangent) for _ in _CARRIED)])
-        for call in calls:
-            stack, last = _through(call, stack, moved)
+        names, stack = ["embedding"], tangent[None]
+        for place, call in enumerate(calls):
+            begun = _begun(place, len(calls))
+            names += begun
+            stack = torch.cat([stack, stack.new_zeros(len(begun), *tangent.shape)])
+            stack, last = _through(call, stack, _shifts(names, place).to(stack), moved)
             report()
-        columns = _tail(model.get_decoder().norm, head, last, stack, moved, batch)
-    first = 1 + len(_CARRIED)
-    layers, kinds = columns[:, first:-1], dict(zip(_CARRIED, columns[:, 1:first].T, strict=True))
-    # The layers' linears are of three kinds.
-    kinds[_MLP] = layers.sum(1) - kinds[_QUERY_KEY] - kinds[_VALUE_OUTPUT]
-    across = torch.stack([kinds[name] for name in ACROSS], 1)
-    values = torch.cat([layers, across, columns[:, :1], columns[:, -1:]], 1)
-    return Parts(part_names(len(calls)), values)
+        found = _tail(model.get_decoder().norm, head, last, stack, moved, batch)
+    columns = dict(zip([*names, "final norm", "head"], found.T, strict=True))
+    linears = torch.stack([columns[f"layer {i}"] for i in range(len(calls))]).sum(0)
+    columns["MLP"] = linears - columns["attention"]
+    order = part_names(len(calls))
+    return Parts(order, torch.stack([columns[name] for name in order], 1))
+
+
+def _begun(place: int, depth: int) -> list[str]:
+    """The parts whose first parameters lie in this layer."""
+    groups = [_norms_of(group) for group in norm_groups(depth) if group.start == place]
+    return [f"layer {place}", *groups, *(["attention"] if place == 0 else [])]
+
+
+def _shifts(names: Sequence[str], place: int) -> Tensor:
+    """(parts, kinds) 1 where a part holds this layer's parameters of a kind."""
+    found = torch.zeros(len(names), 3)
+    for row, name in zip(found, names, strict=True):
+        if name == f"layer {place}":
+            row[[_ATTENTION, _MLP]] = 1
+        elif name == "attention":
+            row[_ATTENTION] = 1
+        elif name.startswith("norms "):
+            first, last = map(int, name.removeprefix("norms ").split("-"))
+            row[_NORMS] = float(first <= place <= last)
+    return found
 
 
 def _by_parameter(model: nn.Module, direction: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -200,8 +224,10 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
 # --- tangents --------------------------------------------------------------------------------
 
 
-def _through(call: _Call, stack: Tensor, moved: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tangents (parts, b, t, d) at a layer's output, its own part the last; and the output.
+def _through(
+    call: _Call, stack: Tensor, shifts: Tensor, moved: Mapping[int, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Tangents (parts, b, t, d) at a layer's output, its own parameters' added; and the output.
 
     Each kind of parameters of the layer moves with a number of its own, which is 0:
     ``y = W x + s (M x)`` has the derivative ``M x`` along s, and costs no product a tangent.
@@ -211,10 +237,10 @@ def _through(call: _Call, stack: Tensor, moved: Mapping[int, Tensor]) -> tuple[T
 
     def run(hidden: Tensor, shift: Tensor) -> Tensor:
         def push(linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            return output + shift[_CODES[linears[linear]]] * pushed[linear]
+            return output + shift[linears[linear]] * pushed[linear]
 
         norms = {
-            name: p + shift[_CODES[_NORMS]] * scales[name]
+            name: p + shift[_NORMS] * scales[name]
             for name, p in call.layer.named_parameters()
             if name in scales
         }
@@ -223,25 +249,19 @@ def _through(call: _Call, stack: Tensor, moved: Mapping[int, Tensor]) -> tuple[T
                 hooks.enter_context(_hook(linear.register_forward_hook(push)))
             return call.run(hidden, norms)
 
-    still = torch.zeros(len(ACROSS)).to(stack)
+    still = torch.zeros_like(shifts[0])
 
     def carried(tangent: Tensor, shift: Tensor) -> Tensor:
         return jvp(run, (call.hidden, still), (tangent, shift))[1]
 
-    stack = torch.cat([stack, torch.zeros_like(stack[:1])])
-    shifts = stack.new_zeros(len(stack), len(ACROSS))
-    for place, kind in enumerate(_CARRIED, 1):
-        shifts[place, _CODES[kind]] = 1
-    shifts[-1] = 1
-    shifts[-1, _CODES[_NORMS]] = 0
     carry: Callable[[Tensor, Tensor], Tensor] = vmap(carried, chunk_size=_TOGETHER)
     return carry(stack, shifts), call.run(call.hidden)
 
 
-def _linears(call: _Call) -> dict[nn.Module, str]:
+def _linears(call: _Call) -> dict[nn.Module, int]:
     """The linears of a layer and their kinds."""
     return {
-        module: _KINDS.get(name.split(".")[-1], _MLP)
+        module: _ATTENTION if name.split(".")[-1] in _PROJECTIONS else _MLP
         for name, module in call.layer.named_modules()
         if isinstance(module, nn.Linear)
     }
@@ -279,7 +299,7 @@ def _tail(
     moved: Mapping[int, Tensor],
     batch: LabelledBatch,
 ) -> Tensor:
-    """Columns (tokens, parts) from the tangents at the last layer's output, the head's part last.
+    """Columns (tokens, parts), the last two the final norm's and the head's.
 
     The loss of a token moves by ``<W^T (pi - y), dn>`` with its normed state n, and by
     ``<(pi - y) (x) n, M_head>`` with the head.
@@ -297,14 +317,11 @@ def _tail(
         (at_hidden,) = pull(at_state)
         columns = torch.einsum("prd,rd->rp", stack[:, at[0], at[1]], at_hidden)
         weights = {name: p for name, p in norm.named_parameters() if id(p) in moved}
-        if weights:
-            scales = {name: moved[id(p)] for name, p in weights.items()}
-            _, turned = jvp(
-                lambda own, h=hidden: functional_call(norm, own, h), (weights,), (scales,)
-            )
-            columns[:, 1 + _CARRIED.index(_NORMS)] += (turned * at_state).sum(-1)
+        scales = {name: moved[id(p)] for name, p in weights.items()}
+        _, turned = jvp(lambda own, h=hidden: functional_call(norm, own, h), (weights,), (scales,))
+        final = (turned * at_state).sum(-1)
         own = ((error @ moved[id(head.weight)]) * state).sum(-1)
-        found.append(torch.cat([columns, own[:, None]], 1))
+        found.append(torch.cat([columns, final[:, None], own[:, None]], 1))
     return torch.cat(found)
 
 

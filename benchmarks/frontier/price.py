@@ -8,14 +8,14 @@ counted at the R positions whose logits a loss reads, in steps and in values ali
     step             L (6 N P + 7/2 A) + 6 R V d
     label            forward + H (2 N P + 2 A) - (q, k, v of the lowest layer) + m 2 N P + 2 R V d
                      + 2 R V d for the head's own part
-    head's own part  forward + 2 R V d
+    head's own part, final norm's   forward + 2 R V d each
     captured         forward + 2 R V d + H (2 N P + B) - (q, k, v of the lowest) + m 2 N P
 
 where m layers are in scope and H lie from the lowest of them up: tangents are carried up, errors
-down, through all of those. B is what the backward through the attention takes: 5/2 A for path, 3.1 A
-for direct and 4 A for alphatoken, which compute the weights anew (counted). The embedding's part
-and the norms' start below the first layer, so H = L. Lookups, norms and softmax count nothing, as
-in ``torch.utils.flop_counter``. The direction (a backward on validation rows) is no part of it.
+down, through all of those. B is what the backward through the attention takes: 5/2 A for path,
+3.1 A for direct and 4 A for alphatoken, which compute the weights anew (counted). The embedding's
+part starts below the first layer, so H = L. Lookups, norms and softmax count nothing, as in
+``torch.utils.flop_counter``. The direction (a backward on validation rows) is no part of it.
 
 This is the arithmetic that a setting needs. Today's label pass takes more where weights are left
 out: torch's forward mode multiplies by a tangent of zeros wherever one of two factors has none, so
@@ -42,22 +42,22 @@ class Scope:
     Attributes:
         estimator: "label" or a captured one.
         layers: whose linears are in scope.
-        embedding: its part is in scope.
-        head: its part is in scope.
-        norms: theirs are in scope.
+        norms: layers whose norms are.
+        embedding: whether its part is.
+        final: whether the final norm's part is, in closed form.
+        head: whether its part is, in closed form.
     """
 
     estimator: str
     layers: tuple[int, ...] = ()
+    norms: tuple[int, ...] = ()
     embedding: bool = False
+    final: bool = False
     head: bool = False
-    norms: bool = False
 
     def lowest(self, depth: int) -> int:
         """The first layer that a tangent or an error passes."""
-        if self.embedding or self.norms:
-            return 0
-        return min(self.layers, default=depth)
+        return 0 if self.embedding else min((*self.layers, *self.norms), default=depth)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,10 @@ class Batch:
             attention = _BACKWARD[scope.estimator] * self.shape.attention
             spent += above * (self.linears + attention) + self.head
             # Below the lowest layer nothing moves, and no error is asked for.
-            if not (scope.embedding or scope.norms):
+            if not (scope.embedding or scope.lowest(depth) in scope.norms):
                 spent -= qkv
+        elif scope.final:
+            spent += self.head  # the error at the head's input, which the others have at hand
         if scope.estimator == "label" and above:
             repeated = above * (self.linears + self.shape.attention) + self.head
         return spent + (self.head if scope.head else 0), repeated

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from benchmarks.frontier.measure import CAPTURED, Numbers, Shares
+from benchmarks.frontier.parts import norm_groups
 from benchmarks.frontier.price import Scope
 
 __all__ = ["Setting", "corrected", "plain", "random_settings", "singles", "spread"]
-
-EXTRAS = ("embedding", "head", "norms")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Setting:
         family: settings of one family are joined in the picture.
         scope: what it computes.
         factors: of each layer in scope; 1 without.
-        kind: a kind of parameters over all layers, in place of layers.
+        kind: the linears of attention or of the MLP over all layers, in place of layers.
         draws: how many times a random choice is drawn anew; 0 where nothing is drawn.
         choose: the layers and factors of one draw.
         usable: whether today's options can say it.
@@ -48,10 +48,21 @@ class Setting:
         factors = self.factors or (1.0,) * len(self.scope.layers)
         for layer, factor in zip(self.scope.layers, factors, strict=True):
             found += factor * columns[f"{estimator}/layer {layer}"]
-        for extra in EXTRAS:
-            if getattr(self.scope, extra):
-                found += columns[f"label/{extra}"]
+        for group in self.scope.norms and norm_groups(depth_of(shares)):
+            if group.start in self.scope.norms:
+                found += columns[f"label/norms {group.start}-{group.stop - 1}"]
+        for name, chosen in (
+            ("embedding", self.scope.embedding),
+            ("final norm", self.scope.final),
+            ("head", self.scope.head),
+        ):
+            if chosen:
+                found += columns[f"label/{name}"]
         return found
+
+    def with_layers(self, layers: Sequence[int]) -> Setting:
+        """The same of other layers."""
+        return replace(self, scope=replace(self.scope, layers=tuple(sorted(layers))))
 
     def drawn(self, generator: np.random.Generator) -> Setting:
         """With the layers of one random choice."""
@@ -83,7 +94,9 @@ def plain(depth: int) -> Iterator[Setting]:
     for estimator in ("label", *CAPTURED):
         for count in _counts(depth):
             last, first = every[depth - count :], every[:count]
-            yield Setting(f"{estimator}, last {count}", f"{estimator}, last", Scope(estimator, last))
+            yield Setting(
+                f"{estimator}, last {count}", f"{estimator}, last", Scope(estimator, last)
+            )
             yield Setting(
                 f"{estimator}, first {count}", f"{estimator}, first", Scope(estimator, first)
             )
@@ -93,79 +106,87 @@ def plain(depth: int) -> Iterator[Setting]:
                     f"{estimator}, spread {count}", f"{estimator}, spread", Scope(estimator, layers)
                 )
         yield Setting(f"{estimator}, all linears", f"{estimator}, all", Scope(estimator, every))
-    label = Scope("label", every)
-    for extras in (
-        ("norms",), ("embedding",), ("head",), ("embedding", "head"), ("head", "norms"),
-        EXTRAS,
-    ):  # fmt: skip
-        name = "label, all parameters" if extras == EXTRAS else "label, all linears + " + (
-            " + ".join(extras)
-        )
-        said = extras == EXTRAS
-        scope = replace(label, **dict.fromkeys(extras, True))
-        yield Setting(name, "label, all", scope, usable=said)
-    for extra in EXTRAS:
-        scope = replace(Scope("label"), **{extra: True})
-        yield Setting(f"{extra} alone", "kinds", scope, usable=False)
-    both = Scope("label", embedding=True, head=True)
-    yield Setting("embedding and head alone (one tied matrix)", "kinds", both, usable=False)
-    for kind in ("query and key", "value and output", "MLP"):
-        yield Setting(f"{kind} alone, all layers", "kinds", label, kind=kind, usable=False)
+    whole = Scope("label", every, every, embedding=True, final=True, head=True)
+    yield Setting("label, all parameters", "label, all", whole)
+    for lacking, changes in (
+        ("the embedding", {"embedding": False}),
+        ("the head", {"head": False}),
+        ("embedding and head", {"embedding": False, "head": False}),
+        ("the final norm", {"final": False}),
+        ("all norms", {"final": False, "norms": ()}),
+        ("the linears", {"layers": ()}),
+    ):
+        name = f"label, all parameters but {lacking}"
+        yield Setting(name, "lacking", replace(whole, **changes), usable=False)  # type: ignore[arg-type]
+    for name, scope in (
+        ("embedding alone", Scope("label", embedding=True)),
+        ("head alone", Scope("label", head=True)),
+        ("embedding and head alone", Scope("label", embedding=True, head=True)),
+        ("final norm alone", Scope("label", final=True)),
+        ("final norm and head alone", Scope("label", final=True, head=True)),
+        ("layers' norms alone", Scope("label", norms=every)),
+        ("all norms alone", Scope("label", norms=every, final=True)),
+        ("all norms and head alone", Scope("label", norms=every, final=True, head=True)),
+    ):
+        yield Setting(name, "kinds", scope, usable=False)
+    for kind in ("attention", "MLP"):
+        scope = Scope("label", every)
+        yield Setting(f"{kind} alone, all layers", "kinds", scope, kind=kind, usable=False)
+
+
+def depth_of(shares: Shares) -> int:
+    """Layers of the model that a draw was measured on."""
+    return sum(name.startswith("label/layer ") for name in shares.columns)
 
 
 # --- corrections ---------------------------------------------------------------------------------
 
 
 def corrected(depth: int) -> Iterator[Setting]:
-    """Cheap corrections: the head's part in closed form, layers that stand for their neighbours."""
+    """Cheap corrections: parts in closed form, and layers that stand for their neighbours."""
     every = tuple(range(depth))
     for estimator in ("label", "direct", "alphatoken"):
         for count in _counts(depth):
-            scope = Scope(estimator, every[depth - count :], head=True)
+            scope = Scope(estimator, every[depth - count :], final=True, head=True)
             yield Setting(
-                f"{estimator}, last {count} + head", f"{estimator}, last + head", scope,
-                usable=False,
+                f"{estimator}, last {count} + final norm + head", f"{estimator}, last + closed",
+                scope, usable=False,
             )  # fmt: skip
+    for group in norm_groups(depth)[1:]:
+        upper = every[group.start :]
+        scope = Scope("label", upper, upper, final=True, head=True)
+        name = f"label, everything in the last {len(upper)} + final norm + head"
+        yield Setting(name, "label, everything last", scope, usable=False)
+        name = f"label, norms of the last {len(upper)} + final norm + head"
+        yield Setting(name, "label, norms last", replace(scope, layers=()), usable=False)
+        for count in (c for c in (1, 2, 3, 5) if c < len(upper)):
+            layers = spread(count, depth, group.start)
+            factors = _cells(layers, depth, group.start)
+            name = f"label, {count} of the last {len(upper)}, weighted + their norms + closed"
+            chosen = replace(scope, layers=layers)
+            yield Setting(name, "label, spread in last", chosen, factors, usable=False)
     for count in (c for c in _counts(depth) if c > 1):
         layers = spread(count, depth)
-        scope = Scope("label", layers, head=True)
-        name = f"label, spread {count}"
-        yield Setting(f"{name} + head", "label, spread + head", scope, usable=False)
         factors = _cells(layers, depth)
-        yield Setting(
-            f"{name}, weighted", "label, spread weighted", Scope("label", layers), factors,
-            usable=False,
-        )  # fmt: skip
-        yield Setting(
-            f"{name}, weighted + head", "label, spread weighted + head", scope, factors,
-            usable=False,
-        )  # fmt: skip
-        everything = replace(scope, embedding=True, norms=True)
-        yield Setting(
-            f"{name}, weighted + head + embedding + norms", "label, spread weighted + all others",
-            everything, factors, usable=False,
-        )  # fmt: skip
-    yield from _upper(depth)
+        name = f"label, spread {count}"
+        scope = Scope("label", layers)
+        closed = replace(scope, final=True, head=True)
+        norms = replace(closed, norms=every)
+        for more, family, extended, weights in (
+            (" + final norm + head", "closed", closed, None),
+            (", weighted", "weighted", scope, factors),
+            (", weighted + final norm + head", "weighted + closed", closed, factors),
+            (", weighted + all norms + head", "weighted + norms", norms, factors),
+        ):
+            yield Setting(
+                name + more, f"label, spread {family}", extended, weights, usable=False
+            )  # fmt: skip
 
 
-def _upper(depth: int) -> Iterator[Setting]:
-    """Layers spread over the upper part alone: tangents start higher, which is what saves most."""
-    for share in (0.25, 0.5, 0.75):
-        lowest = depth - round(share * depth)
-        for count in (2, 3, 4, 6):
-            layers = spread(count, depth, lowest)
-            if len(layers) < count or lowest == 0:
-                continue
-            factors = _cells(layers, depth)
-            scope = Scope("label", layers, head=True)
-            name = f"label, {count} of the upper {share:.0%}, weighted + head"
-            yield Setting(name, "label, upper + head", scope, factors, usable=False)
-
-
-def _cells(layers: Sequence[int], depth: int) -> tuple[float, ...]:
-    """How many layers are nearest to each of ``layers``; ties are shared."""
+def _cells(layers: Sequence[int], depth: int, lowest: int = 0) -> tuple[float, ...]:
+    """How many layers from ``lowest`` on are nearest to each of ``layers``; ties are shared."""
     found = dict.fromkeys(layers, 0.0)
-    for layer in range(depth):
+    for layer in range(lowest, depth):
         distance = {own: abs(own - layer) for own in layers}
         nearest = [own for own in layers if distance[own] == min(distance.values())]
         for own in nearest:
@@ -179,9 +200,11 @@ def _cells(layers: Sequence[int], depth: int) -> tuple[float, ...]:
 def random_settings(depth: int, draws: int = 40) -> Iterator[Setting]:
     """Layers drawn anew each step; each counts as one over its chance, so the mean is the sum."""
     for count in (k for k in (2, 4, 8, 15) if k < depth):
-        for head in (False, True):
-            scope = Scope("label", head=head)
-            more = " + head" if head else ""
+        for norms in (False, True):
+            scope = Scope(
+                "label", norms=tuple(range(depth)) if norms else (), final=norms, head=norms
+            )
+            more = " + all norms + head" if norms else ""
             family = f"label, random{more}"
             yield Setting(
                 f"label, {count} random layers{more}", family, scope, draws=draws,
@@ -207,7 +230,7 @@ def _stratified(
     count: int, depth: int
 ) -> Callable[[np.random.Generator], tuple[tuple[int, ...], tuple[float, ...]]]:
     edges = [round(float(edge)) for edge in np.linspace(0, depth, count + 1)]
-    blocks = list(zip(edges, edges[1:], strict=False))
+    blocks = list(pairwise(edges))
 
     def choose(generator: np.random.Generator) -> tuple[tuple[int, ...], tuple[float, ...]]:
         layers = tuple(int(generator.integers(low, high)) for low, high in blocks)

@@ -20,7 +20,7 @@ from benchmarks.frontier.settings import Setting
 __all__ = ["Draws", "Record", "agreement", "records"]
 
 MEASURES: dict[str, Callable[..., float]] = {"spearman": spearman, "overlap": top_overlap}
-_RESAMPLES = 200
+_RESAMPLES = 100
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Record:
             "name": self.setting.name,
             "family": self.setting.family,
             "layers": list(self.setting.scope.layers),
+            "lowest": min(self.setting.scope.norms, default=None),
             "today": self.setting.usable,
             "price": round(self.price.own, 4),
             "price_beside_a_step": round(self.price.beside, 4),
@@ -114,15 +115,18 @@ def agreement(
     values: Sequence[Numbers], truths: Sequence[Numbers], rows: Sequence[Numbers],
     measure: Callable[..., float],
 ) -> Estimate:  # fmt: skip
-    """Mean over draws of a measure, each draw by itself; the interval draws rows of all anew."""
+    """Mean over draws of a measure, each draw by itself; the interval draws rows of all anew.
+
+    A draw counts by its tokens: few of its rows, in a resample, say little.
+    """
     draw = np.concatenate([np.full(len(v), i, float) for i, v in enumerate(values)])
     places = [np.unique(own, return_inverse=True)[1] for own in rows]
     starts = np.cumsum([0, *(own.max() + 1 for own in places)])
     groups = np.concatenate([own + start for own, start in zip(places, starts, strict=False)])
 
     def mean(a: Numbers, b: Numbers, at: Numbers) -> float:
-        found = [measure(a[at == i], b[at == i]) for i in np.unique(at)]
-        return float(np.mean(found))
+        found = [(measure(a[at == i], b[at == i]), (at == i).sum()) for i in np.unique(at)]
+        return float(np.average([x for x, _ in found], weights=[n for _, n in found]))
 
     both = np.concatenate(values), np.concatenate(truths)
     return bootstrap(mean, *both, draw, groups=groups.astype(np.int64), draws=_RESAMPLES)
@@ -133,7 +137,7 @@ def records(
 ) -> list[Record]:
     """Every setting on every draw."""
     settings = list(settings)
-    tracker = Tracker(label, len(settings), None)
+    tracker = Tracker(label, len(settings), True)
     found = []
     for number, setting in enumerate(settings):
         found.append(_random(draws, setting) if setting.draws else _fixed(draws, setting, truth))

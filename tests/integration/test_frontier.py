@@ -16,7 +16,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
-from alphatoken.errors import DataError, ModelError, NumericalError
+from alphatoken.errors import ModelError, NumericalError
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
@@ -31,12 +31,6 @@ from benchmarks.measure import flops
 from benchmarks.models import Size, decoder
 
 DEPTH, VOCABULARY = 4, 40
-KINDS = {
-    "query and key": ("q_proj", "k_proj"),
-    "value and output": ("v_proj", "o_proj"),
-    "MLP": ("mlp",),
-    "norms": ("norm",),
-}
 
 
 def llama(*, tied: bool) -> Any:
@@ -66,7 +60,9 @@ def gemma() -> Any:
 
 def batch_of(rows: int = 2, length: int = 10, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens; the second row is shorter."""
-    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[:, :3] = -100
     labels[1, -2:], mask[1, -2:] = -100, 0
@@ -94,12 +90,18 @@ def expected(model: Any, batch: Mapping[str, Tensor], direction: Mapping[str, Te
 
 def belongs(name: str, part: str) -> bool:
     """Whether a parameter is in a part, from the words of its name alone."""
+    norm = "norm" in name
+    layer = int(name.split(".")[2]) if ".layers." in name else None
+    if layer is None:
+        return {"embed_tokens": "embedding", "norm": "final norm", "lm_head": "head"}[
+            name.split(".")[-2]
+        ] == part
     if part.startswith("layer "):
-        return f".layers.{part[6:]}." in name and "norm" not in name
-    if part in KINDS:
-        # Norms have "norm" in their name; those after the attention and the MLP have more words.
-        return any(word in name for word in KINDS[part]) and (part == "norms" or "norm" not in name)
-    return {"embedding": "embed_tokens", "head": "lm_head"}[part] in name
+        return layer == int(part[6:]) and not norm
+    if part.startswith("norms "):
+        first, last = map(int, part[6:].split("-"))
+        return norm and first <= layer <= last
+    return not norm and part == ("attention" if "self_attn" in name else "MLP")
 
 
 @pytest.mark.parametrize("model", [llama(tied=False), gemma()], ids=["llama", "gemma"])
@@ -274,7 +276,8 @@ def test_a_price_is_what_is_counted(
     scorer.score(SIZE.batch())  # the direction, and proofs
     counted = flops(lambda: scorer.score(SIZE.batch(), components=False))
     everything = parameters == "all"
-    scope = Scope(estimator, layers, everything, everything, everything)
+    norms = layers if everything else ()
+    scope = Scope(estimator, layers, norms, everything, everything, everything)
     batch = price_of(model)
     price = batch.price(scope)
     assert price.today * batch.step == pytest.approx(counted, rel=0.03)
