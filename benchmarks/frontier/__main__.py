@@ -104,7 +104,7 @@ def publish(work: Path, out: Path, model: Model) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
         "--draws", type=int, default=3, choices=range(1, 4), help="of each format (default: 3)"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,21 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
 from alphatoken.errors import ModelError, NumericalError
+from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
+from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import measure as measuring
 from benchmarks.frontier.__main__ import main
-from benchmarks.frontier.draws import Draw
+from benchmarks.frontier.chosen import chosen
+from benchmarks.frontier.draws import Draw, Model
+from benchmarks.frontier.figures import worth
 from benchmarks.frontier.measure import Shares, measure
-from benchmarks.frontier.parts import part_values
+from benchmarks.frontier.parts import part_names, part_values
 from benchmarks.frontier.price import Batch, Scope
 from benchmarks.frontier.settings import Setting, corrected, plain, random_settings, spread
+from benchmarks.frontier.tables import Draws, agreement
 from benchmarks.measure import flops
 from benchmarks.models import Size, decoder
 
@@ -293,6 +299,56 @@ def test_a_step_is_what_is_counted() -> None:
     assert price_of(model).step == pytest.approx(flops(step), rel=0.01)
 
 
+# --- figures -------------------------------------------------------------------------------------
+
+
+def draws_of(columns: Sequence[Mapping[str, np.ndarray[Any, Any]]]) -> Draws:
+    facts = {"batches": [[2, 48, 40]], "tokens": 40}
+    names = tuple(f"{'abc'[place % 3]}-{place // 3}" for place in range(len(columns)))
+    return Draws(names, tuple(Shares(c, facts) for c in columns), SIZE.model())
+
+
+def planted(seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    """A draw whose values are those of layer 4, and noise elsewhere."""
+    generator = np.random.default_rng(seed)
+    parts = {f"label/{name}": 1e-3 * generator.normal(size=40) for name in part_names(6)}
+    parts["label/layer 4"] = generator.normal(size=40)
+    total = sum(x for n, x in parts.items() if n not in ("label/attention", "label/MLP"))
+    return parts | {"total": total, "row": np.repeat(np.arange(4.0), 10)}
+
+
+def test_the_planted_layer_is_chosen_as_soon_as_the_price_allows_it() -> None:
+    found = chosen(draws_of([planted(seed) for seed in range(6)]), 6)
+    assert [record.setting.scope.layers for record in found if 4 in record.setting.scope.layers]
+    for record in found:
+        assert record.price.own <= float(record.setting.name.split()[-1]) + 1e-9
+        if 4 in record.setting.scope.layers:
+            assert record.measures["spearman"].value > 0.95
+
+
+def test_agreement_is_within_draws_and_its_interval_over_rows() -> None:
+    truths = [np.arange(30.0), 100 + np.arange(30.0)]
+    rows = [np.repeat(np.arange(3.0), 10)] * 2
+    # Turned around within each draw: across both, the values would agree.
+    values = [-truths[0], 300 - truths[1]]
+    found = agreement(values, truths, rows, spearman)
+    assert found.value == pytest.approx(-1)
+    noisy = [np.random.default_rng(0).normal(size=30), truths[1]]
+    wide = agreement(noisy, truths, rows, spearman)
+    assert wide.low < wide.value < wide.high
+
+
+def test_only_what_ranks_better_is_worth_its_price() -> None:
+    found = [
+        {"name": name, "price": price, "spearman": [rank, 0.0, 1.0]}
+        for name, price, rank in (
+            ("dear", 0.9, 0.8), ("cheap", 0.4, 0.5), ("hardly better", 0.5, 0.51),
+            ("dearest", 1.0, 0.7), ("better", 0.6, 0.6),
+        )
+    ]  # fmt: skip
+    assert [one["name"] for one in worth(found)] == ["cheap", "better", "dear"]
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -305,3 +361,43 @@ def test_a_missing_model_is_refused_by_name(
     assert "SmolLM2-135M-Instruct is not there" in said
     assert "make models" in said
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_was_and_writes_figures_alone(
+    tmp_path: Path, library_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(library_decoder.parent))
+    model = Model("small", "library decoder", library_decoder.name)
+    monkeypatch.setattr(frontier, "MODELS", {"small": model})
+    for module in (frontier, measuring):
+        monkeypatch.setattr(module, "formats_of", lambda _: ["library"])
+    words = ["--models", "small", "--draws", "2", "--adam", "1", "--work", str(tmp_path / "work")]
+    words += ["--out", str(tmp_path)]
+    made = 0
+
+    def interrupted(*given: Any) -> Shares:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(frontier, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    assert main(words) == 0
+    assert made == 4  # one draw; the interrupted one again, the third, and Adam's
+    assert main(words) == 0
+    assert made == 4
+    figures = json.loads((tmp_path / "frontier.json").read_text(encoding="utf-8"))["small"]
+    assert figures["draws"] == ["library-0", "library-1"]
+    whole = next(r for r in figures["records"] if r["name"] == "label, all parameters")
+    assert whole["spearman"] == [1.0, 1.0, 1.0]
+    assert whole["price"] == pytest.approx(1, abs=0.06)
+    page = (tmp_path / "frontier.md").read_text(encoding="utf-8")
+    assert "library decoder: 5 layers, 2 draws, 8 rows" in page
+    assert "## Adam's step" in page
+    assert {path.name for path in (tmp_path / "frontier").iterdir()} == {
+        "frontier.svg", "layers.svg",
+    }  # fmt: skip
