@@ -90,9 +90,11 @@ def data_folder() -> Path:
 # --- formats -------------------------------------------------------------------------------------
 
 
-def _file(name: str, **fields: str) -> Callable[[], list[Row]]:
+def _file(
+    name: str, response: str | None = None, prompt: str | None = None
+) -> Callable[[], list[Row]]:
     def read() -> list[Row]:
-        return read_rows(data_folder() / name, fields=Fields(**fields), limit=_POOL)
+        return read_rows(data_folder() / name, fields=Fields(prompt, response), limit=_POOL)
 
     return read
 

@@ -48,7 +48,7 @@ class Setting:
         factors = self.factors or (1.0,) * len(self.scope.layers)
         for layer, factor in zip(self.scope.layers, factors, strict=True):
             found += factor * columns[f"{estimator}/layer {layer}"]
-        for group in self.scope.norms and norm_groups(depth_of(shares)):
+        for group in norm_groups(depth_of(shares)):
             if group.start in self.scope.norms:
                 found += columns[f"label/norms {group.start}-{group.stop - 1}"]
         for name, chosen in (
@@ -117,7 +117,7 @@ def plain(depth: int) -> Iterator[Setting]:
         ("the linears", {"layers": ()}),
     ):
         name = f"label, all parameters but {lacking}"
-        yield Setting(name, "lacking", replace(whole, **changes), usable=False)  # type: ignore[arg-type]
+        yield Setting(name, "lacking", replace(whole, **changes), usable=False)
     for name, scope in (
         ("embedding alone", Scope("label", embedding=True)),
         ("head alone", Scope("label", head=True)),
