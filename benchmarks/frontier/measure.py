@@ -25,10 +25,10 @@ from alphatoken.support.storage import replacing
 from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
 from benchmarks.frontier.parts import part_names, part_values
 
-__all__ = ["CAPTURED", "Shares", "measure", "trained"]
+__all__ = ["CAPTURED", "RATE", "STEPS", "Shares", "measure", "trained"]
 
 CAPTURED = ("alphatoken", "direct", "path")
-_STEPS, _RATE = 12, 5e-5  # of AdamW, before its next step is looked at
+STEPS, RATE = 8, 5e-5  # of AdamW, before its next step is looked at
 _TOLERANCE = 1e-3  # of float32 sums of a thousand terms, against the size of all values
 
 Numbers = NDArray[np.float64]
@@ -148,9 +148,9 @@ def _facts(batches: list[LabelledBatch]) -> dict[str, Any]:
 def trained(model: Any, tokenizer: Any, report: Callable[[], None]) -> tuple[Any, Any]:
     """A copy after a few steps of AdamW on rows of every format, and its optimizer."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     formats = formats_of(tokenizer)
-    for step in range(_STEPS):
+    for step in range(STEPS):
         name = formats[step % len(formats)]
         # Draws that are not measured: there are at most three of them.
         rows = draw_rows(name, 5 - step // len(formats), tokenizer).valued

@@ -8,6 +8,7 @@ from typing import Any
 
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.figures import worth
+from benchmarks.frontier.measure import RATE, STEPS
 from benchmarks.frontier.pictures import draw
 
 __all__ = ["write_page"]
@@ -229,9 +230,9 @@ def _adam(models: Figures) -> list[str]:
     parts = [
         "## Adam's step\n",
         "The same against the exact first-order effect on AdamW's next step: M = P o G with the "
-        "derivative of its update at the valued rows' own gradient, second moments from 12 real "
-        "steps (learning rate 5e-5, no decay). All settings here have that P but for the last "
-        "family.\n",
+        "derivative of its update at the valued rows' own gradient, second moments from "
+        f"{STEPS} real steps (learning rate {RATE:g}, no decay). All settings "
+        "here have that P but for those that say otherwise.\n",
     ]
     for one in measured.values():
         adam = one["adam"]
