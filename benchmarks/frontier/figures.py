@@ -84,7 +84,8 @@ def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
         )
         for name, said in _OF_ADAM.items()
     ]
-    found = records(draws, [*plain(depth), *corrected(depth)], f"{model.name}, Adam")
+    settings = [*plain(depth), *corrected(depth), *random_settings(depth)]
+    found = records(draws, settings, f"{model.name}, Adam")
     found += chosen(draws, depth)
     return {
         "draws": list(draws.names),

@@ -223,6 +223,14 @@ def _formats(one: Figures) -> str:
     )
 
 
+_ADAM = (
+    "kinds", "lacking", "without the exact P", "label, all", "direct, all", "alphatoken, all",
+    "path, all", "label, last", "label, spread", "label, spread closed", "label, last + closed",
+    "label, random", "label, random, blocks",
+)  # fmt: skip
+"""Families of settings that Adam's table has."""
+
+
 def _adam(models: Figures) -> list[str]:
     measured = {key: one for key, one in models.items() if one["adam"]}
     if not measured:
@@ -241,12 +249,10 @@ def _adam(models: Figures) -> list[str]:
             "tokens.\n"
         )
         chosen = [
-            r for r in adam["records"]
-            if r["family"] in ("kinds", "lacking", "without the exact P", "label, all",
-                               "label, everything last")
-            or r["name"] in ("alphatoken, last 3", "direct, last 3", "label, last 3",
-                             "label, spread 4", "direct, all linears", "label, all linears")
-        ]  # fmt: skip
+            r
+            for r in adam["records"]
+            if r["family"] in _ADAM or r["name"].endswith((", last 3", ", last 10"))
+        ]
         rows = [
             (_name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}") for r in chosen
         ]
