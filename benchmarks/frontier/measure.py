@@ -153,7 +153,7 @@ def trained(model: Any, tokenizer: Any, report: Callable[[], None]) -> tuple[Any
     for step in range(STEPS):
         name = formats[step % len(formats)]
         # Draws that are not measured: there are at most three of them.
-        rows = draw_rows(name, 5 - step // len(formats), tokenizer).valued
+        rows = draw_rows(name, 5 - step // len(formats) % 3, tokenizer).valued
         (batch,) = Subject(model, rows, rows, batch_size=VALUED).batches(rows)
         optimizer.zero_grad()
         model(**batch).loss.backward()
