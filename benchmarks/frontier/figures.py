@@ -76,10 +76,13 @@ def _sizes(draws: Draws) -> dict[str, float]:
 
 
 def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
+    every = tuple(range(depth))
+    last = Scope("alphatoken", every[-3:])
+    whole = Scope("label", every, every, embedding=True, final=True, head=True)
     others = [
         measured(
             draws,
-            Setting(said, "without the exact P", Scope("label")),
+            Setting(said, "without the exact P", last if name.endswith("K=3") else whole),
             [shares.columns[name] for shares in draws.shares],
         )
         for name, said in _OF_ADAM.items()
