@@ -1,0 +1,1 @@
+"""``python -m benchmarks.frontier``: how well tokens are ranked, at what price, on real models."""

@@ -1,0 +1,130 @@
+"""``python -m benchmarks.frontier``: how well tokens are ranked, at what price, on real models.
+
+Rows of gsm8k (with and without chat template), tinystories, mbpp and the standard library are
+valued by parts of the parameters on SmolLM2-135M-Instruct, Gemma-3-270M and a decoder of 260,032
+parameters. What each setting of the scorer ranks at is then a sum of columns, and its price a
+count of FLOPs. Needs the models (``make models``, $ALPHATOKEN_MODELS) and the data
+($ALPHATOKEN_DATA). Every draw is written when it is done; started again, the command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from alphatoken.errors import AlphaTokenError
+from alphatoken.support.progress import Tracker
+from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
+from benchmarks.frontier.figures import collect, load, save
+from benchmarks.frontier.measure import measure, trained
+from benchmarks.frontier.page import write_page
+
+
+@dataclass(frozen=True)
+class Task:
+    """One file to make."""
+
+    path: Path
+    format: str
+    draw: int
+    adam: bool
+
+
+def tasks(work: Path, model: Model, tokenizer: Any, draws: int, adam: int) -> list[Task]:
+    """All files of a model: one draw of every format before the next, Adam's last."""
+    formats = formats_of(tokenizer)
+
+    def of(count: int, ending: str) -> list[Task]:
+        return [
+            Task(work / model.key / f"{name}-{number}{ending}.npz", name, number, bool(ending))
+            for number in range(count)
+            for name in formats
+        ]
+
+    return of(draws, "") + of(adam, "-adam")
+
+
+def run(work: Path, model: Model, draws: int, adam: int) -> None:
+    """Measure what is not there yet."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = model.folder()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    wanted = tasks(work, model, tokenizer, draws, adam)
+    missing = [task for task in wanted if not task.path.is_file()]
+    if not missing:
+        return
+    (work / model.key).mkdir(parents=True, exist_ok=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    depth = loaded.config.num_hidden_layers
+    tracker = Tracker(f"{model.name}, layers", depth * len(wanted), True)
+    done = depth * (len(wanted) - len(missing))
+    tracker.resume(done)
+    tracker.report(done)
+
+    def report() -> None:
+        nonlocal done
+        done += 1
+        tracker.report(done)
+
+    optimizer = None
+    for task in missing:
+        if task.adam and optimizer is None:
+            loaded, optimizer = trained(loaded, tokenizer, lambda: None)
+        tracker.note(task.path.stem)
+        draw = draw_rows(task.format, task.draw, tokenizer)
+        measure(loaded, draw, optimizer, report).save(task.path)
+        gc.collect()
+
+
+def publish(work: Path, out: Path, model: Model) -> None:
+    """Figures of this model's draws, and the page of all models' figures."""
+    from transformers import AutoConfig
+
+    sizes = SimpleNamespace(config=AutoConfig.from_pretrained(model.folder()))
+    figures = collect(model, work / model.key, sizes)
+    if figures is None:
+        return
+    kept = load(out / "frontier.json") | {model.key: figures}
+    models = {key: kept[key] for key in MODELS if key in kept}
+    save(models, out / "frontier.json")
+    write_page(models, out / "frontier.md")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--draws", type=int, default=3, choices=range(1, 4), help="of each format (default: 3)"
+    )
+    parser.add_argument(
+        "--adam", type=int, default=1, choices=range(4), help="of them for Adam (default: 1)"
+    )
+    parser.add_argument("--work", type=Path, default=Path("build/frontier"))
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="of page and figures")
+    parser.add_argument("--page", action="store_true", help="of the draws that are there")
+    options = parser.parse_args(words)
+    try:
+        for key in options.models:
+            if not options.page:
+                run(options.work, MODELS[key], options.draws, options.adam)
+            publish(options.work, options.out, MODELS[key])
+    except AlphaTokenError as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Models, and draws of real rows in several formats: what is valued, and against what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alphatoken.data import Example, read_rows
+from alphatoken.data.encode import EncodeOptions, encode_rows
+from alphatoken.data.rows import Fields, Row
+from alphatoken.data.stdlib import code_rows
+from alphatoken.demo.models import models_folder
+from alphatoken.errors import DataError
+
+__all__ = ["FORMATS", "MODELS", "Draw", "Model", "draw_rows", "formats_of"]
+
+VALUED, VALIDATION = 4, 8
+"""Rows of a draw: those that are valued, and others that the direction is built from."""
+
+_LEAST = 24  # response tokens of a row that is drawn
+_POOL = 600  # rows of a file that draws are taken from, where it has as many
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the comparison.
+
+    Attributes:
+        key: names its files.
+        name: as pages have it.
+        place: its folder, from that of the models or of the data.
+        shared: whether it lies with the data.
+    """
+
+    key: str
+    name: str
+    place: str
+    shared: bool = False
+
+    def folder(self) -> Path:
+        """Where it is.
+
+        Raises:
+            DataError: it is not there.
+        """
+        folder = (data_folder() if self.shared else models_folder()) / self.place
+        if not (folder / "config.json").is_file():
+            raise DataError(
+                f"{self.name} is not there",
+                got=str(folder),
+                why="the frontier is measured on real models",
+                remedy="`make models` fetches them into $ALPHATOKEN_MODELS (the small decoder lies "
+                "in $ALPHATOKEN_DATA); --models chooses among those that are there",
+            )
+        return folder
+
+
+MODELS = {
+    model.key: model
+    for model in (
+        Model("smollm2", "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
+        Model("gemma", "Gemma-3-270M", "gemma-3-270m"),
+        Model("small", "decoder of 260,032 parameters", "stories260K/transformers", shared=True),
+    )
+}
+
+
+def data_folder() -> Path:
+    """The folder of the larger sets.
+
+    Raises:
+        DataError: ALPHATOKEN_DATA is not set, or leads nowhere.
+    """
+    folder = Path(os.environ.get("ALPHATOKEN_DATA") or "no ALPHATOKEN_DATA")
+    if not folder.is_dir():
+        raise DataError(
+            "the folder of data is not there",
+            got=str(folder),
+            why="rows of gsm8k, tinystories and mbpp are valued",
+            remedy="set ALPHATOKEN_DATA to a folder that holds them",
+        )
+    return folder
+
+
+# --- formats -------------------------------------------------------------------------------------
+
+
+def _file(
+    name: str, response: str | None = None, prompt: str | None = None
+) -> Callable[[], list[Row]]:
+    def read() -> list[Row]:
+        return read_rows(data_folder() / name, fields=Fields(prompt, response), limit=_POOL)
+
+    return read
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of rows, and how they become tokens."""
+
+    title: str
+    rows: Callable[[], list[Row]]
+    template: bool = False
+    length: int = 80
+
+
+FORMATS = {
+    "gsm8k-chat": Format(
+        "grade-school mathematics, chat template", _file("gsm8k/train.jsonl"), True, 128
+    ),
+    "gsm8k": Format("grade-school mathematics, plain", _file("gsm8k/train.jsonl"), length=112),
+    "stories": Format("stories", _file("tinystories/stories.jsonl", response="text")),
+    "mbpp": Format(
+        "short programs", _file("mbpp/train.jsonl", prompt="text", response="code"), length=96
+    ),
+    "library": Format("functions of the standard library", lambda: code_rows(400), length=96),
+}
+
+
+def formats_of(tokenizer: Any) -> list[str]:
+    """The formats that a tokenizer can write."""
+    chat = getattr(tokenizer, "chat_template", None) is not None
+    return [name for name, one in FORMATS.items() if chat or not one.template]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Rows to value, by length, and rows to value them against."""
+
+    valued: Sequence[Example]
+    validation: Sequence[Example]
+
+
+def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
+    """The draw of this number: no two draws of a format share a row.
+
+    Raises:
+        DataError: the data do not hold so many rows.
+    """
+    chosen = FORMATS[name]
+    options = EncodeOptions(
+        max_length=chosen.length, on_empty="skip", chat_template=chosen.template
+    )
+    examples, _ = encode_rows(chosen.rows(), tokenizer, options)
+    usable = [example for example in examples if example.response_tokens >= _LEAST]
+    order = np.random.default_rng(0).permutation(len(usable))
+    rows = VALUED + VALIDATION
+    places = order[rows * number : rows * (number + 1)]
+    if len(places) < rows:
+        raise DataError(
+            "too few rows for another draw",
+            got=f"{name}: {len(usable)} rows of at least {_LEAST} response tokens, draw {number}",
+            why="a row that is valued twice counts twice",
+            remedy=f"at most --draws {len(usable) // rows}",
+        )
+    taken = [usable[place] for place in places]
+    return Draw(taken[:VALUED], taken[VALUED:])

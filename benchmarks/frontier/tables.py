@@ -1,0 +1,187 @@
+"""From the draws of one model to figures: rank agreement and price of every setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.metrics import spearman, top_overlap
+from alphatoken.support.progress import Tracker
+from benchmarks.frontier.measure import Numbers, Shares
+from benchmarks.frontier.price import Batch, Price
+from benchmarks.frontier.settings import Setting
+
+__all__ = ["Draws", "Record", "agreement", "records"]
+
+MEASURES: dict[str, Callable[..., float]] = {"spearman": spearman, "overlap": top_overlap}
+_RESAMPLES = 100
+
+
+@dataclass(frozen=True)
+class Draws:
+    """All draws of one model, and the price of its settings on them.
+
+    Attributes:
+        names: format and number of each draw.
+        shares: their columns.
+        model: sizes of the model, as ``floors.Shape`` reads them.
+    """
+
+    names: tuple[str, ...]
+    shares: tuple[Shares, ...]
+    model: Any
+
+    @classmethod
+    def load(cls, folder: Path, model: Any, *, adam: bool = False) -> Draws:
+        """Those of a folder; of Adam's step, or of gradient descent's."""
+        paths = sorted(p for p in folder.glob("*.npz") if p.stem.endswith("-adam") == adam)
+        names = tuple(path.stem.removesuffix("-adam") for path in paths)
+        return cls(names, tuple(map(Shares.load, paths)), model)
+
+    @property
+    def formats(self) -> list[str]:
+        """Each once."""
+        return list(dict.fromkeys(name.rsplit("-", 1)[0] for name in self.names))
+
+    @property
+    def tokens(self) -> int:
+        """Valued in all draws."""
+        return sum(len(shares.columns["total"]) for shares in self.shares)
+
+    @property
+    def rows(self) -> int:
+        """Valued in all draws."""
+        return sum(len(np.unique(shares.columns["row"])) for shares in self.shares)
+
+    def price(self, setting: Setting) -> Price:
+        """Mean over the batches of all draws, weighted by what their steps cost."""
+        sums, steps = np.zeros(3), 0.0
+        for shares in self.shares:
+            for rows, length, tokens in shares.facts["batches"]:
+                batch = Batch.of(self.model, rows, length, tokens)
+                price = batch.price(setting.scope)
+                sums += batch.step * np.array([price.own, price.beside, price.today])
+                steps += batch.step
+        return Price(*(sums / steps).tolist())
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured of one setting.
+
+    Attributes:
+        setting: which.
+        price: in training steps.
+        measures: Spearman and overlap with the exact values: mean over the draws, interval over
+            their rows.
+        by_draw: Spearman in each draw.
+        noise: of random layers, the standard deviation of Spearman from step to step; None else.
+    """
+
+    setting: Setting
+    price: Price
+    measures: Mapping[str, Estimate]
+    by_draw: Mapping[str, float]
+    noise: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the file of figures."""
+        estimates = {
+            name: [round(x, 4) for x in (e.value, e.low, e.high)]
+            for name, e in self.measures.items()
+        }
+        return {
+            "name": self.setting.name,
+            "family": self.setting.family,
+            "layers": list(self.setting.scope.layers),
+            "lowest": min(self.setting.scope.norms, default=None),
+            "today": self.setting.usable,
+            "price": round(self.price.own, 4),
+            "price_beside_a_step": round(self.price.beside, 4),
+            "price_today": round(self.price.today, 4),
+            **estimates,
+            "by_draw": {name: round(value, 4) for name, value in self.by_draw.items()},
+            "noise": None if self.noise is None else round(self.noise, 4),
+        }
+
+
+def agreement(
+    values: Sequence[Numbers], truths: Sequence[Numbers], rows: Sequence[Numbers],
+    measure: Callable[..., float],
+) -> Estimate:  # fmt: skip
+    """Mean over draws of a measure, each draw by itself; the interval draws rows of all anew.
+
+    A draw counts by its tokens: few of its rows, in a resample, say little.
+    """
+    draw = np.concatenate([np.full(len(v), i, float) for i, v in enumerate(values)])
+    places = [np.unique(own, return_inverse=True)[1] for own in rows]
+    starts = np.cumsum([0, *(own.max() + 1 for own in places)])
+    groups = np.concatenate([own + start for own, start in zip(places, starts, strict=False)])
+
+    def mean(a: Numbers, b: Numbers, at: Numbers) -> float:
+        found = [(measure(a[at == i], b[at == i]), (at == i).sum()) for i in np.unique(at)]
+        return float(np.average([x for x, _ in found], weights=[n for _, n in found]))
+
+    both = np.concatenate(values), np.concatenate(truths)
+    return bootstrap(mean, *both, draw, groups=groups.astype(np.int64), draws=_RESAMPLES)
+
+
+def records(
+    draws: Draws, settings: Iterable[Setting], label: str = "Settings", truth: str = "total"
+) -> list[Record]:
+    """Every setting on every draw."""
+    settings = list(settings)
+    tracker = Tracker(label, len(settings), True)
+    found = []
+    for number, setting in enumerate(settings):
+        found.append(_random(draws, setting) if setting.draws else _fixed(draws, setting, truth))
+        tracker.report(number + 1)
+    return found
+
+
+def _fixed(draws: Draws, setting: Setting, truth: str) -> Record:
+    values = [setting.values(shares) for shares in draws.shares]
+    return measured(draws, setting, values, truth)
+
+
+def measured(
+    draws: Draws, setting: Setting, values: Sequence[Numbers], truth: str = "total"
+) -> Record:
+    """A record of values that were computed elsewhere."""
+    truths = [shares.columns[truth] for shares in draws.shares]
+    rows = [shares.columns["row"] for shares in draws.shares]
+    measures = {
+        name: agreement(values, truths, rows, measure) for name, measure in MEASURES.items()
+    }
+    by_draw = {n: spearman(v, t) for n, v, t in zip(draws.names, values, truths, strict=True)}
+    return Record(setting, draws.price(setting), measures, by_draw)
+
+
+def _random(draws: Draws, setting: Setting) -> Record:
+    """Mean over random choices of the layers; the interval is over those and the draws."""
+    generator = np.random.default_rng(0)
+    prices = []
+    tables: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
+    for _ in range(setting.draws):
+        chosen = setting.drawn(generator)
+        price = draws.price(chosen)
+        prices.append([price.own, price.beside, price.today])
+        for name, measure in MEASURES.items():
+            tables[name].append(
+                [measure(chosen.values(s), s.columns["total"]) for s in draws.shares]
+            )
+    table: dict[str, NDArray[np.float64]] = {name: np.array(t) for name, t in tables.items()}
+    measures = {
+        name: bootstrap(lambda x: float(np.mean(x)), t.mean(1), draws=_RESAMPLES)
+        for name, t in table.items()
+    }
+    by_draw = dict(zip(draws.names, table["spearman"].mean(0).tolist(), strict=True))
+    noise = float(table["spearman"].std(0).mean())
+    price = Price(*np.mean(prices, axis=0).tolist())
+    return Record(setting, price, measures, by_draw, noise)
