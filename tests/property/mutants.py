@@ -236,7 +236,8 @@ LISTED = (
             Edit(
                 "direction.objective.stream_losses",
                 "consume(weighted, recorder)",
-                "vars(recorder)['kept'] = batch.mask.roll(-1, 1).unsqueeze(-1); "
+                "kept = (weights != 0).roll(-1, 1).unsqueeze(-1); "
+                "recorder and vars(recorder).update(kept=kept); "
                 "consume(weighted, recorder)",
             ),
             Edit(
