@@ -9,11 +9,14 @@ gives it for every token at once, through every module type.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
@@ -36,6 +39,31 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
     if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
         return native(call.query, call.key, call.value)
     return forward_mode_attention(call)
+
+
+class _OneProduct(TorchFunctionMode):
+    """Inside, a linear map of which only one factor moves takes one product for its tangent.
+
+        d(x W^T + b)  =  dx W^T + x dW^T + db
+
+    torch forms both products, one of them with zeros, as soon as either factor has a tangent. Only
+    one has in every linear above the highest scored layer and between scored ones, and in those of
+    the lowest whose input does not move yet. The numbers are the same.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear or kwargs.keys() - {"bias"}:
+            return func(*args, **kwargs)
+        x, weight, bias = (*args, kwargs.get("bias"))[:3]
+        (x, dx), (weight, dw) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(weight)
+        if (dx is None) == (dw is None):
+            return func(*args, **kwargs)
+        bias, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
+        tangent = func(x, dw) if dx is None else func(dx, weight)
+        return forward_ad.make_dual(func(x, weight, bias), tangent if db is None else tangent + db)
 
 
 def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -135,6 +163,7 @@ def _dual_losses(
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),
         forward_ad.dual_level(),
+        _OneProduct(),
     ):
         # By identity: a tied weight moves at all its places, and its derivative goes through them
         # all.

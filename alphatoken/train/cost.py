@@ -15,6 +15,7 @@ import torch
 
 from alphatoken.estimate.estimators import CAPTURED, SWITCHED
 from alphatoken.model.capture import Scope
+from alphatoken.model.head import output_head
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Kept, Shape, kept_activations
 
@@ -25,6 +26,7 @@ __all__ = [
     "Memory",
     "Overhead",
     "Work",
+    "formed_logits",
     "guessed_activations",
     "memory_of",
     "overhead_of",
@@ -47,11 +49,32 @@ _TOKEN_BLOCK = 4096
 """Vocabulary and tokens of one block of logits in TRL's head."""
 
 LOSS_BLOCK = 2**22
-"""Numbers of one block of logits in ``alphatoken.model.vocabulary``."""
+"""Numbers of one block of logits in ``alphatoken.model.head`` and ``vocabulary``."""
 
 DUAL_LOGITS = 4.0
-"""Tensors as large as the logits while a dual forward is in the head: the logits, and their
-tangents as torch makes them, which are two products and their sum."""
+"""Tensors as large as the logits, or a block of them, while a dual forward is in the head: the
+logits, and their tangents, which are two products and their sum."""
+
+_CHANGING = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Settings of models that scale or cap what their head says, and the values that do neither."""
+
+
+def formed_logits(adapter: DecoderAdapter, positions: int, vocabulary: int) -> float:
+    """Numbers of logits that a forward of our own holds at once: one block, or all of them.
+
+    All where the model changes what its head says; see ``alphatoken.model.response_losses``.
+    """
+    text: Any = adapter.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    plain = output_head(adapter) is not None and all(
+        getattr(text, name, None) in (None, same) for name, same in _CHANGING.items()
+    )
+    return float(min(positions * vocabulary, LOSS_BLOCK) if plain else positions * vocabulary)
 
 
 @dataclass(frozen=True)
@@ -401,8 +424,8 @@ def memory_of(
         fisher=_fisher_bytes(scope, args, width) * layout.share("scored"),
         directions=_direction_bytes(scope, args, layout),
         activations=kept.training,
-        validation=_building_bytes(scope, args, layout, batch, kept.validation),
-        valuing=_valuing_bytes(scope, args, batch),
+        validation=_building_bytes(adapter, scope, args, layout, batch, kept.validation),
+        valuing=_valuing_bytes(adapter, scope, args, batch),
         backward=kept.layer + batch.head(gradient=True),
         accumulated=args.gradient_accumulation_steps > 1,
     )
@@ -526,25 +549,34 @@ def guessed_activations(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> 
     return Kept(tokens * width * boundaries, tokens * width * max(layers), validation)
 
 
-def _building_bytes(scope: Scope, args: Any, layout: Layout, batch: _Batch, saved: float) -> float:
+def _building_bytes(
+    adapter: DecoderAdapter,
+    scope: Scope,
+    args: Any,
+    layout: Layout,
+    batch: _Batch,
+    saved: float,
+) -> float:
     """G and V anew, beside the old ones: the validation graph, its logits, sums and gradients."""
     if not args.needs_values:
         return 0.0
     size = 4.0 * _scored(scope) * layout.share("scored")
     positions = batch.validation_rows * batch.length
-    logits = 2.0 * positions * batch.vocabulary * batch.width  # and their gradient
-    block = 4.0 * 2.5 * min(positions * batch.vocabulary, LOSS_BLOCK)
+    logits = 2.0 * formed_logits(adapter, positions, batch.vocabulary) * batch.width
+    block = (
+        4.0 * 2.5 * min(positions * batch.vocabulary, LOSS_BLOCK)
+    )  # beside them and their errors
     return max(saved + logits + block + size, 2 * size)
 
 
-def _valuing_bytes(scope: Scope, args: Any, batch: _Batch) -> float:
+def _valuing_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch) -> float:
     """What the values of the training rows need beside their graph and the directions."""
     if not args.needs_values:
         return 0.0
     tokens = batch.rows * batch.length
     if args.estimator != "label":
         return max(batch.head(gradient=False), _layer_bytes(batch, tokens))
-    duals = DUAL_LOGITS * tokens * batch.vocabulary * batch.width
+    duals = DUAL_LOGITS * formed_logits(adapter, tokens, batch.vocabulary) * batch.width
     return 4.0 * _scored(scope) + max(duals, _layer_bytes(batch, tokens))
 
 

@@ -15,7 +15,14 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.model.capture import Scope
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Shape, kept_activations
-from alphatoken.train.cost import DUAL_LOGITS, LOSS_BLOCK, Memory, Work, guessed_activations
+from alphatoken.train.cost import (
+    DUAL_LOGITS,
+    LOSS_BLOCK,
+    Memory,
+    Work,
+    formed_logits,
+    guessed_activations,
+)
 
 __all__ = [
     "Batches",
@@ -79,9 +86,7 @@ def scoring_flops(
     values = gradient
     if config.estimator == "label":
         below = sum(work.linear[i] + 3 * work.attention[i] for i in layers)
-        # torch runs both products of the head's tangent, also where its weight has none.
-        head = work.head if over_all else 2 * work.head
-        values = work.forward + below + head + scored
+        values = work.forward + below + work.head + scored
     objective = 0.0 if config.objective == "stability" else gradient
     return values * train.tokens + objective * validation.tokens
 
@@ -181,22 +186,23 @@ def fisher_memory(
 class _Head:
     """The output projection: how wide its logits are."""
 
+    adapter: DecoderAdapter
     vocabulary: int
     width: int
 
     @classmethod
     def of(cls, adapter: DecoderAdapter) -> _Head:
         weight = adapter.model.get_output_embeddings().weight  # type: ignore[operator]
-        return cls(int(weight.shape[0]), int(weight.element_size()))
+        return cls(adapter, int(weight.shape[0]), int(weight.element_size()))
 
     def losses(self, positions: int) -> float:
-        """Logits, their gradient, and one block of the losses' workspace."""
-        numbers = positions * self.vocabulary
+        """Logits that are formed at once, their gradient, and one block of workspace."""
+        numbers = formed_logits(self.adapter, positions, self.vocabulary)
         return 2.0 * numbers * self.width + 4.0 * 2.5 * min(numbers, LOSS_BLOCK)
 
     def duals(self, positions: int) -> float:
-        """Logits and their tangents while the head makes them: torch adds two products."""
-        return DUAL_LOGITS * positions * self.vocabulary * self.width
+        """Logits that are formed at once, and their tangents, which are two products."""
+        return DUAL_LOGITS * formed_logits(self.adapter, positions, self.vocabulary) * self.width
 
 
 def _graph(adapter: DecoderAdapter, scope: Scope, batches: Batches) -> float:

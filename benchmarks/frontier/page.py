@@ -24,9 +24,8 @@ effect of a token's weight on the validation loss. *Spearman* is the rank correl
 *overlap* the share of the better half that both choose (chance: 0.50). Both are means over the
 draws by their tokens, each draw ranked by itself; brackets are 95 % intervals that draw rows anew.
 *Price* is in training steps of the same batch, with a forward of the values' own: counted FLOPs,
-the head at the positions that a loss reads. *Today* is the price of the present code, whose forward
-mode multiplies by zeros where one of two factors does not move. Building the direction is no part
-of either. Settings in italics are sums of parts that the scorer's options cannot name yet.
+the head at the positions that a loss reads; building the direction is no part of it. Settings in
+italics are sums of parts that the scorer's options cannot name yet.
 
 {subjects}
 
@@ -90,7 +89,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _name(record: Figures) -> str:
     name: str = record["name"]
-    return name if record["today"] else f"*{name}*"
+    return name if record["usable"] else f"*{name}*"
 
 
 def _ranked(record: Figures) -> str:
@@ -102,21 +101,20 @@ def _ranked(record: Figures) -> str:
 def _front(one: Figures) -> str:
     rows = [
         (
-            _name(r), f"{r['price']:.2f}", f"{r['price_today']:.2f}",
-            f"{r['price_beside_a_step']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}",
+            _name(r), f"{r['price']:.2f}", f"{r['price_beside_a_step']:.2f}", _ranked(r),
+            f"{r['overlap'][0]:.2f}",
         )
         for r in worth(one["records"])
     ]  # fmt: skip
-    head = (one["name"], "price", "today", "beside a step's forward", "Spearman", "overlap")
-    said = [r for r in one["records"] if r["today"]]
+    head = (one["name"], "price", "beside a step's forward", "Spearman", "overlap")
+    said = [r for r in one["records"] if r["usable"]]
     own = [
-        (_name(r), f"{r['price_today']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}")
-        for r in worth(said, "price_today")
+        (_name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}") for r in worth(said)
     ]
     return (
         _table(head, rows)
-        + "\nOf what today's options can say, at today's price:\n\n"
-        + _table((one["name"], "today", "Spearman", "overlap"), own)
+        + "\nOf what the scorer's options can name:\n\n"
+        + _table((one["name"], "price", "Spearman", "overlap"), own)
     )
 
 
@@ -126,7 +124,7 @@ def _in(*families: str) -> Callable[[Figures], bool]:
 
 def _corrections(record: Figures) -> bool:
     family: str = record["family"]
-    return not record["today"] and family not in ("kinds", "lacking")
+    return not record["usable"] and family not in ("kinds", "lacking")
 
 
 def _beside(models: Figures, wanted: Callable[[Figures], bool]) -> str:
@@ -202,7 +200,7 @@ def _short(record: Figures) -> str:
 
 def _formats(one: Figures) -> str:
     formats = list(dict.fromkeys(name.rsplit("-", 1)[0] for name in one["draws"]))
-    chosen = {r["name"]: r for r in one["records"] if r["today"]}
+    chosen = {r["name"]: r for r in one["records"] if r["usable"]}
     wanted = [
         "alphatoken, last 3", "direct, last 3", "path, last 3", "label, last 3",
         "label, spread 4", "direct, all linears", "alphatoken, all linears", "path, all linears",

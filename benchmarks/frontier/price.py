@@ -16,11 +16,6 @@ down, through all of those. B is what the backward through the attention takes: 
 3.1 A for direct and 4 A for alphatoken, which compute the weights anew (counted). The embedding's
 part starts below the first layer, so H = L. Lookups, norms and softmax count nothing, as in
 ``torch.utils.flop_counter``. The direction (a backward on validation rows) is no part of it.
-
-This is the arithmetic that a setting needs. Today's label pass takes more where weights are left
-out: torch's forward mode multiplies by a tangent of zeros wherever one of two factors has none, so
-that every linear from the lowest layer up costs its second product, and so does the head. What is
-counted there is the price ``today``.
 """
 
 from __future__ import annotations
@@ -68,12 +63,10 @@ class Price:
         own: with a forward of its own, as ``Scorer.score`` takes it.
         beside: beyond the forward that training runs anyway, as ``Scorer.observe`` takes it; a
             dual forward repeats the layers from the lowest one in scope on.
-        today: as ``own``, with the products by zeros that torch's forward mode makes.
     """
 
     own: float
     beside: float
-    today: float
 
 
 @dataclass(frozen=True)
@@ -136,10 +129,4 @@ class Batch:
     def price(self, scope: Scope) -> Price:
         """In training steps."""
         spent, repeated = self.values(scope)
-        own = self.forward + spent
-        today = own
-        above = self.shape.depth - scope.lowest(self.shape.depth)
-        if scope.estimator == "label" and above:
-            layer = 2 * self.linears + 2 * self.shape.attention
-            today = self.forward + above * layer + 2 * self.head
-        return Price(own / self.step, (spent + repeated) / self.step, today / self.step)
+        return Price((self.forward + spent) / self.step, (spent + repeated) / self.step)

@@ -27,7 +27,7 @@ class Setting:
         kind: the linears of attention or of the MLP over all layers, in place of layers.
         draws: how many times a random choice is drawn anew; 0 where nothing is drawn.
         choose: the layers and factors of one draw.
-        usable: whether today's options can say it.
+        usable: whether the scorer's options can name it.
     """
 
     name: str

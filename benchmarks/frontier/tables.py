@@ -61,12 +61,12 @@ class Draws:
 
     def price(self, setting: Setting) -> Price:
         """Mean over the batches of all draws, weighted by what their steps cost."""
-        sums, steps = np.zeros(3), 0.0
+        sums, steps = np.zeros(2), 0.0
         for shares in self.shares:
             for rows, length, tokens in shares.facts["batches"]:
                 batch = Batch.of(self.model, rows, length, tokens)
                 price = batch.price(setting.scope)
-                sums += batch.step * np.array([price.own, price.beside, price.today])
+                sums += batch.step * np.array([price.own, price.beside])
                 steps += batch.step
         return Price(*(sums / steps).tolist())
 
@@ -101,10 +101,9 @@ class Record:
             "family": self.setting.family,
             "layers": list(self.setting.scope.layers),
             "lowest": min(self.setting.scope.norms, default=None),
-            "today": self.setting.usable,
+            "usable": self.setting.usable,
             "price": round(self.price.own, 4),
             "price_beside_a_step": round(self.price.beside, 4),
-            "price_today": round(self.price.today, 4),
             **estimates,
             "by_draw": {name: round(value, 4) for name, value in self.by_draw.items()},
             "noise": None if self.noise is None else round(self.noise, 4),
@@ -171,7 +170,7 @@ def _random(draws: Draws, setting: Setting) -> Record:
     for _ in range(setting.draws):
         chosen = setting.drawn(generator)
         price = draws.price(chosen)
-        prices.append([price.own, price.beside, price.today])
+        prices.append([price.own, price.beside])
         for name, measure in MEASURES.items():
             tables[name].append(
                 [measure(chosen.values(s), s.columns["total"]) for s in draws.shares]

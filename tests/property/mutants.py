@@ -1350,6 +1350,18 @@ OWN = (
         (claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),),
     ),
     _own(
+        "tangent-of-a-bias-forgotten",
+        "a linear of which only the weight moves takes its bias for fixed",
+        (
+            Edit(
+                "estimate.forward_mode._OneProduct.__torch_function__",
+                "tangent if db is None else tangent + db",
+                "tangent",
+            ),
+        ),
+        (claim(estimating.check_label_is_the_row_sums, BIASED),),
+    ),
+    _own(
         "label-values-not-scaled-back",
         "the dual forward runs along M / ||M||, and the norm is forgotten",
         (

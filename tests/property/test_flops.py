@@ -151,15 +151,13 @@ def captured(shape: Shape, layers: int, estimator: str, tokens: int) -> Bounds:
 def label(shape: Shape, layers: int, tokens: int, *, observed: bool) -> Bounds:
     """One dual forward; of an observed pass from the first scored layer on.
 
-    Today: a product with a tangent that is zero (of the lowest layer's input, of the head at the
-    one position that the model itself asks it about) is counted although torch skips it.
+    Today: the head at the one position of a row that the model itself asks it about.
     """
     trunk = shape.dual_forward(layers) - shape.forward - shape.head
     tangents = trunk + head_of(shape, tokens)
     own = layers * (2 * shape.tokens * shape.block + shape.attention)
     forward = head_of(shape, tokens) + (own if observed else shape.forward - shape.head)
-    zeros = 2 * shape.tokens * sum(i * o for i, o in shape.qkv) + head_of(shape, 3 * shape.rows)
-    today = forward + tangents + zeros
+    today = forward + tangents + head_of(shape, 2 * shape.rows)
     return Bounds(tangents, ROOM * today)
 
 
@@ -395,8 +393,8 @@ TODAY = {
     ("alphatoken", 28): 1.7172,
     ("direct", 3): 1.0690,
     ("path", 3): 1.0674,
-    ("label", 3): 1.1105,
-    ("label", 28): 1.9807,
+    ("label", 3): 1.1085,
+    ("label", 28): 1.9787,
 }
 """Observed step over plain step as counted on ``DEEP``; lower an entry when its estimator gets
 cheaper, so that it stays so."""
@@ -417,7 +415,7 @@ def test_label_values_of_all_layers_cost_no_more_than_a_training_step() -> None:
     model, batch = model_of(DEEP), DEEP.batch()
     made = ready(DEEP, "label", 28)
     step = flops(lambda: plain_step(model, batch))
-    assert flops(lambda: made.score(batch)) <= ROOM * step  # 0.981 today
+    assert flops(lambda: made.score(batch)) <= ROOM * step  # 0.979 today
 
 
 # --- the guard can fail --------------------------------------------------------------------------
