@@ -17,6 +17,8 @@ from alphatoken.model.capture import evaluation_mode
 
 __all__ = ["Calibration", "Planted", "calibration", "plant"]
 
+_POSITIONS = 64  # whose distributions are looked at together, in float64
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -100,8 +102,9 @@ def calibration(subject: Subject, rows: Sequence[Example]) -> Calibration:
         with evaluation_mode(adapter.model):
             logits = adapter.forward(checked.inputs)
         loss += float(token_losses(logits, checked.labels).double().sum())
-        log_p = logits[:, :-1].double().log_softmax(-1)
-        own = -(log_p.exp() * log_p).sum(-1)
-        entropy += float(own[checked.mask[:, 1:]].sum())
+        predicting = checked.mask[:, 1:].nonzero()
+        for row, position in (part.unbind(-1) for part in predicting.split(_POSITIONS)):
+            log_p = logits[row, position].double().log_softmax(-1)
+            entropy -= float((log_p.exp() * log_p).sum())
         count += checked.response_tokens
     return Calibration(loss / count, entropy / count)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, NumericalError, require_choice
-from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
 
 __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 
@@ -57,7 +58,7 @@ def mean_loss(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
     total, count = 0.0, 0
     with evaluation_mode(model):
         for batch in batches:
-            losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+            losses = response_losses(adapter, batch.inputs, batch.labels)
             total += float(losses.double().sum())
             count += batch.response_tokens
     if not np.isfinite(total):
@@ -111,7 +112,7 @@ class Stepper:
     def gradient(self, batch: LabelledBatch, weights: Tensor) -> Weights:
         """Of ``sum_i weights_i loss_i`` at the model's present weights; no ``.grad`` is touched."""
         with evaluation_mode(self.model), torch.enable_grad():
-            losses = token_losses(self.adapter.forward(batch.inputs), batch.labels)
+            losses = response_losses(self.adapter, batch.inputs, batch.labels)
             loss = (losses * weights.to(losses)).sum()
             found = torch.autograd.grad(
                 loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import NumericalError
-from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker
 
 __all__ = ["fine_tuned"]
@@ -42,7 +43,7 @@ def fine_tuned(
     for step in range(steps):
         order = order or generator.permutation(len(batches)).tolist()
         batch = read_batch(batches[order.pop()], max_length=adapter.max_positions())
-        losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+        losses = response_losses(adapter, batch.inputs, batch.labels)
         loss = losses.sum() / batch.response_tokens
         if not bool(torch.isfinite(loss)):
             raise NumericalError(

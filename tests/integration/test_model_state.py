@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from alphatoken import Scorer, ScorerConfig, fit_fisher, masked_sft_loss
+from alphatoken import Scorer, ScorerConfig, fit_fisher
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import influence
@@ -237,21 +237,26 @@ def test_scoring_goes_on_after_an_exception() -> None:
 # --- gradient checkpointing ---------------------------------------------------------------------
 
 
+def kept_loss(logits: Tensor, keep: Tensor) -> Tensor:
+    """Cross-entropy of the kept tokens; it shares no error of the head with the values."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1][keep[:, 1:]], BATCH["labels"][keep])
+
+
 def masked_gradients(
     model: nn.Module, keep: Tensor, scorer: Scorer | None, *, inside: bool = True
 ) -> dict[str, bytes | None]:
-    """Gradients of one masked training step, observed or not."""
+    """Gradients of one masked training step, observed or not, by the loop's own loss."""
     for parameter in model.parameters():
         parameter.grad = None
     if scorer is None:
         logits = model(**inputs()).logits
-        masked_sft_loss(logits, BATCH["labels"], keep).backward()
+        kept_loss(logits, keep).backward()
     else:
         with scorer.observe() as observed:
             logits = model(**inputs()).logits
             observed.values(logits, BATCH["labels"])
             assert all(p.grad is None for p in model.parameters())
-            loss = masked_sft_loss(logits, BATCH["labels"], keep)
+            loss = kept_loss(logits, keep)
             if inside:
                 loss.backward()
         if not inside:
