@@ -132,7 +132,7 @@ def _of_batch(
         counted[name] -= counted[built]
         seconds[name] = [a - b for a, b in zip(seconds[name], seconds[built], strict=True)]
     shape = Shape.of(model, *size)
-    responses = int((batch["labels"][:, 1:] != -100).sum())
+    responses, held = (int((x["labels"][:, 1:] != -100).sum()) for x in (batch, validation))
     text = f"{size[0]} x {size[1]} tokens of {source()}, {responses} of them response"
     forward = next(name for name, side in sides.items() if side.row == "forward")
     for name, side in sides.items():
@@ -141,28 +141,30 @@ def _of_batch(
                 "name": f"{real.key}_{side.row}",
                 "size": f"{side.what}; {text}" if side.what else text,
                 **compared(seconds[name], seconds["step"]),
-                **_floors(side, shape, responses),
+                **_floors(side, shape, held if side.row == "validation" else responses),
                 "flops": counted[name],
                 "flops_other": counted["step"],
                 "tokens": shape.tokens,
-                **_note(side, shape, counted[name] / counted["step"]),
+                **_note(side, counted[name] / counted["step"]),
                 "ratio_forward": compared(seconds[name], seconds[forward])["ratio"],
             }
 
 
 def _floors(side: Side, shape: Shape, responses: int) -> Row:
     """Over the step as it runs; the rows of ``observe`` have their target from it."""
-    floor = side.floor(shape if side.row == "forward" else shape.with_responses(responses))
+    read = shape.with_responses(responses)
+    floor = side.floor(shape if side.row == "forward" else read)
+    if side.row == "observe_k3":  # the loop's own forward has logits of all positions
+        floor += shape.head - read.head
     floor /= shape.step
     return {"floor": floor, **({"target": 1.05 * floor} if side.row == "observe_k3" else {})}
 
 
-def _note(side: Side, shape: Shape, counted: float) -> Row:
-    full = side.floor(shape) / shape.step
-    said = f"FLOPs counted: {counted:.3f}x; floor with the head at all positions: {full:.3f}"
+def _note(side: Side, counted: float) -> Row:
+    said = f"FLOPs counted: {counted:.3f}x"
     if side.row == "first_use":
         said += "; Scorer made, proofs and values of the batch, G taken off"
-    return {"note": said, "floor_full_head": full}
+    return {"note": said}
 
 
 def _sides(

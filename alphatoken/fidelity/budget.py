@@ -280,8 +280,8 @@ def _seconds(work: Work, sizes: Mapping[str, Any], prices: Mapping[str, float]) 
 def together(*parts: Units) -> dict[str, float]:
     """The sum of several counts, unit by unit.
 
-    >>> together({"a": 1, "b": 2}, {"b": 3})
-    {'a': 1, 'b': 5}
+    >>> together({"a": 1.0, "b": 2.0}, {"b": 3.0})
+    {'a': 1.0, 'b': 5.0}
     """
     total: dict[str, float] = {}
     for part in parts:
@@ -321,7 +321,7 @@ def parse_budget(text: str) -> float | None:
 def clock(seconds: float) -> str:
     """A time as a reader would say it.
 
-    >>> clock(0.4), clock(75), clock(8130)
+    >>> clock(0.4), clock(75.0), clock(8130.0)
     ('1 s', '1 min 15 s', '2 h 16 min')
     """
     whole = max(1, round(seconds))

@@ -20,7 +20,7 @@ TOLERANCES: dict[str, float] = {
     "float64 over float32": 1e-6,  # 1.6e-7
     "float32": 5e-5,  # 1.3e-6; 3.5e-6 on SmolLM2-135M
     "float16": 5e-3,  # 1.4e-3; 2.3e-3 under label through a mixture of experts
-    "bfloat16": 2e-2,  # 1.1e-2; the oracle's own two forms of the direct part 1.4e-2
+    "bfloat16": 2.2e-2,  # 2.0e-2, Phi-3's causal part; the oracle's own two direct parts 1.4e-2
 }
 """By the dtype of the weights; "float64 over float32" where a float64 model rounds to float32
 inside, as the norms and rotary tables of transformers do. Beside each the worst error of right code

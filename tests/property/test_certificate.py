@@ -271,6 +271,11 @@ SEEN = {
     "one-part-in-a-billion": PATH,
 }  # fmt: skip
 
+OF_THE_HEAD = {
+    "target-left-in-the-heads-error": ("alphatoken", "linears"),
+    "tangent-of-the-target-forgotten": ("label", "linears"),
+    "tangent-of-the-heads-weight-forgotten": ("label", "all"),
+}
 UNSEEN = {
     "sum-then-outer-in-the-weight-gradient": "only the proof of coverage and sharded weights form "
     "G from captured errors, and a certificate of sharded weights is refused",
@@ -285,6 +290,14 @@ UNSEEN = {
     "; in a model that is cut the scorer refuses (no error reaches a linear)",
     "pin-ignored": "the certificate is of the current weights, so a pinned direction that follows "
     "them is what it asks for",
+    **dict.fromkeys(OF_THE_HEAD, "drawn decoders name no head; seen on a real class, see below"),
+    "tangent-of-a-bias-forgotten": "of biases beside inputs that do not move; none is here",
+    "sums-not-shrunk-under-a-larger-maximum": "shows where a vocabulary takes several blocks",
+    "heads-weight-gradient-of-other-tokens": "no estimator on errors values the head's weight",
+    "target-left-in-the-heads-weight-gradient": "as above; `label` takes no gradient of it",
+    "known-logits-of-other-rows": "of a training loop's forward, which no certificate runs",
+    "losses-of-other-targets": "as above",
+    "capped-logits-taken-for-the-heads": "drawn decoders name no head",
     "modes-not-put-back": "changes the user's model, no value",
     "self-only-mode-not-put-back": "changes what training sends back afterwards, no value",
 }
@@ -325,6 +338,21 @@ def test_a_mutant_does_not_agree(name: str) -> None:
     assert not found.passed, str(found)
     assert SEEN[name].component in {check.component for check in found.failures}, str(found)
     assert str(found).endswith("does not agree")
+
+
+@pytest.mark.parametrize("name", OF_THE_HEAD)
+def test_an_error_at_the_head_does_not_agree(name: str) -> None:
+    """On a transformers decoder, whose head is asked about response tokens only."""
+    pytest.importorskip("transformers")
+    estimator, parameters = OF_THE_HEAD[name]
+    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters)
+    with quiet():
+        assert scorer.verify(batch).passed
+    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters)
+    with applied(BY_NAME[name]) as calls, without_proofs(), quiet():
+        found = scorer.verify(batch)
+    assert calls.total() > 0
+    assert not found.passed, str(found)
 
 
 @pytest.mark.parametrize("one", list(dict.fromkeys(SEEN.values())), ids=lambda one: one.component)

@@ -197,7 +197,9 @@ def test_a_gemma_costs_what_its_shape_says() -> None:
     config = ScorerConfig(estimator="path", layers=2)
     made = Scorer(model, batch, None, config)
     made.score(batch)
-    exact = shape.forward + shape.partial_backward(2) + shape.contraction(2)
+    tokens = int((batch["labels"][:, 1:] != -100).sum())
+    exact = own_forward(shape, tokens) + head_of(shape, tokens)
+    exact += shape.partial_backward(2, head=False) + shape.contraction(2)
     assert flops(lambda: made.score(batch)) - exact in (0, shape.dots(2))
     made = Scorer(
         model, batch, None, ScorerConfig(estimator="label", layers="all", parameters="all")

@@ -104,7 +104,7 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
     "path": (columns.ColumnSums, "columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
     "label": (valuing, "label_values", lambda: claims.check_label_is_the_row_sums(SETUP)),
     "label, losses": (
-        forward_mode, "token_losses", lambda: claims.check_label_is_the_row_sums(SETUP)
+        forward_mode, "response_losses", lambda: claims.check_label_is_the_row_sums(SETUP)
     ),
     "alphatoken": (
         columns.ColumnSums, "columns",
