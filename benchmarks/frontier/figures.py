@@ -113,9 +113,19 @@ def worth(
 
 
 def save(models: Mapping[str, Any], path: Path) -> None:
-    """Write whole or not at all."""
+    """Write whole or not at all; a line for each record, so that changes can be read."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(models, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(_lines(models, 3) + "\n", encoding="utf-8")
+
+
+def _lines(value: Any, depth: int) -> str:
+    """JSON whose outer mappings and lists, ``depth`` deep, have a line an entry."""
+    if depth == 0 or not isinstance(value, (dict, list)) or not value:
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(_lines(entry, depth - 1) for entry in value) + "\n]"
+    entries = (f"{json.dumps(name)}: {_lines(entry, depth - 1)}" for name, entry in value.items())
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def load(path: Path) -> dict[str, Any]:
