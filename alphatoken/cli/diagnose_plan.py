@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alphatoken.cli.diagnose_options import Request
-from alphatoken.errors import ConfigError
-from alphatoken.fidelity.budget import Plan, clock, fit
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.fidelity.budget import Plan, Work, clock, fit, same_ahead
 from alphatoken.fidelity.prices import Counts, Prices, measured
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.workloads import WORKLOADS, resized
 
-__all__ = ["BudgetError", "measured_prices", "plan_of", "plan_settings", "planned"]
+__all__ = ["BudgetError", "measured_prices", "plan_settings", "planned", "plans_of"]
 
 
 class BudgetError(ConfigError):
@@ -28,7 +28,31 @@ def measured_prices(subject: Subject) -> Prices:
     return prices
 
 
-def plan_of(name: str, request: Request, subject: Subject, prices: Prices) -> Plan:
+def plans_of(
+    names: Sequence[str], request: Request, subject: Subject, prices: Prices
+) -> tuple[dict[str, Plan], dict[str, AlphaTokenError]]:
+    """Plans of these diagnostics, and why others of them have none.
+
+    What several do first, the fine-tuning of a copy, is done once; each is charged its part.
+    """
+    works: dict[str, Work] = {}
+    plans: dict[str, Plan] = {}
+    refused: dict[str, AlphaTokenError] = {}
+    for name in names:
+        try:
+            works[name] = WORKLOADS[name](Counts(subject, prices), request.options[name])
+        except AlphaTokenError as error:
+            refused[name] = error
+    sharers = max(1, sum(work.ahead is not None for work in works.values()))
+    for name, work in works.items():
+        try:
+            plans[name] = _plan_of(name, work, request, prices, sharers)
+        except AlphaTokenError as error:
+            refused[name] = error
+    return same_ahead(plans), refused
+
+
+def _plan_of(name: str, work: Work, request: Request, prices: Prices, sharers: int) -> Plan:
     """The plan of one diagnostic.
 
     A size that the command line gives stays. Where it does not fit a budget that is given as well,
@@ -38,15 +62,14 @@ def plan_of(name: str, request: Request, subject: Subject, prices: Prices) -> Pl
         BudgetError: sizes and budget were both given, and do not fit.
         AlphaTokenError: what the diagnostic itself would refuse.
     """
-    work = WORKLOADS[name](Counts(subject, prices), request.options[name])
     extra = {unit: measure() for unit, measure in work.measured.items()}
     seconds = {**prices.seconds, **extra}
     given = request.given[name]
-    plan = fit(work, seconds, request.budget, given)
+    plan = fit(work, seconds, request.budget, given, sharers)
     if plan.fits or not request.shared.budget:
         return plan
     held = sorted(given & set(plan.sizes))
-    freed = fit(work, seconds, request.budget)
+    freed = fit(work, seconds, request.budget, sharers=sharers)
     if freed.seconds < plan.seconds:
         raise BudgetError(
             f"the sizes given do not fit the budget given ({name})",

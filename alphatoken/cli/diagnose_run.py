@@ -19,9 +19,9 @@ from alphatoken.cli.diagnose_options import DiagnoseOptions, Request
 from alphatoken.cli.diagnose_plan import (
     BudgetError,
     measured_prices,
-    plan_of,
     plan_settings,
     planned,
+    plans_of,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
@@ -81,15 +81,14 @@ def run(request: Request) -> int:
 
 def _say_plans(request: Request, subject: Subject) -> int:
     """What the request would take, on stdout; the folder is left alone."""
-    prices, total = measured_prices(subject), 0.0
-    for entry in request.entries:
-        try:
-            plan = plan_of(entry.name, request, subject, prices)
-        except AlphaTokenError as error:
-            print(f"{entry.name} cannot be planned: {_reason(error)}")
-            continue
-        total += plan.seconds
-        print("\n".join([f"{entry.name}:", *plan.lines()]))
+    names = [entry.name for entry in request.entries]
+    plans, refused = plans_of(names, request, subject, measured_prices(subject))
+    for name in names:
+        if name in refused:
+            print(f"{name} cannot be planned: {_reason(refused[name])}")
+        else:
+            print("\n".join([f"{name}:", *plans[name].lines()]))
+    total = sum(plan.seconds for plan in plans.values())
     print(f"all of these: about {clock(total)} (a forecast)")
     return 0
 
@@ -101,20 +100,18 @@ def _plan_each(request: Request, subject: Subject, folder: _Folder) -> None:
         ConfigError: of the one diagnostic asked for, sizes that do not fit the budget given.
     """
     waiting = [entry for entry in request.entries if not folder.finished(entry.name)]
-    if any(entry.name not in folder.plans for entry in waiting):
+    if unplanned := [entry.name for entry in waiting if entry.name not in folder.plans]:
         folder.prices = folder.prices or measured_prices(subject)
-    for entry in waiting:
-        try:
-            if entry.name not in folder.plans:
-                assert folder.prices is not None
-                plan = plan_of(entry.name, request, subject, folder.prices)
-                folder.keep_plan(entry.name, plan.record(), plan.lines())
-        except AlphaTokenError as error:
+        plans, refused = plans_of(unplanned, request, subject, folder.prices)
+        for name, plan in plans.items():
+            folder.keep_plan(name, plan.record(), plan.lines())
+        for name, error in refused.items():
             # What a diagnostic refuses is said where it is run; here it only has no plan.
             if isinstance(error, BudgetError):
                 if len(request.entries) == 1:
-                    raise
-                folder.fail(entry.name, _reason(error))
+                    raise error
+                folder.fail(name, _reason(error))
+    for entry in waiting:
         if not request.shared.quiet and entry.name in folder.plans:
             record = folder.plans[entry.name]
             print("\n".join([f"{entry.name}:", *record["lines"]]), file=sys.stderr)

@@ -407,6 +407,17 @@ class Witness:
             else {"coverage": _SHARDED, "documents": _SHARDED_DOCUMENTS},
         )
 
+    def take(self, report: CoverageReport) -> None:
+        """Take over what another scorer of the same model proved of this estimator.
+
+        Nothing is taken where this one captures a layer that the other did not.
+        """
+        if set(self.report.linears) <= set(report.linears):
+            self.report = replace(
+                self.report, relative_error=report.relative_error, isolated=report.isolated
+            )
+            self.pending = False
+
     def recording(self) -> AbstractContextManager[Recorder]:
         """Record a forward with all that the estimator needs."""
         switched = self._estimator in SWITCHED

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["Plan", "Size", "Stage", "Work", "clock", "fit", "parse_budget", "together"]
+__all__ = [
+    "Plan",
+    "Size",
+    "Stage",
+    "Work",
+    "clock",
+    "fit",
+    "parse_budget",
+    "same_ahead",
+    "together",
+]
 
 AHEAD = 0.25
 """Share of the budget of what comes first and is shared by several diagnostics (a fine-tuning)."""
@@ -125,6 +135,7 @@ class Plan:
         budget: seconds, or None for none.
         words: name of a size -> what there are fewer of.
         intervals: names of the sizes that intervals are over.
+        ahead: the part of all this that comes first; None where nothing does.
     """
 
     sizes: dict[str, Any]
@@ -134,6 +145,7 @@ class Plan:
     budget: float | None
     words: dict[str, str] = field(default_factory=dict)
     intervals: frozenset[str] = frozenset()
+    ahead: Plan | None = None
 
     @property
     def seconds(self) -> float:
@@ -217,6 +229,7 @@ def fit(
     prices: Mapping[str, float],
     budget: float | None,
     fixed: frozenset[str] = frozenset(),
+    sharers: int = 1,
 ) -> Plan:
     """The largest sizes on the path whose forecast keeps to the budget; else the least ones.
 
@@ -228,17 +241,18 @@ def fit(
         prices: seconds a unit.
         budget: seconds; None takes what was asked for.
         fixed: sizes that stay as asked for.
+        sharers: diagnostics that do what comes ahead together, once; each is charged its part.
     """
     ahead: Plan | None = None
     left = budget
     if work.ahead is not None:
-        share = None
+        share, part = None, {unit: price / sharers for unit, price in prices.items()}
         if budget is not None:
             # It leaves what the rest needs at the least.
             *_, least = work.path(fixed)
             share = min(AHEAD * budget, budget - _seconds(work, least, prices))
-            left = budget - _held_back(work.ahead, prices, share, fixed)
-        ahead = fit(work.ahead, prices, share, fixed)
+            left = budget - _held_back(work.ahead, part, share, fixed)
+        ahead = fit(work.ahead, part, share, fixed)
     found: dict[str, Any] = {}
     for found in work.path(fixed):
         if left is None or _seconds(work, found, prices) <= left:
@@ -258,7 +272,27 @@ def fit(
         budget,
         ahead.words | words,
         ahead.intervals | intervals,
+        ahead,
     )
+
+
+def same_ahead(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Plans that share what comes ahead: done once, at the largest of their sizes for it."""
+    parts = [plan.ahead for plan in plans.values() if plan.ahead is not None]
+    if not parts:
+        return dict(plans)
+    largest = max(parts, key=lambda ahead: ahead.seconds)
+    return {
+        name: plan
+        if plan.ahead is None
+        else replace(
+            plan,
+            sizes={**plan.sizes, **largest.sizes},
+            stages=(*largest.stages, *plan.stages[len(plan.ahead.stages) :]),
+            ahead=largest,
+        )
+        for name, plan in plans.items()
+    }
 
 
 def _held_back(

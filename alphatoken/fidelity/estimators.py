@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example
+from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
@@ -312,7 +313,11 @@ class Prices:
 
 
 def _prices(
-    subject: Subject, options: Options, rows: Sequence[Example], settings: Sequence[Setting]
+    subject: Subject,
+    options: Options,
+    rows: Sequence[Example],
+    settings: Sequence[Setting],
+    proved: Mapping[str, CoverageReport],
 ) -> Prices:
     count = min(options.cost_rows, subject.batch_size, len(rows))
     batch, *_ = subject.batches(rows[:count])
@@ -321,6 +326,7 @@ def _prices(
     for number, setting in enumerate(settings):
         config = setting.config(subject.config)
         scorer = scorer_for(subject, rows=subject.validation[:1], config=config)
+        scorer.valuer.witness.take(proved[setting.estimator])
         values[setting] = values_cost(scorer, batch, repeats=options.repeats)
         place = (setting.layers, setting.everything)
         if place not in known:
@@ -462,7 +468,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = subject.sample()
     subject.require_tokens(rows, _FEWEST, "rank correlations of fewer tokens are noise")
     every = tuple(range(len(subject.adapter.layers())))
-    usable, refused = supported(subject, every, rows)
+    proved, refused = supported(subject, every, rows)
+    usable = list(proved)
     plan = _plan(subject, options, rows, usable)
     direction = full_gradient(subject)
     settings = [s for s in plan.all if s.estimator in usable]
@@ -470,7 +477,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     readings = read(subject, rows, direction, settings)
     found = _agreements(subject, options, readings, plan)
     oracle = _oracle(subject, rows, readings, direction)
-    prices = _prices(subject, options, rows, settings)
+    prices = _prices(subject, options, rows, settings, proved)
     costs = {s: prices.relative(s, options.price) for s in settings}
     truth = readings.values[plan.truth]
     advice = advise(readings.values, truth, costs, readings.row, options.draws)

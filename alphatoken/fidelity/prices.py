@@ -211,16 +211,25 @@ class Counts:
     ) -> Units:
         """Scorings of rows: recorded forward, self-only backward, contraction; or dual forward."""
         estimator = estimator or self.subject.config.estimator
-        share = self.share(layers)
-        if estimator == "label":
-            return together(
-                self.passes("dual", rows, times * share),
-                self.passes("forward", rows, times * (1 - share)),
-            )
+        # A dual forward takes the place of the upper layers' own.
+        plain = 1 - self.share(layers) if estimator == "label" else 1.0
         return together(
-            self.passes("forward", rows, times * (1 + share)),
-            self.passes("backward", rows, times * share),
+            self.passes("forward", rows, times * plain),
+            self.beyond_forward(rows, estimator, layers, times),
         )
+
+    def beyond_forward(
+        self,
+        rows: Sequence[Example],
+        estimator: str,
+        layers: int | None,
+        times: int | float = 1,
+    ) -> Units:
+        """Values of rows whose forward has run."""
+        share = times * self.share(layers)
+        if estimator == "label":
+            return self.passes("dual", rows, share)
+        return together(self.passes("forward", rows, share), self.passes("backward", rows, share))
 
     def scorer(
         self,

@@ -32,9 +32,11 @@ from alphatoken.estimate.estimators import (
     value_errors,
 )
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, record
 from alphatoken.scorer import Scorer
 
@@ -127,24 +129,27 @@ def full_gradient(subject: Subject) -> dict[str, Tensor]:
 
 def supported(
     subject: Subject, layers: tuple[int, ...], rows: Sequence[Example]
-) -> tuple[list[str], dict[str, str]]:
-    """Estimators that this model allows on these layers, and why not the others.
+) -> tuple[dict[str, CoverageReport], dict[str, str]]:
+    """Estimators that this model allows on these layers with what was proved; why not the others.
 
-    Each scores the two shortest rows for real, with the scorer's own proofs of coverage and
-    isolation.
+    Each scores a slice of the two shortest rows for real, with the scorer's own proofs of coverage
+    and isolation.
     """
-    batch, *_ = subject.batches(sorted(rows, key=lambda row: len(row.input_ids))[:2])
+    whole, *_ = subject.batches(sorted(rows, key=lambda row: len(row.input_ids))[:2])
+    shown = around_responses(read_batch(whole, max_length=subject.adapter.max_positions()))
+    batch = {**shown.inputs, "labels": shown.labels}
     tracker = subject.tracker("What the model allows", len(ESTIMATORS))
-    found, refused = [], {}
+    found, refused = {}, {}
     for number, estimator in enumerate(ESTIMATORS):
         tracker.report(number)
         config = Setting(estimator, layers, subject.config.window).config(subject.config)
         try:
-            Scorer(subject.model, batch, None, config).score(batch)
+            scorer = Scorer(subject.model, batch, None, config)
+            scorer.score(batch)
         except (UnsupportedError, CoverageError) as problem:
             refused[estimator] = str(problem).splitlines()[0]
         else:
-            found.append(estimator)
+            found[estimator] = scorer.coverage
     return found, refused
 
 

@@ -23,6 +23,7 @@ from alphatoken.fidelity.sensitivity import layer_choices
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.utility import judged_rows
 from alphatoken.fidelity.value_propagation import pair_seconds
+from alphatoken.model.batch_slice import LENGTH, ROWS
 
 __all__ = ["WORKLOADS", "resized"]
 
@@ -94,7 +95,7 @@ def _tuning(counts: Counts) -> Work | None:
 
     def stages(size: Sizes) -> list[Stage]:
         mean = _mean_step(counts, subject.train)
-        units = {unit: count * size["tuning_steps"] for unit, count in mean.items()}
+        units = _times(mean, size["tuning_steps"])
         return [
             Stage(
                 "Fine-tuning a copy",
@@ -108,11 +109,11 @@ def _tuning(counts: Counts) -> Work | None:
     return Work((steps,), stages)
 
 
-def _mean_step(counts: Counts, rows: Sequence[Example]) -> dict[str, float]:
+def _mean_step(counts: Counts, rows: Sequence[Example]) -> Units:
     """One training step on a batch of these rows, in the mean over batches."""
     usable = [row for row in rows if row.response_tokens]
     batches = max(1, -(-len(usable) // counts.subject.batch_size))
-    return {unit: count / batches for unit, count in counts.step(usable).items()}
+    return _times(counts.step(usable), 1 / batches)
 
 
 def _fisher(counts: Counts, samples: int, layers: int | None = None) -> Units:
@@ -122,8 +123,13 @@ def _fisher(counts: Counts, samples: int, layers: int | None = None) -> Units:
         counts.passes("forward", usable, size=1),
         counts.passes("backward", usable, counts.share(layers), size=1),
     )
-    each = {unit: count / max(1, len(usable)) for unit, count in whole.items()}
-    return together({unit: count * samples for unit, count in each.items()}, {"sweep": samples / 4})
+    each = _times(whole, 1 / max(1, len(usable)))
+    return together(_times(each, samples), {"sweep": samples / 4})
+
+
+def _times(units: Units, count: int | float) -> Units:
+    """The same work so many times."""
+    return {unit: n * count for unit, n in units.items()}
 
 
 def _draws(statistics: int | float, draws: int, tokens: int) -> Units:
@@ -152,14 +158,30 @@ def _estimators(counts: Counts, options: Any) -> Work:
         settings = len(ESTIMATORS) * scopes + len(WINDOWED) * spreads + 1
         short = sorted(rows, key=lambda row: len(row.input_ids))
         half = short[: -(-len(short) // 2)]
-        mean = {unit: n / len(half) for unit, n in counts.step(half, size=1).items()}
+        slices = {
+            f"{kind} {part}": count
+            for kind in ("forward", "backward")
+            for part, count in (("pass", 1.0), ("position", float(ROWS * LENGTH)))
+        }
+        mean = _times(counts.step(half, size=1), 1 / len(half))
         each = {unit: n for unit, n in mean.items() if unit.startswith("backward")}
         priced = rows[: min(size["cost_rows"], subject.batch_size)]
-        runs, objective = 1 + options.repeats, subject.validation[: size["objective_rows"]]
+        runs, objective = 1 + size["repeats"], subject.validation[: size["objective_rows"]]
         captured = together(
             counts.passes("forward", rows, 1 + keys), counts.passes("backward", rows, 2)
         )
-        one = together(counts.gradient(priced[:1], depth), counts.gradient(priced, depth))
+
+        def priced_at(estimator: str, scored: int) -> Units:
+            """An observed forward of a scorer with a direction of one row, then its values."""
+            return together(
+                counts.gradient(subject.validation[:1], scored),
+                counts.passes("forward", priced),
+                counts.beyond_forward(priced, estimator, scored, runs),
+            )
+
+        costs = [priced_at(name, k) for name in ESTIMATORS for k in size["layers"]]
+        costs += [priced_at(name, counts.scored) for name in WINDOWED for _ in range(spreads)]
+        directions = [counts.gradient(subject.validation[: len(priced)], k) for k in size["layers"]]
         noise = together(
             counts.passes("forward", rows, 6),
             counts.passes("backward", rows, 2),
@@ -169,7 +191,7 @@ def _estimators(counts: Counts, options: Any) -> Work:
         return [
             Stage(
                 "What the model allows",
-                together(counts.step(short[:2], 4.0 * len(ESTIMATORS))),
+                _times(slices, 6.0 * len(ESTIMATORS)),
                 counts.memory(2, short[:2]),
             ),
             Stage("Validation gradient", counts.step(objective), counts.memory(2, objective)),
@@ -182,7 +204,7 @@ def _estimators(counts: Counts, options: Any) -> Work:
             Stage(
                 "Tokens one by one",
                 together(
-                    {unit: n * size["oracle_tokens"] for unit, n in each.items()},
+                    _times(each, size["oracle_tokens"]),
                     {"sweep": float(size["oracle_tokens"])},
                     counts.passes("forward", half, size=1),
                     _draws(16.0 * scopes * kinds, options.draws, size["oracle_tokens"]),
@@ -192,9 +214,9 @@ def _estimators(counts: Counts, options: Any) -> Work:
             Stage(
                 "Cost",
                 together(
-                    {unit: n * settings for unit, n in one.items()},
-                    counts.values(priced, layers=depth // 2, times=runs * settings),
-                    counts.step(priced, runs * (scopes + 1)),
+                    *costs,
+                    _times(together(*directions), runs),
+                    counts.step(priced, 2 * runs),
                 ),
                 counts.memory(2, priced),
             ),
@@ -207,6 +229,7 @@ def _estimators(counts: Counts, options: Any) -> Work:
 
     sizes = (
         _number(options, "cost_rows", 1, "rows of the batch that is priced", by=4.0),
+        _number(options, "repeats", 1, "timings of each computation"),
         _thinned("windows", windows, 2, "windows"),
         Size("layers", levels, "numbers of scored layers"),
         _number(options, "draws", 100, "bootstrap samples of each interval"),
@@ -230,21 +253,18 @@ def _utility(counts: Counts, options: Any) -> Work:
         whole = counts.step(rows, size=len(rows))
         judged = judged_rows(subject, size["validation_tokens"])
         short = sorted(rows, key=lambda row: len(row.input_ids))[: -(-len(rows) // 2)]
-        single = {unit: n / len(short) for unit, n in counts.step(short, size=1).items()}
+        single = _times(counts.step(short, size=1), 1 / len(short))
         moved = together(counts.passes("forward", judged), {"sweep": 6.0})
         singles, groups = size["oracle_tokens"], size["groups"]
         sweep = min(size["sweep_tokens"], singles)
         etas = len(size["step_sizes"])
-
-        def times(units: Units, count: int | float) -> Units:
-            return {unit: n * count for unit, n in units.items()}
 
         copies = 4 if adaptive else 2
         return [
             Stage(
                 "Filling the optimizer's state",
                 together(
-                    times(_mean_step(counts, subject.train), size["warmup"]),
+                    _times(_mean_step(counts, subject.train), size["warmup"]),
                     {"sweep": 6.0 * size["warmup"]},
                 ),
                 counts.memory(copies, rows),
@@ -252,30 +272,30 @@ def _utility(counts: Counts, options: Any) -> Work:
             Stage(
                 "Predictions",
                 together(
-                    counts.step(judged, scorers), times(whole, scorers),
+                    counts.step(judged, scorers), _times(whole, scorers),
                     counts.passes("dual", rows, scorers, size=len(rows)),
                 ),
                 counts.memory(copies + 2, rows),
             ),
             Stage(
                 "Leaving one token out",
-                together(times(single, singles), times(moved, singles + 1)),
+                together(_times(single, singles), _times(moved, singles + 1)),
                 counts.memory(copies + 2, rows),
             ),
             Stage(
                 "Leaving groups out",
-                together(times(whole, groups + 4), times(moved, groups + 5)),
+                together(_times(whole, groups + 4), _times(moved, groups + 5)),
                 counts.memory(copies + 2, rows),
             ),
             Stage(
                 "Step sizes",
                 together(
-                    times(moved, etas * (sweep + 5)), times(single, etas * sweep),
-                    times(whole, etas * 4), counts.step(judged, etas),
+                    _times(moved, etas * (sweep + 5)), _times(single, etas * sweep),
+                    _times(whole, etas * 4), counts.step(judged, etas),
                 ),
                 counts.memory(copies + 4, rows),
             ),
-            Stage("Resolution", together(counts.step(judged), times(moved, 4))),
+            Stage("Resolution", together(counts.step(judged), _times(moved, 4))),
         ]  # fmt: skip
 
     etas = _thinned("step_sizes", options.etas, 3, "step sizes", must=(options.learning_rate,))
@@ -546,7 +566,7 @@ def _each_row(counts: Counts, validation: Sequence[Example], rows: Sequence[Exam
         counts.passes("backward", validation, counts.share(), size=1),
     )
     contracted = counts.passes("forward", rows, 0.05 * len(validation) * counts.share())
-    values = {unit: n * chunks for unit, n in counts.values(rows).items()}
+    values = _times(counts.values(rows), chunks)
     return together(own, values, contracted)
 
 
@@ -561,10 +581,10 @@ def _stability(counts: Counts, options: Any) -> Work:
             counts.passes("forward", rows, 1 + counts.share(), size=1),
             counts.passes("backward", rows, counts.share(), size=1),
         )
-        again = {unit: 5 * n for unit, n in counts.values(rows).items()}
+        again = _times(counts.values(rows), 5)
         dtypes = size["precisions"] if len(size["precisions"]) > 1 else ()
         slower = sum(_SLOWER[name] for name in dtypes)
-        copied = {unit: slower * n for unit, n in counts.scorer(chosen, rows).items()}
+        copied = _times(counts.scorer(chosen, rows), slower)
         found = [
             Stage("Values of the run", counts.scorer(chosen, rows), counts.memory(1, rows)),
             Stage(
