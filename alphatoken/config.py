@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice, warn_caller
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
+from alphatoken.model.parameter_choice import ParameterChoice
 
 __all__ = ["ScorerConfig"]
 
@@ -18,7 +19,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "path": ("both", "direct", "causal"),
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
-    "parameters": ("linears", "all"),
     "uncovered": ("error", "skip"),
     "offload": ("none", "stream"),
 }
@@ -51,7 +51,9 @@ class ScorerConfig:
         precondition_after: P = 1 until the optimizer has taken this many steps; the frozen form is
             wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         score_bias: biases of the scored linears take part.
-        parameters: "linears", or "all" trainable parameters (``label`` only).
+        parameters: "linears" of the scored layers; for ``label`` also "all" trainable parameters,
+            or parts joined by commas, "linears" and patterns of parameter names in any layer
+            ("linears,*norm*"); see ``alphatoken.model.parameter_choice``.
         contraction: deprecated, and without effect.
         uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
             routers, DoRA), or "skip" to leave such matrices out of scope and name them in
@@ -133,9 +135,10 @@ class ScorerConfig:
                 why="every value would be zero",
                 remedy="estimator='alphatoken' or 'same_layer_hop'",
             )
-        if self.parameters == "all" and self.estimator != "label":
+        choice = ParameterChoice.read(self.parameters)
+        if not choice.only_linears and self.estimator != "label":
             raise ConfigError(
-                "parameters='all' is defined for estimator='label' only",
+                f"parameters={self.parameters!r} is defined for estimator='label' only",
                 got=f"estimator={self.estimator!r}",
                 why="embeddings, norms and the head are not linears whose errors are captured",
             )

@@ -10,6 +10,7 @@ from alphatoken.cli.options import option
 __all__ = [
     "FORMER",
     "LAYERS",
+    "PARAMETERS",
     "EarlierOptions",
     "MemoryOptions",
     "ModelOptions",
@@ -34,6 +35,10 @@ FORMER = {
 """Flag as it was called -> as it is called now."""
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
+PARAMETERS = (
+    "'linears' of the scored layers, 'all' trainable ones, or parts joined by commas, 'linears' "
+    "and patterns of names such as 'linears,*norm*'"
+)
 
 # Those of alphatoken.estimate.estimators, which imports torch.
 _Estimator = Literal["alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal"]

@@ -21,7 +21,8 @@ from alphatoken.cli.arguments import Arguments
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.model.capture import evaluation_mode, find_scope
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.machine import require_memory, resident_memory, seconds_of
 from alphatoken.train.cost import Layout, Memory, step_flops, work_of
@@ -70,7 +71,7 @@ def expect_scoring(
         ConfigError: it cannot fit into memory.
     """
     adapter = find_adapter(model)
-    scope = find_scope(adapter, config.layers)
+    scope = ParameterChoice.read(config.parameters).scope(adapter, config.layers)
     rows, held = (
         Batches.of([len(example.input_ids) for example in examples], batch_size)
         for examples in (train, validation)
@@ -87,6 +88,7 @@ def expect_fisher(
     prompts: Sequence[Tensor] | Mapping[str, Tensor],
     *,
     layers: int | str | Sequence[int],
+    parameters: str,
     structure: str,
     samples: int,
     max_new_tokens: int,
@@ -103,7 +105,7 @@ def expect_fisher(
         ConfigError: it cannot fit into memory.
     """
     adapter = find_adapter(model)
-    scope = find_scope(adapter, layers)
+    scope = ParameterChoice.read(parameters).scope(adapter, layers)
     drawn = not isinstance(prompts, Mapping)
     if isinstance(prompts, Mapping):
         given, response = prompts["attention_mask"].sum(-1).tolist(), 0

@@ -9,6 +9,7 @@ from typing import Literal
 
 from alphatoken.cli.common import (
     LAYERS,
+    PARAMETERS,
     MemoryOptions,
     ModelOptions,
     ReadingOptions,
@@ -33,6 +34,7 @@ class _Fit:
     output_file: str = option(help="to write (safetensors)")
     samples: int = option(1000, "sequences", least=1)
     layers: str = option("3", LAYERS)
+    parameters: str = option("linears", PARAMETERS)
     structure: Literal["diagonal", "kronecker"] = option("diagonal", "of the Fisher")
     labels: Literal["sequence", "token"] = option(
         "sequence", "sample whole responses (the paper), or labels on the given responses"

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Literal
 
 from alphatoken.cli.common import (
+    PARAMETERS,
     EarlierOptions,
     MemoryOptions,
     ModelOptions,
@@ -74,9 +75,7 @@ class _Rows:
 class _Finer:
     """How to value, further."""
 
-    parameters: Literal["linears", "all"] = option(
-        "linears", "'all': embeddings, norms and head too (--estimator label only)"
-    )
+    parameters: str = option("linears", f"{PARAMETERS} (--estimator label only)")
     head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
     causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
     scope: Literal["batch", "sequence", "dataset"] = option(

@@ -34,7 +34,8 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.estimate.matrices import Matrices
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
-from alphatoken.model.capture import Recorder, Scope, find_scope, record, used_outside
+from alphatoken.model.capture import Recorder, Scope, record, used_outside
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import wide
@@ -75,6 +76,7 @@ class DirectionBuilder:
         self.adapter, self.config, self.optimizer = adapter, config, optimizer
         self.sharding, self._reduce = sharding, reduce
         self.captured = config.estimator in CAPTURED
+        self._choice = ParameterChoice.read(config.parameters)
         self.scope = self._choose_scope()
         self.names: dict[str, str] = {}
         self.parameters = self._choose_parameters()
@@ -149,7 +151,7 @@ class DirectionBuilder:
     @property
     def first(self) -> int | None:
         """First layer of the graph; None when parameters below the layers take part."""
-        whole = self.config.parameters == "all" or self._used_outside
+        whole = self._choice.everything or self._used_outside
         return None if whole else self.scope.first
 
     @cached_property
@@ -157,21 +159,18 @@ class DirectionBuilder:
         return used_outside(self.adapter, self.scope.first, self.parameters.values())
 
     def _choose_scope(self) -> Scope:
-        scope = find_scope(self.adapter, self.config.layers)
+        scope = self._choice.scope(self.adapter, self.config.layers)
         require_covered(scope, self.config.estimator, self.config.uncovered)
         return scope
 
     def _choose_parameters(self) -> dict[str, Tensor]:
         """Parameters in scope by name, tied ones once."""
         named: dict[str, Tensor] = dict(self.adapter.model.named_parameters(remove_duplicate=False))
-        if self.config.parameters == "all":
-            chosen = {n: p for n, p in named.items() if p.requires_grad}
-        else:
-            chosen = self.scope.parameters(biases=self.config.score_bias)
-            # ``require_covered`` has let only ``label`` come here with matrices that no linear
-            # covers; moved along M they are as exact as any other weight, so they are in scope.
-            if self.config.uncovered == "error":
-                chosen |= {name: named[name] for name in self.scope.uncovered}
+        chosen = self.scope.parameters(biases=self.config.score_bias)
+        # ``require_covered`` has let only ``label`` come here with matrices that no linear covers;
+        # moved along M they are as exact as any other weight, so they are in scope.
+        if self.config.uncovered == "error":
+            chosen |= {name: named[name] for name in self.scope.uncovered}
         # A tied weight is one parameter with one gradient: counted under two names, its part of
         # every inner product would be doubled. ``names`` leads each place to the one name that is
         # kept.

@@ -37,11 +37,10 @@ from alphatoken.errors import ConfigError, FisherError, InputError, NumericalErr
 from alphatoken.model.capture import (
     Scope,
     evaluation_mode,
-    find_scope,
     graph_from_layer,
-    resolve_layers,
     used_outside,
 )
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
@@ -100,8 +99,9 @@ def fit_fisher(
         max_new_tokens: longest response; cut to what the model's limit leaves after the prompt
             (``metadata["responses_cut"]`` counts such samples). Responses end with the model's
             end token, which is part of them. Not used by ``labels="token"``.
-        parameters: "linears" (trainable linears of attention and MLP in ``layers``), or "all"
-            (every trainable parameter of the model; diagonal only).
+        parameters: "linears" (trainable linears of attention and MLP in ``layers``), "all" (every
+            trainable parameter of the model), or parts such as "linears,*norm*" (see
+            ``alphatoken.model.parameter_choice``); Kronecker factors are of linears only.
         seed: sample i is a function of (seed, i), the model and its prompt.
         batch_size: responses generated at a time (gradients are always taken one by one).
         checkpoint: file for running sums. An interrupted fit that is started again with the same
@@ -130,11 +130,7 @@ def fit_fisher(
     if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
-    if parameters == "all":  # not limited to the linears of these layers: they may all be frozen
-        chosen = resolve_layers(adapter, layers)
-        scope = Scope(chosen, (), first=chosen[0])
-    else:
-        scope = find_scope(adapter, layers)
+    scope = ParameterChoice.read(parameters).scope(adapter, layers)
     given = read_given(prompts, labels=labels)[:samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
     budgets = _budgets(given, settings, adapter.max_positions())
@@ -181,7 +177,6 @@ class _Settings:
         choices = {
             "structure": ("diagonal", "kronecker"),
             "labels": ("sequence", "token"),
-            "parameters": ("linears", "all"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -190,10 +185,11 @@ class _Settings:
                     got=repr(getattr(self, name)),
                     remedy="one of " + ", ".join(map(repr, allowed)),
                 )
-        if self.structure == "kronecker" and self.parameters == "all":
+        choice = ParameterChoice.read(self.parameters)
+        if self.structure == "kronecker" and not choice.only_linears:
             raise ConfigError(
                 "Kronecker factors exist for linear maps only",
-                got="structure='kronecker', parameters='all'",
+                got=f"structure='kronecker', parameters={self.parameters!r}",
                 remedy="parameters='linears', or structure='diagonal'",
             )
 
@@ -329,11 +325,7 @@ class _Fit:
 
 def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict[str, Tensor]:
     """The parameters in scope, by name; every one finite."""
-    if settings.parameters == "all":
-        named = adapter.model.named_parameters()
-        trained: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
-    else:
-        trained = scope.parameters(biases=settings.score_bias)
+    trained = scope.parameters(biases=settings.score_bias)
     if not trained:
         raise ConfigError(
             "nothing trainable is in scope",

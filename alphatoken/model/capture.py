@@ -95,6 +95,7 @@ class Scope:
             space, convolution), and their kind, in all layers from ``first`` to the last.
         first: the first layer that uses a weight in scope; the graph starts at its input. Lower
             than the first scored layer where a block or a weight is shared between depths.
+        named: further parameters of any layer, chosen by their names.
     """
 
     layers: tuple[int, ...]
@@ -102,14 +103,19 @@ class Scope:
     uncovered: dict[str, str] = field(default_factory=dict)
     mixers: dict[str, str] = field(default_factory=dict)
     first: int = 0
+    named: dict[str, Tensor] = field(default_factory=dict)
 
     def parameters(self, *, biases: bool) -> dict[str, Tensor]:
-        """The weights of the linears by name; with ``biases`` their trained biases after them."""
+        """Weights of the linears by name, with ``biases`` their trained ones too; then ``named``.
+
+        What is named and belongs to a linear as well is there once.
+        """
         chosen = {linear.weight_name: linear.weight for linear in self.linears}
         for linear in self.linears if biases else ():
             if linear.trained_bias is not None:
                 chosen[linear.bias_name] = linear.trained_bias
-        return chosen
+        known = {id(parameter) for parameter in chosen.values()}
+        return chosen | {name: p for name, p in self.named.items() if id(p) not in known}
 
 
 def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:

@@ -6,6 +6,7 @@ the decoder; a linear map is a module that is seen to compute ``x W^T + b`` or `
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,8 @@ def find_scored(
         model: without wrappers; see :func:`bare_model`.
         layers: K for the last K blocks, "all", or indices (negative ones from the end).
         blocks: the decoder blocks, where the user has named them.
-        parameters: "linears", or "all" trainable parameters of the model.
+        parameters: "linears", "all" trainable parameters of the model, or parts joined by commas:
+            "linears", and patterns of names that trainable parameters of any layer have.
         score_bias: biases of the linear maps take part.
         loose: trainable matrices that are no linear map take part.
     """
@@ -133,8 +135,16 @@ def find_scored(
                 if p.requires_grad and p.dim() >= 2
             }
     named: dict[str, Tensor]
+    parts = parameters.split(",")
+    by_name = {
+        name: p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if p.requires_grad and any(fnmatch.fnmatchcase(name, part.strip()) for part in parts)
+    }
     if parameters == "all":
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    elif "linears" not in parts:
+        named = {}
     else:
         named = {f"{linear.name}.weight": _weight(linear.module) for linear in linears.values()}
         if score_bias:
@@ -145,9 +155,9 @@ def find_scored(
             }
         named |= others if loose else {}
     once: dict[int, str] = {}
-    for name, parameter in named.items():
+    for name, parameter in (named | by_name).items():
         once.setdefault(id(parameter), name)
-    kept = {name: named[name] for name in once.values()}
+    kept = {name: (named | by_name)[name] for name in once.values()}
     return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept)
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.capture import Scope, find_scope
+from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.policy import TokenPolicy
@@ -72,7 +73,8 @@ def check_run(
     if not args.needs_values:
         return
     adapter = find_adapter(model)
-    refuse_scope(find_scope(adapter, read_layers(args.score_layers)), args)
+    choice = ParameterChoice.read(args.value_parameters, "value_parameters")
+    refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
     _check_limit(args, adapter)
     if args.objective != "stability" and not given.validation:
         raise ConfigError(

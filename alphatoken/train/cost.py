@@ -289,10 +289,10 @@ def overhead_of(
         return Overhead(1.0, 1.0, {})
     every = tuple(range(len(work.linear)))
     from_first = tuple(range(scope.first, len(every)))
-    scored = 2.0 * sum(linear.weight.numel() for linear in scope.linears)
+    scored = 2.0 * _scored(scope)
     step = step_flops(work, args, reference_forward=reference_forward)
     # TRL's head computes the gradient of its weight in each backward, asked for or not.
-    head_weight = work.head if work.head_trained and args.value_parameters == "linears" else 0.0
+    head_weight = work.head if work.head_trained and args.value_parameters != "all" else 0.0
     errors = work.errors(from_first) + work.head
     if args.estimator == "label":  # a forward of values and tangents in place of the errors
         errors = 2 * sum(work.linear[i] + work.attention[i] for i in from_first) + work.head
@@ -436,13 +436,14 @@ def _fisher_bytes(scope: Scope, args: Any, width: float) -> float:
     if not args.needs_values:
         return 0.0
     sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
-    reference = max(width, 2) * sum(a * b for a, b in sizes)
-    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
-        return reference
+    fitted = args.retention in ("diagonal", "kronecker") and args.objective != "adaptation"
+    if not fitted:
+        return max(width, 2) * float(sum(a * b for a, b in sizes))
     if args.fisher_offload:
         return 0.0
+    reference = max(width, 2) * _scored(scope)
     if args.retention == "diagonal":
-        return 4.0 * sum(a * b for a, b in sizes) + reference
+        return 4.0 * _scored(scope) + reference
     return 4.0 * sum(a * a + b * b for a, b in sizes) + reference
 
 
@@ -459,7 +460,7 @@ def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
 
 
 def _scored(scope: Scope) -> int:
-    return sum(int(linear.weight.numel()) for linear in scope.linears)
+    return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _refused_options(
             else "a global threshold is known only when the whole step has been scored",
             remedy="scoring_forward='auto'; it costs about a third of a step",
         )
-    if kind in SHARDED and (options.estimator == "label" or options.value_parameters == "all"):
+    if kind in SHARDED and (options.estimator == "label" or options.value_parameters != "linears"):
         yield ConfigError(
             "this estimator cannot run on sharded weights",
             got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "

@@ -132,7 +132,11 @@ class AlphaOptions:
     objective: str = option("both", "'both', 'adaptation' or 'stability'.")
     path: str = option("both", "'both', 'direct' or 'causal'.")
     score_layers: str = option("3", "K for the last K layers, 'all', or indices such as 0,4.")
-    value_parameters: str = option("linears", "'linears', or 'all' (estimator='label' only).")
+    value_parameters: str = option(
+        "linears",
+        "'linears' of the scored layers; with estimator='label' also 'all' trainable parameters, "
+        "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
+    )
     window: int | None = option(32, "W of Value-Propagation; null for none.")
     stability_weight: float = option(1.5, "lambda; without natural unit, see the balance logged.")
     head_reduction: str = option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")

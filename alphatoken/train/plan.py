@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alphatoken.model.capture import Scope, find_scope
+from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.train.checks import Given, check_run
 from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
@@ -93,7 +94,9 @@ def make_plan(
             :func:`alphatoken.train.checks.check_run`.
     """
     adapter = find_adapter(model)
-    scope = find_scope(adapter, read_layers(args.score_layers))
+    scope = ParameterChoice.read(args.value_parameters).scope(
+        adapter, read_layers(args.score_layers)
+    )
     if args.policy != "all" or args.needs_values:
         policy = chosen_policy(args, None, args.FAMILY)
         check_run(model, layout.accelerator(), args, policy, given or Given())
@@ -139,7 +142,9 @@ def _scored_part(model: nn.Module, scope: Scope, args: Any) -> dict[str, Any]:
         weight: Tensor = linear.weight
         return list(weight.shape[::-1] if linear.transposed else weight.shape)
 
-    scored = sum(linear.weight.numel() for linear in scope.linears)
+    scored = sum(
+        parameter.numel() for parameter in scope.parameters(biases=args.score_bias).values()
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "layers": list(scope.layers),

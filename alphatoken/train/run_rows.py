@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError
-from alphatoken.model.capture import find_scope
+from alphatoken.model.capture import resolve_layers
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.checks import check_lengths, check_pool
@@ -90,13 +90,14 @@ def prepare_run_rows(
 
 
 def _scored_weights(trainer: TokenTrainer) -> dict[str, Tensor]:
-    """The scored layers' weights before training.
+    """Weights of the scored layers' trainable linears before training.
 
     Raises:
-        ConfigError: layers that the model does not have, nothing trainable in them.
+        ConfigError: layers that the model does not have.
     """
-    scope = find_scope(find_adapter(trainer.model), read_layers(trainer.args.score_layers))
-    weights = {linear.weight_name: linear.weight for linear in scope.linears}
+    adapter = find_adapter(trainer.model)
+    layers = resolve_layers(adapter, read_layers(trainer.args.score_layers))
+    weights = {linear.weight_name: linear.weight for linear in adapter.scored_linears(layers)}
     if any(weight.numel() == 0 for weight in weights.values()):  # cut up by ZeRO-3 already
         return {}
     return {name: weight.detach().clone() for name, weight in weights.items()}

@@ -8,7 +8,7 @@ norms, softmax and the band of attention weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.drift import FisherDrift
@@ -28,7 +28,6 @@ __all__ = [
     "Batches",
     "fisher_flops",
     "fisher_memory",
-    "scope_of",
     "scoring_flops",
     "scoring_memory",
 ]
@@ -62,11 +61,6 @@ class Batches:
         return cls(rows, length, len(parts), sum(len(part) * max(part) for part in parts))
 
 
-def scope_of(scope: Scope, config: ScorerConfig) -> Scope:
-    """What values are over: the scored linears, or with ``parameters="all"`` everything."""
-    return replace(scope, first=0) if config.parameters == "all" else scope
-
-
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -79,9 +73,9 @@ def scoring_flops(
     label values one more forward for the tangents of activations, and one for those of weights.
     A validation token costs a forward, errors, and their gradient.
     """
-    layers = tuple(range(scope_of(scope, config).first, len(work.linear)))
-    over_all = config.parameters == "all"
-    scored = work.weights if over_all else 2.0 * _scored(scope)
+    layers = tuple(range(scope.first, len(work.linear)))
+    # Of all parameters the embeddings are looked up, which is no product.
+    scored = work.weights if config.parameters == "all" else 2.0 * _scored(scope)
     gradient = work.forward + work.errors(layers) + work.head + scored
     values = gradient
     if config.estimator == "label":
@@ -114,8 +108,7 @@ def scoring_memory(
     Exactness: within 10 % of measured processes on SmolLM2-135M and Gemma 3 270M, 4 rows of 160
     tokens, one CPU (``python -m benchmarks.memory_model --commands``); elsewhere an estimate.
     """
-    values = _weights(adapter) if config.parameters == "all" else float(_scored(scope))
-    whole = scope_of(scope, config)
+    values = float(_scored(scope))
     head = _Head.of(adapter)
     matrix = 4.0 * values
     adapts = config.objective != "stability"
@@ -124,7 +117,7 @@ def scoring_memory(
     sides = adapts + (fisher is not None and not streamed)
     building = 0.0
     if adapts:
-        graph = _graph(adapter, whole, validation)
+        graph = _graph(adapter, scope, validation)
         losses = head.losses(validation.rows * validation.length)
         others = matrix if validation.count > 1 else 0.0
         # The sums of the batches before lie beside the graph; those of this one come as it goes.
@@ -133,7 +126,7 @@ def scoring_memory(
     if config.estimator == "label":
         valuing = head.duals(positions)
     else:
-        valuing = _graph(adapter, whole, train) + head.losses(positions)
+        valuing = _graph(adapter, scope, train) + head.losses(positions)
     return Memory(
         weights=_weight_bytes(adapter),
         gradients=0.0,
@@ -159,8 +152,9 @@ def fisher_memory(
         response: tokens of it that are drawn, at most.
         structure: "diagonal" or "kronecker".
     """
-    sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
-    sums = 4.0 * sum(a * b if structure == "diagonal" else a * a + b * b for a, b in sizes)
+    sums = 4.0 * _scored(scope)
+    if structure == "kronecker":
+        sums = 4.0 * sum(a * a + b * b for a, b in (one.weight.shape for one in scope.linears))
     head = _Head.of(adapter)
     one = Batches(1, longest, 1, longest)
     # Logits of the whole sequence and their gradient; of the response, in wide numbers: a copy,
@@ -214,12 +208,7 @@ def _graph(adapter: DecoderAdapter, scope: Scope, batches: Batches) -> float:
 
 
 def _scored(scope: Scope) -> int:
-    return sum(int(linear.weight.numel()) for linear in scope.linears)
-
-
-def _weights(adapter: DecoderAdapter) -> float:
-    """Trained numbers of the model."""
-    return float(sum(p.numel() for p in adapter.model.parameters() if p.requires_grad))
+    return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
 
 
 def _weight_bytes(adapter: DecoderAdapter) -> float:

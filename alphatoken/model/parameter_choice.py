@@ -1,0 +1,130 @@
+"""Which parameters values are inner products over, as one text says it.
+
+    "linears"                            linears of the scored layers (the paper)
+    "all"                                every trainable parameter of the model
+    "linears,*norm*,*embed_tokens*"      parts joined by commas: the linears of the scored layers,
+                                         and trainable parameters whose names match a pattern
+
+A pattern is one of ``fnmatch``: ``*`` any text, ``?`` one character, ``[ab]`` one of these. It
+reaches parameters of all layers, whichever are scored. A tied weight has several names, and is
+chosen by each of them with all its uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError
+from alphatoken.model.capture import Scope, find_scope, resolve_layers
+from alphatoken.model.protocol import DecoderAdapter
+
+__all__ = ["ParameterChoice"]
+
+_REMEDY = "'linears', 'all', or patterns of parameter names such as 'linears,*norm*'"
+
+
+@dataclass(frozen=True)
+class ParameterChoice:
+    """A choice of parameters, read.
+
+    Attributes:
+        everything: every trainable parameter of the model.
+        linears: the linears of the scored layers.
+        patterns: of names of further parameters.
+    """
+
+    everything: bool
+    linears: bool
+    patterns: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str, name: str = "parameters") -> ParameterChoice:
+        """The choice that a text means.
+
+        >>> ParameterChoice.read("linears,*norm*")
+        ParameterChoice(everything=False, linears=True, patterns=('*norm*',))
+
+        Raises:
+            ConfigError: no text, an empty part, or ``all`` beside something else.
+        """
+        parts = text.split(",") if isinstance(text, str) else []
+        parts = [part.strip() for part in parts]
+        if not parts or not all(parts):
+            raise ConfigError(f"{name} cannot be read", got=repr(text), remedy=_REMEDY)
+        if "all" in parts and len(parts) > 1:
+            raise ConfigError(
+                f"'all' stands alone in {name}",
+                got=repr(text),
+                why="it already has every trainable parameter",
+                remedy=_REMEDY,
+            )
+        patterns = tuple(dict.fromkeys(part for part in parts if part not in ("linears", "all")))
+        return cls("all" in parts, "linears" in parts, patterns)
+
+    @property
+    def only_linears(self) -> bool:
+        """Whether nothing but the scored linears is chosen, as captured estimators need it."""
+        return self.linears and not self.patterns
+
+    def scope(self, adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
+        """The scored layers, what of them and of the model is chosen, where a graph must begin.
+
+        Raises:
+            ConfigError: bad ``layers``, no trainable linear in them where linears are chosen, or a
+                pattern that fits no trainable parameter.
+        """
+        if self.linears:
+            scope = find_scope(adapter, layers)
+        else:
+            chosen = resolve_layers(adapter, layers)
+            scope = Scope(chosen, (), first=len(adapter.layers()) - 1)
+        named = self._named(adapter.model)
+        lowest = min(scope.first, _lowest(adapter, named.values(), scope.first))
+        return replace(scope, first=lowest, named=named)
+
+    def _named(self, model: nn.Module) -> dict[str, Tensor]:
+        """What its name chooses, under the first name of each parameter, in the model's order."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.everything:
+            return dict(trained)
+        first = {id(parameter): name for name, parameter in trained.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        aliases = {name: first[id(p)] for name, p in every if id(p) in first}
+        chosen: set[str] = set()
+        for pattern in self.patterns:
+            fitting = {first for name, first in aliases.items() if fnmatchcase(name, pattern)}
+            if not fitting:
+                raise _unmatched(pattern, list(aliases), model)
+            chosen |= fitting
+        return {name: parameter for name, parameter in trained.items() if name in chosen}
+
+
+def _lowest(adapter: DecoderAdapter, parameters: Iterable[Tensor], default: int) -> int:
+    """The lowest layer that holds one of these parameters; 0 for one outside the layers."""
+    wanted = {id(parameter) for parameter in parameters}
+    held = [
+        {id(parameter) for parameter in block.parameters()} & wanted for block in adapter.layers()
+    ]
+    if wanted - set().union(*held):
+        return 0
+    return next((layer for layer, own in enumerate(held) if own), default)
+
+
+def _unmatched(pattern: str, names: Sequence[str], model: nn.Module) -> ConfigError:
+    frozen = [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and fnmatchcase(name, pattern)
+    ]
+    near = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
+    return ConfigError(
+        "a pattern fits no trainable parameter",
+        got=repr(pattern),
+        why=f"{frozen[0]} is frozen" if frozen else f"there are names such as {', '.join(near)}",
+        remedy="requires_grad_ it, or leave the pattern out" if frozen else _REMEDY,
+    )
