@@ -156,6 +156,39 @@ def test_files_hold_what_the_scorer_says(
     assert scored[0].tokens[-1] == " <end>"
 
 
+def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path: Path) -> None:
+    """Norms and the embedding beside the linears, with a Fisher of the same parameters."""
+    chosen = "linears,*norm*,*embed_tokens*"
+    fisher_file = tmp_path / "fisher.safetensors"
+    words = [
+        "fisher", "--model_name_or_path", world / "reference", "--data", world / "prompts.jsonl",
+        "--output_file", fisher_file, "--samples", "4", "--max_new_tokens", "8", "--quiet",
+        "--parameters", chosen,
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    out = tmp_path / "out"
+    status = world.score(
+        out, "--verify", 2, estimator="label", parameters=chosen, fisher=fisher_file
+    )
+    assert status == 0
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(world / "moved")
+    model = AutoModelForCausalLM.from_pretrained(world / "moved").eval()
+    held, _ = encode_rows(read_rows(world / "validation.jsonl"), tokenizer)
+    train, _ = encode_rows(read_rows(world / "train.jsonl"), tokenizer)
+    scorer = Scorer(
+        model, list(batches(held, 4)), FisherDrift.load(fisher_file),
+        ScorerConfig(estimator="label", parameters=chosen),
+    )  # fmt: skip
+    names = [name for name, _ in model.named_parameters() if "norm" in name or "embed" in name]
+    assert set(names) < set(scorer.parameters)
+    values = scorer.score(next(iter(batches(train[:4], 4))))
+    for index, found in enumerate(load(out)[:4]):
+        expected = values.total[index, : len(found.ids)].double().numpy()
+        assert np.array_equal(found.values["total"], expected)
+
+
 def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) -> None:
     status = world.score(
         tmp_path, "--verify", 3, fisher=world / "fisher.safetensors", validation=None,

@@ -379,6 +379,7 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
         {"retention": "kronecker", "path": "direct"},
         {"validation_micro_batch_size": 2},
         {"estimator": "label", "value_parameters": "all", "retention": "none"},
+        {"estimator": "label", "value_parameters": "linears,*norm*,*embed_tokens*"},
     ],
     ids=lambda extra: "-".join(map(str, extra)),
 )

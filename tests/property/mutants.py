@@ -798,6 +798,42 @@ OWN = (
         ),
     ),
     _own(
+        "named-parameters-from-the-scored-layers-on",
+        "the graph begins at the first scored layer, above parameters that their names choose",
+        (
+            Edit(
+                "model.parameter_choice.ParameterChoice.scope",
+                "_lowest(adapter, named.values(), scope.first)",
+                "scope.first",
+            ),
+        ),
+        (
+            claim(
+                estimating.check_label_over_named_parameters,
+                setups(layers=st.just(3)),
+                st.just("layers.[12].mlp_norm.*"),
+            ),
+        ),
+    ),
+    _own(
+        "named-parameters-of-the-scored-layers-alone",
+        "what names choose is left out where linears are chosen too",
+        (
+            Edit(
+                "model.capture.Scope.parameters",
+                "return chosen | {name: p for name, p in self.named.items() if id(p) not in known}",
+                "return chosen or dict(self.named)",
+            ),
+        ),
+        (
+            claim(
+                estimating.check_label_over_named_parameters,
+                small(),
+                st.just("linears,*norm*,embedding.weight"),
+            ),
+        ),
+    ),
+    _own(
         "tied-weight-moved-in-one-place-only",
         "the dual forward moves one of the places of a tied weight",
         (

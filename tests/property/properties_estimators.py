@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from alphatoken import TokenValues
+from alphatoken.errors import ConfigError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients, influence, propagation
-from tests.property.decoder import ReferenceAdapter
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.properties import (
     MODEL,
     Columns,
@@ -274,8 +278,61 @@ def check_label_over_all_parameters(setup: Setup) -> None:
     """parameters="all": <grad l_k, M> over embeddings, norms, head, sinks and tied weights too."""
     model = setup.case.model()
     everything = dict(model.named_parameters())
-    scorer = make_scorer(setup, "label", model=model, retention=False, parameters="all")
-    assert set(scorer.parameters) == set(everything)
+    _check_label_over(setup, model, "all", everything)
+
+
+NAMED = (
+    "*norm*",
+    "linears,*norm*,embedding.weight",
+    "head.weight",
+    "layers.0.*",
+    "layers.[12].mlp_norm.*",
+    "final_norm.*, linears",
+    "*attention.?_proj.weight,head.*",
+)
+"""Choices by name: below, between, inside and above the scored layers; a tied head's alias."""
+
+
+def check_label_over_named_parameters(setup: Setup, parameters: str) -> None:
+    """parameters="linears,*norm*": <grad l_k, M> over what the names choose; observed as well."""
+    model = setup.case.model()
+    parts = [_part(setup, model, text.strip()) for text in parameters.split(",")]
+    if not all(parts):  # a decoder of one layer has no layers.1
+        with pytest.raises(ConfigError, match="fits no trainable parameter"):
+            make_scorer(setup, "label", model=model, retention=False, parameters=parameters)
+        return
+    chosen = {id(p) for part in parts for p in part.values()}
+    wanted = {name: p for name, p in model.named_parameters() if id(p) in chosen}
+    values = _check_label_over(setup, model, parameters, wanted)
+    scorer = make_scorer(setup, "label", model=model, retention=False, parameters=parameters)
+    # No layer below the lowest one that is chosen takes part in any graph.
+    held = [chosen & {id(p) for p in block.parameters()} for block in model.layers]
+    inside = chosen == set().union(*held)
+    assert scorer.builder.first == (min(i for i, own in enumerate(held) if own) if inside else None)
+    inputs = {name: x for name, x in setup.case.batch.items() if name != "labels"}
+    with quiet(), scorer.observe() as observed:
+        again = observed.values(model.train()(**inputs), setup.case.batch["labels"])
+    scale = values.total.abs().max() + 1e-30
+    close(again.total, values.total, scale, MODEL, name="label, observed")
+
+
+def _part(setup: Setup, model: ReferenceDecoder, text: str) -> dict[str, Tensor]:
+    """What one part of a choice means, by a regular expression."""
+    if text == "linears":
+        return make_scorer(setup, "label", model=model, retention=False).parameters
+    spelt = text.replace(".", r"\.").replace("*", ".*").replace("?", ".")
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in every if re.fullmatch(spelt, name)}
+
+
+def _check_label_over(
+    setup: Setup, model: ReferenceDecoder, parameters: str, everything: dict[str, Tensor]
+) -> TokenValues:
+    """Label values over these parameters, by their oracle; what the scorer found."""
+    scorer = make_scorer(setup, "label", model=model, retention=False, parameters=parameters)
+    known = {id(p) for p in scorer.parameters.values()}
+    assert known == {id(p) for p in everything.values()}
+    assert len(scorer.parameters) == len(known)
     values = quiet_score(scorer, setup.case.batch)
     m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, everything)
     expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
@@ -284,8 +341,9 @@ def check_label_over_all_parameters(setup: Setup) -> None:
     each = gradients.per_token_gradients(model, forward_of(model), setup.case.batch, everything)
     for (b, i), gradient in zip(tokens, each, strict=True):
         scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
-    close(values.total, expected, scale, MODEL, name="label, all parameters")
+    close(values.total, expected, scale, MODEL, name=f"label, {parameters}")
     assert torch.equal(values.total, values.adaptation)
+    return values
 
 
 def check_weighted_losses(setup: Setup, weights: Tensor) -> None:

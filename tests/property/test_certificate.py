@@ -232,6 +232,9 @@ SEEN = {
         "adaptation", "label", sinks=True, parameters="all", build=adaptation_only,
     ),
     "tied-weight-moved-in-one-place-only": trial("adaptation", "label", tied_linears=True),
+    "named-parameters-of-the-scored-layers-alone": trial(
+        "scope", "label", parameters="linears,*norm*,head.weight", build=adaptation_only,
+    ),
     "context-column-at-the-label-position": trial(
         "adaptation_causal", causal_position="context"
     ),
@@ -290,6 +293,8 @@ UNSEEN = {
     "; in a model that is cut the scorer refuses (no error reaches a linear)",
     "pin-ignored": "the certificate is of the current weights, so a pinned direction that follows "
     "them is what it asks for",
+    "named-parameters-from-the-scored-layers-on": "costs time, no value: the graph then begins at "
+    "the embeddings",
     **dict.fromkeys(OF_THE_HEAD, "drawn decoders name no head; seen on a real class, see below"),
     "tangent-of-a-bias-forgotten": "of biases beside inputs that do not move; none is here",
     "sums-not-shrunk-under-a-larger-maximum": "shows where a vocabulary takes several blocks",

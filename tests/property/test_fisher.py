@@ -87,7 +87,7 @@ def sampled(
     samples=st.integers(1, 4),
     size=st.integers(1, 3),
     bias=st.booleans(),
-    parameters=st.sampled_from(["linears", "all"]),
+    parameters=st.sampled_from(["linears", "all", "*mlp*,head.weight", "linears,embedding.*"]),
 )
 @example(
     config=DecoderConfig(mlp="plain", tied_linears=True),
@@ -119,7 +119,12 @@ def test_the_diagonal_is_the_mean_of_squared_sequence_gradients(
     ]
     if parameters == "all":
         assert set(fisher.names) == {name for name, _ in model.named_parameters()}
+    elif parameters == "*mlp*,head.weight":
+        chosen = {name for name, _ in model.named_parameters() if "mlp" in name}
+        head = "embedding.weight" if config.tied_embeddings else "head.weight"
+        assert set(fisher.names) == chosen | {head}
     else:
+        assert ("embedding.weight" in fisher.names) == ("embedding" in parameters)
         assert bias == any(n.endswith(".bias") for n in fisher.names) or not config.bias
     for name in fisher.names:
         squares = torch.stack([g[name] ** 2 for g in gradients])
@@ -727,8 +732,14 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no batch": ({"batch_size": -1}, "batch_size must be"),
     "structure": ({"structure": "full"}, "'diagonal', 'kronecker'"),
     "labels": ({"labels": "observed"}, "'sequence', 'token'"),
-    "parameters": ({"parameters": "heads"}, "'linears', 'all'"),
+    "parameters": ({"parameters": "heads"}, "there are names such as head.weight"),
+    "parameters, empty": ({"parameters": "linears,"}, "cannot be read"),
+    "all and more": ({"parameters": "all,*norm*"}, "'all' stands alone"),
     "kronecker of all": ({"structure": "kronecker", "parameters": "all"}, "linear maps only"),
+    "kronecker of norms": (
+        {"structure": "kronecker", "parameters": "linears,*norm*"},
+        "linear maps only",
+    ),
     "K too large": ({"layers": 4}, "layer"),
     "no layers": ({"layers": []}, "layer"),
     "checkpoint_every": ({"checkpoint_every": 0}, "checkpoint_every"),

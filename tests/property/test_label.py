@@ -35,6 +35,14 @@ def test_label_over_all_parameters(setup: Setup) -> None:
     claims.check_label_over_all_parameters(setup)
 
 
+@given(setups(), sampled_from(claims.NAMED))
+@example(Setup(SHARED), "head.weight")
+@example(Setup(SHARED), "layers.[12].mlp_norm.*")
+@budget(0.15)
+def test_label_over_named_parameters(setup: Setup, parameters: str) -> None:
+    claims.check_label_over_named_parameters(setup, parameters)
+
+
 @given(setups(tied_linears=True, mlp="gated"))
 @budget(0.05)
 def test_label_follows_a_weight_through_two_modules(setup: Setup) -> None:
