@@ -8,7 +8,7 @@ accelerate and torch_optimizer's Lookahead are opened. Others are refused by nam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
 from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
+from alphatoken.estimate.matrices import Formed
 
 __all__ = [
     "check_optimizer",
@@ -71,13 +72,9 @@ def frozen_preconditioners(
         ConfigError: state that cannot be read, or a parameter that the optimizer does not hold.
         NumericalError: a NaN or Inf in the state.
     """
-    updates = _updates(optimizer, parameters, None, after)
-    if updates is None:
-        return None
-    return {
-        name: _like(parameters[name], _finite(name, frozen_preconditioner(update)))
-        for name, (update, _) in updates.items()
-    }
+    return _by_parameter(
+        optimizer, parameters, None, after, lambda update, _: frozen_preconditioner(update)
+    )
 
 
 def full_preconditioners(
@@ -110,17 +107,17 @@ def full_preconditioners(
         ConfigError: see :func:`frozen_preconditioners`.
         InputError: a parameter without a gradient, or one of another shape.
     """
-    scaled = {name: gradient_scale * g for name, g in gradients.items()}
-    updates = _updates(optimizer, parameters, scaled, after)
-    if updates is None:
-        return None
-    preconditioners = {}
-    for name, (update, g) in updates.items():
+
+    def derivative(update: Update, g: Tensor | None) -> Tensor:
         assert g is not None
+        p = full_preconditioner(update, g)
         # The optimizer sees kappa g, so du/dg = kappa u'(kappa g).
-        p = gradient_scale * full_preconditioner(update, g)
-        preconditioners[name] = _like(parameters[name], _finite(name, p))
-    return preconditioners
+        return p if gradient_scale == 1.0 else gradient_scale * p
+
+    scaled = gradients
+    if gradient_scale != 1.0:
+        scaled = Formed(gradients, lambda name: gradient_scale * gradients[name])
+    return _by_parameter(optimizer, parameters, scaled, after, derivative)
 
 
 def clip_factor(gradients: Iterable[Tensor], max_norm: float) -> float:
@@ -167,14 +164,20 @@ def read_update(
 # --- inside --------------------------------------------------------------------------------------
 
 
-def _updates(
+def _by_parameter(
     optimizer: Any,
     parameters: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor] | None,
     after: int,
-) -> dict[str, tuple[Update, Tensor | None]] | None:
+    make: Callable[[Update, Tensor | None], Tensor],
+) -> dict[str, Tensor] | None:
+    """P of each parameter's next step, or None where one has taken too few.
+
+    One update is read at a time: an update holds several tensors of its parameter's size, and all
+    of them together would be several models.
+    """
     check_optimizer(optimizer)
-    updates = {}
+    found = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -187,8 +190,8 @@ def _updates(
         # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
             return None
-        updates[name] = read
-    return updates
+        found[name] = _like(parameter, _finite(name, make(*read)))
+    return found
 
 
 def _opened(optimizer: Any) -> tuple[Any, Any]:

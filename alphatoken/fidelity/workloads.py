@@ -275,7 +275,8 @@ def _utility(counts: Counts, options: Any) -> Work:
                     counts.step(judged, scorers), _times(whole, scorers),
                     counts.passes("dual", rows, scorers, size=len(rows)),
                 ),
-                counts.memory(copies + 2, rows),
+                # G, and for the full preconditioner the step's gradient, P and their product.
+                counts.memory(copies + (4 if adaptive else 1), rows),
             ),
             Stage(
                 "Leaving one token out",

@@ -52,7 +52,7 @@ class _Search:
     def _from(self, lowest: int, budget: float) -> Setting | None:
         upper = tuple(range(lowest, self.depth))
         scope = Scope("label", (), upper, embedding=lowest == 0, final=True, head=True)
-        setting = Setting(f"label, chosen for {budget:.2f}", "label, chosen", scope, usable=False)
+        setting = Setting(f"label, chosen for {budget:.2f}", "label, chosen", scope)
         if self.draws.price(setting).own > budget:
             return None
         while True:

@@ -25,7 +25,8 @@ effect of a token's weight on the validation loss. *Spearman* is the rank correl
 draws by their tokens, each draw ranked by itself; brackets are 95 % intervals that draw rows anew.
 *Price* is in training steps of the same batch, with a forward of the values' own: counted FLOPs,
 the head at the positions that a loss reads; building the direction is no part of it. Settings in
-italics are sums of parts that the scorer's options cannot name yet.
+italics are sums of parts that the scorer's options cannot name: layers with weights or drawn anew,
+and the head without the embedding, which are one matrix in these models.
 
 {subjects}
 
@@ -92,6 +93,10 @@ def _name(record: Figures) -> str:
     return name if record["usable"] else f"*{name}*"
 
 
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
 def _ranked(record: Figures) -> str:
     value, low, high = record["spearman"]
     noise = "" if record["noise"] is None else f" ± {record['noise']:.2f}"
@@ -109,12 +114,16 @@ def _front(one: Figures) -> str:
     head = (one["name"], "price", "beside a step's forward", "Spearman", "overlap")
     said = [r for r in one["records"] if r["usable"]]
     own = [
-        (_name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}") for r in worth(said)
-    ]
+        (
+            _name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}",
+            _code(r.get("options", "")),
+        )
+        for r in worth(said)
+    ]  # fmt: skip
     return (
         _table(head, rows)
         + "\nOf what the scorer's options can name:\n\n"
-        + _table((one["name"], "price", "Spearman", "overlap"), own)
+        + _table((one["name"], "price", "Spearman", "overlap", "options"), own)
     )
 
 
@@ -122,9 +131,13 @@ def _in(*families: str) -> Callable[[Figures], bool]:
     return lambda record: record["family"] in families
 
 
+_CORRECTED = ("closed", "everything", "norms last", "in last", "weighted", "random", "chosen")
+"""Words in the families of cheap corrections."""
+
+
 def _corrections(record: Figures) -> bool:
     family: str = record["family"]
-    return not record["usable"] and family not in ("kinds", "lacking")
+    return any(word in family for word in _CORRECTED)
 
 
 def _beside(models: Figures, wanted: Callable[[Figures], bool]) -> str:

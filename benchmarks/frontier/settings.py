@@ -27,7 +27,6 @@ class Setting:
         kind: the linears of attention or of the MLP over all layers, in place of layers.
         draws: how many times a random choice is drawn anew; 0 where nothing is drawn.
         choose: the layers and factors of one draw.
-        usable: whether the scorer's options can name it.
     """
 
     name: str
@@ -37,7 +36,36 @@ class Setting:
     kind: str = ""
     draws: int = 0
     choose: Callable[[np.random.Generator], tuple[tuple[int, ...], tuple[float, ...]]] | None = None
-    usable: bool = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether ``layers`` and ``parameters`` of the scorer's options can name it.
+
+        They name parameters, each with all its uses: the models here have one matrix for embedding
+        and head. Layers have no factors, and none is drawn.
+        """
+        scope = self.scope
+        return self.factors is None and self.choose is None and scope.embedding == scope.head
+
+    def options(self, depth: int) -> str:
+        """Layers and parameters as the scorer's options name them; empty where they cannot."""
+        scope, every = self.scope, tuple(range(depth))
+        if not self.usable or (scope.norms and scope.norms != every):
+            return ""
+        count = len(scope.layers)
+        layers = "all" if scope.layers == every else ",".join(map(str, scope.layers))
+        if count and scope.layers == every[depth - count :] and count < depth:
+            layers = str(count)
+        norms = {(True, True): ["*norm*"], (True, False): ["*layers.*norm*"]}
+        norms |= {(False, True): ["*model.norm.*"], (False, False): []}
+        parts = [{"": "linears", "attention": "*attn.*proj*", "MLP": "*mlp.*proj*"}[self.kind]]
+        parts = parts if count else []
+        parts += norms[bool(scope.norms), scope.final]
+        parts += ["*embed_tokens*"] if scope.head else []
+        if count == depth and len(parts) == 3:
+            return "parameters=all"
+        named = [] if parts == ["linears"] else [f"parameters={','.join(parts)}"]
+        return " ".join([*([f"layers={layers}"] if count and not self.kind else []), *named])
 
     def values(self, shares: Shares) -> Numbers:
         """A number a token."""
@@ -117,7 +145,7 @@ def plain(depth: int) -> Iterator[Setting]:
         ("the linears", {"layers": ()}),
     ):
         name = f"label, all parameters but {lacking}"
-        yield Setting(name, "lacking", replace(whole, **changes), usable=False)
+        yield Setting(name, "lacking", replace(whole, **changes))
     for name, scope in (
         ("embedding alone", Scope("label", embedding=True)),
         ("head alone", Scope("label", head=True)),
@@ -128,10 +156,10 @@ def plain(depth: int) -> Iterator[Setting]:
         ("all norms alone", Scope("label", norms=every, final=True)),
         ("all norms and head alone", Scope("label", norms=every, final=True, head=True)),
     ):
-        yield Setting(name, "kinds", scope, usable=False)
+        yield Setting(name, "kinds", scope)
     for kind in ("attention", "MLP"):
         scope = Scope("label", every)
-        yield Setting(f"{kind} alone, all layers", "kinds", scope, kind=kind, usable=False)
+        yield Setting(f"{kind} alone, all layers", "kinds", scope, kind=kind)
 
 
 def depth_of(shares: Shares) -> int:
@@ -150,21 +178,21 @@ def corrected(depth: int) -> Iterator[Setting]:
             scope = Scope(estimator, every[depth - count :], final=True, head=True)
             yield Setting(
                 f"{estimator}, last {count} + final norm + head", f"{estimator}, last + closed",
-                scope, usable=False,
+                scope,
             )  # fmt: skip
     for group in norm_groups(depth)[1:]:
         upper = every[group.start :]
         scope = Scope("label", upper, upper, final=True, head=True)
         name = f"label, everything in the last {len(upper)} + final norm + head"
-        yield Setting(name, "label, everything last", scope, usable=False)
+        yield Setting(name, "label, everything last", scope)
         name = f"label, norms of the last {len(upper)} + final norm + head"
-        yield Setting(name, "label, norms last", replace(scope, layers=()), usable=False)
+        yield Setting(name, "label, norms last", replace(scope, layers=()))
         for count in (c for c in (1, 2, 3, 5) if c < len(upper)):
             layers = spread(count, depth, group.start)
             factors = _cells(layers, depth, group.start)
             name = f"label, {count} of the last {len(upper)}, weighted + their norms + closed"
             chosen = replace(scope, layers=layers)
-            yield Setting(name, "label, spread in last", chosen, factors, usable=False)
+            yield Setting(name, "label, spread in last", chosen, factors)
     for count in (c for c in _counts(depth) if c > 1):
         layers = spread(count, depth)
         factors = _cells(layers, depth)
@@ -179,7 +207,7 @@ def corrected(depth: int) -> Iterator[Setting]:
             (", weighted + all norms + head", "weighted + norms", norms, factors),
         ):
             yield Setting(
-                name + more, f"label, spread {family}", extended, weights, usable=False
+                name + more, f"label, spread {family}", extended, weights
             )  # fmt: skip
 
 
@@ -208,11 +236,11 @@ def random_settings(depth: int, draws: int = 40) -> Iterator[Setting]:
             family = f"label, random{more}"
             yield Setting(
                 f"label, {count} random layers{more}", family, scope, draws=draws,
-                choose=_uniform(count, depth), usable=False,
+                choose=_uniform(count, depth),
             )  # fmt: skip
             yield Setting(
                 f"label, {count} random layers, one of each block{more}", f"{family}, blocks",
-                scope, draws=draws, choose=_stratified(count, depth), usable=False,
+                scope, draws=draws, choose=_stratified(count, depth),
             )  # fmt: skip
 
 

@@ -50,6 +50,11 @@ class Draws:
         return list(dict.fromkeys(name.rsplit("-", 1)[0] for name in self.names))
 
     @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return int(self.model.config.num_hidden_layers)
+
+    @property
     def tokens(self) -> int:
         """Valued in all draws."""
         return sum(len(shares.columns["total"]) for shares in self.shares)
@@ -81,6 +86,7 @@ class Record:
         measures: Spearman and overlap with the exact values: mean over the draws, interval over
             their rows.
         by_draw: Spearman in each draw.
+        depth: layers of the model.
         noise: of random layers, the standard deviation of Spearman from step to step; None else.
     """
 
@@ -88,6 +94,7 @@ class Record:
     price: Price
     measures: Mapping[str, Estimate]
     by_draw: Mapping[str, float]
+    depth: int
     noise: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,6 +109,7 @@ class Record:
             "layers": list(self.setting.scope.layers),
             "lowest": min(self.setting.scope.norms, default=None),
             "usable": self.setting.usable,
+            "options": self.setting.options(self.depth),
             "price": round(self.price.own, 4),
             "price_beside_a_step": round(self.price.beside, 4),
             **estimates,
@@ -159,7 +167,7 @@ def measured(
         name: agreement(values, truths, rows, measure) for name, measure in MEASURES.items()
     }
     by_draw = {n: spearman(v, t) for n, v, t in zip(draws.names, values, truths, strict=True)}
-    return Record(setting, draws.price(setting), measures, by_draw)
+    return Record(setting, draws.price(setting), measures, by_draw, draws.depth)
 
 
 def _random(draws: Draws, setting: Setting) -> Record:
@@ -183,4 +191,4 @@ def _random(draws: Draws, setting: Setting) -> Record:
     by_draw = dict(zip(draws.names, table["spearman"].mean(0).tolist(), strict=True))
     noise = float(table["spearman"].std(0).mean())
     price = Price(*np.mean(prices, axis=0).tolist())
-    return Record(setting, price, measures, by_draw, noise)
+    return Record(setting, price, measures, by_draw, draws.depth, noise)

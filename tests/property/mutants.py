@@ -1065,8 +1065,8 @@ OWN = (
         (
             Edit(
                 "direction.optimizers.full_preconditioners",
-                "p = gradient_scale * full_preconditioner(update, g)",
-                "p = full_preconditioner(update, g)",
+                "return p if gradient_scale == 1.0 else gradient_scale * p",
+                "return p",
             ),
         ),
         (claim(real.check_a_constant_clip_factor, real.cases(real.ADAMS), 0.5),),
