@@ -167,7 +167,10 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     ours = {one for one in _SIZES if getattr(shared, one) is not None}
-    if shared.validation_rows is not None:
+    if shared.validation_file is None:
+        # Whoever draws them from the training rows must say how many; a budget may take fewer.
+        ours.discard("validation_rows")
+    if "validation_rows" in ours:
         ours.add("objective_rows")
     said_of = {key: frozenset({*ours, *given.get(key, {})}) for key in modules}
     request = Request(tuple(entries), options, shared, said_of, command)

@@ -580,6 +580,10 @@ def test_sizes_that_are_given_are_told_from_defaults() -> None:
     request = read_request("coverage", [find("coverage")], words)
     assert request.budget is None
     assert request.given["coverage"] == {"validation_rows", "objective_rows", "clusters"}
+    # Drawn from the training rows they must be said: no wish that a budget would have to keep.
+    drawn = [word for word in words if word not in ("--validation_file", "v")]
+    request = read_request("coverage", [find("coverage")], drawn)
+    assert request.given["coverage"] == {"clusters"}
 
 
 def test_every_diagnostic_has_a_workload() -> None:

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.budget import Plan, Size, Stage, Work, clock, fit, parse_budget
+from alphatoken.fidelity.budget import (
+    Plan,
+    Size,
+    Stage,
+    Work,
+    clock,
+    fit,
+    parse_budget,
+    same_ahead,
+)
 from alphatoken.fidelity.tokenwise import draw_short
 
 UNITS = ("forward", "backward", "draw")
@@ -170,6 +179,35 @@ def test_what_comes_ahead_takes_nothing_away_by_growing() -> None:
         assert less.sizes["steps"] <= more.sizes["steps"]
     assert plans[-1].cut == {}
     assert {plan.sizes["steps"] for plan in plans} == {2, 5, 10, 20, 40}
+
+
+@given(st.lists(parts(), min_size=1, max_size=4), parts("ahead "), st.floats(0.01, 2.0))
+def test_what_several_do_first_is_planned_once_and_paid_in_parts(
+    own: list[Part], first: Part, share: float
+) -> None:
+    """All have its largest sizes, and together they are charged what doing it once costs."""
+    prices = {"forward": 1.0, "backward": 0.5, "draw": 0.1}
+    works = {str(i): part.work(first.work()) for i, part in enumerate(own)}
+    alone = work_seconds(first.work(), prices)
+    budget = share * (alone + max(work_seconds(part.work(), prices) for part in own))
+    plans = {name: fit(w, prices, budget, sharers=len(own)) for name, w in works.items()}
+    shared = same_ahead(plans)
+    ahead = [{n: x for n, x in p.sizes.items() if n.startswith("ahead ")} for p in shared.values()]
+    assert all(sizes == ahead[0] for sizes in ahead)
+    for name, size in ahead[0].items():
+        assert measure(size) == max(measure(plan.sizes[name]) for plan in plans.values())
+    once = sum(stage.seconds(prices) for stage in first.work().stages(ahead[0]))
+    rest = sum(
+        stage.seconds(prices)
+        for name, plan in shared.items()
+        for stage in own[int(name)].work().stages(plan.sizes)
+    )
+    assert sum(plan.seconds for plan in shared.values()) == pytest.approx(once + rest)
+
+
+def work_seconds(work: Work, prices: Mapping[str, float]) -> float:
+    """Of what was asked for."""
+    return fit(work, prices, None).seconds
 
 
 def test_a_plan_says_what_it_left_out() -> None:
