@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
@@ -182,6 +182,14 @@ def test_what_comes_ahead_takes_nothing_away_by_growing() -> None:
 
 
 @given(st.lists(parts(), min_size=1, max_size=4), parts("ahead "), st.floats(0.01, 2.0))
+@example(  # the second leaves nothing for what comes first, the first a quarter of the budget
+    [
+        Part((("tokens", 40, 4, 2.0),), (("forward", 1.0),), 0.0),
+        Part((("tokens", 400, 400, 2.0),), (("forward", 1.0),), 0.0),
+    ],
+    Part((("ahead steps", 40, 2, 2.0),), (("forward", 1.0),), 0.0),
+    0.5,
+)
 def test_what_several_do_first_is_planned_once_and_paid_in_parts(
     own: list[Part], first: Part, share: float
 ) -> None:
