@@ -106,7 +106,9 @@ class _Work:
     tuning_steps: int | None = _size(
         "of the fine-tuning that stands in for a missing reference", "tuning_steps"
     )
-    tuning_rate: float = option(Subject.tuning_rate, "its learning rate (AdamW)")
+    tuning_rate: float | None = option(
+        None, "its learning rate (AdamW; default: 0.064 over the model's width)"
+    )
     train_rows: int = option(500, "most training rows drawn for all of this", least=1)
     retention_rows: int = option(32, "most rows drawn of each retention set", least=1)
 

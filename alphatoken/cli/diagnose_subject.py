@@ -286,9 +286,10 @@ def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
         **{
             name: getattr(subject, name)
             for name in (
-                "batch_size", "oracle_tokens", "fisher_samples", "tuning_steps", "tuning_rate",
+                "batch_size", "oracle_tokens", "fisher_samples", "tuning_steps",
             )
         },
+        "tuning_rate": subject.rate,
         "device": str(subject.device),
         "max_length": options.max_length,
         "model_sha256": weights_digest(subject.model),

@@ -187,7 +187,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "probes of each set": options.probes,
             "pooled tokens": options.pool,
             "tuning_steps": subject.tuning_steps if subject.reference is None else None,
-            "tuning_rate": subject.tuning_rate if subject.reference is None else None,
+            "tuning_rate": subject.rate if subject.reference is None else None,
         },
     )
 

@@ -17,7 +17,7 @@ from alphatoken.data import Example, TokenText, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.fidelity.tuning import fine_tuned
+from alphatoken.fidelity.tuning import fine_tuned, usual_rate
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
@@ -44,7 +44,7 @@ class Subject:
         oracle_tokens: most tokens sent one by one through the slow oracle.
         fisher_samples: of a Fisher that is fitted here.
         tuning_steps: of the fine-tuning that stands in for a missing second model.
-        tuning_rate: its learning rate (AdamW).
+        tuning_rate: its learning rate (AdamW); None for one that suits the model's width.
         seed: of every draw.
         progress: as in ``Tracker``.
         names: what to call model and files in settings.
@@ -64,7 +64,7 @@ class Subject:
     oracle_tokens: int = 48
     fisher_samples: int = 200
     tuning_steps: int = 40
-    tuning_rate: float = 1e-3
+    tuning_rate: float | None = None
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -211,16 +211,21 @@ class Subject:
                 copy.deepcopy(self.model),
                 list(self.batches(self.train)),
                 steps=self.tuning_steps,
-                rate=self.tuning_rate,
+                rate=self.rate,
                 seed=self.seed,
                 tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
             )
         said = (
             "No reference model was given, so the model is the reference, and a copy fine-tuned "
-            f"on the training rows for {self.tuning_steps} AdamW steps at {self.tuning_rate:g} is "
+            f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is "
             "the model after."
         )
         return self.model, self._kept[key], said
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the fine-tuning."""
+        return usual_rate(self.model) if self.tuning_rate is None else self.tuning_rate
 
     def fitted_fisher(self, structure: str = "diagonal", **options: Any) -> FisherDrift:
         """The Fisher given (if its structure is asked for), or one fitted here at the reference.

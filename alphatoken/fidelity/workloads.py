@@ -27,8 +27,8 @@ from alphatoken.model.batch_slice import LENGTH, ROWS
 
 __all__ = ["WORKLOADS", "resized"]
 
-_TOKENS = 96
-"""Response tokens below which rank correlations say next to nothing."""
+_TOKENS = (96, 1000)
+"""Response tokens that are the least: of as many rows as intervals over rows need, within these."""
 _ROWS = 8
 """Validation rows below which the objective is that of single rows."""
 _SLOW = 2**0.25
@@ -48,8 +48,10 @@ def resized(subject: Subject, options: Any, sizes: Sizes) -> tuple[Subject, Any]
 # --- sizes that several have ----------------------------------------------------------------------
 
 
-def _tokens(subject: Subject, least: int = _TOKENS) -> Size:
-    asked = min(subject.tokens, sum(row.response_tokens for row in subject.train))
+def _tokens(subject: Subject) -> Size:
+    lengths = [row.response_tokens for row in subject.train if row.response_tokens]
+    asked = min(subject.tokens, sum(lengths))
+    least = min(max(_TOKENS[0], FEWEST * -(-sum(lengths) // len(lengths))), _TOKENS[1])
     name = "response tokens to value"
     return Size.number("tokens", asked, min(asked, least), name, by=_SLOW, interval=True)
 
@@ -303,11 +305,11 @@ def _utility(counts: Counts, options: Any) -> Work:
     sizes = (
         etas,
         _number(options, "sweep_tokens", 2, "tokens left out at each step size"),
-        _number(options, "warmup", 4, "steps that fill the optimizer's state"),
+        _number(options, "warmup", 8, "steps that fill the optimizer's state"),
         _number(options, "validation_tokens", 200, "validation tokens of each re-evaluation"),
         _number(options, "groups", FEWEST, "groups of tokens", by=_SLOW, interval=True),
         Size.number(
-            "oracle_tokens", subject.oracle_tokens, min(subject.oracle_tokens, FEWEST),
+            "oracle_tokens", subject.oracle_tokens, min(subject.oracle_tokens, 3 * FEWEST),
             "tokens left out one by one", by=2**0.5, interval=True,
         ),
         _tokens(subject),

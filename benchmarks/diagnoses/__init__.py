@@ -1,0 +1,1 @@
+"""All diagnostics on three models, side by side: ``python -m benchmarks.diagnoses``."""

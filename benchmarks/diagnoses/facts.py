@@ -1,0 +1,112 @@
+"""The figures that stand side by side: which cell of which table, by the words of a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from alphatoken.fidelity.diagnosis import Diagnosis
+
+__all__ = ["FACTS", "Fact", "cell"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of a table.
+
+    Attributes:
+        label: what a reader calls it.
+        diagnostic: whose table it is from.
+        table: key.
+        column: of the number.
+        where: columns and the values by which its row is known.
+        percent: shown as a percentage.
+    """
+
+    label: str
+    diagnostic: str
+    table: str
+    column: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    percent: bool = False
+
+
+def _at_three(label: str, estimator: str, **where: Any) -> Fact:
+    found = {"estimator": estimator, "K": 3, **where}
+    return Fact(label, "estimators", "layers", "spearman", found)
+
+
+def _found(label: str, start: str, column: str = "auc") -> Fact:
+    return Fact(label, "estimators", "noise", column, {"score": start})
+
+
+def _flow(label: str, part: str) -> Fact:
+    return Fact(label, "value-propagation", "shares", "signed", {"layer": "all", "part": part})
+
+
+def _step(label: str, prediction: str) -> Fact:
+    return Fact(label, "utility", "random-groups", "spearman", {"prediction": prediction})
+
+
+def _retained(label: str, proxy: str) -> Fact:
+    return Fact(
+        label, "fisher", "agreement", "spearman", {"retention": "all together", "proxy": proxy}
+    )
+
+
+FACTS: dict[str, tuple[Fact, ...]] = {
+    "estimators": (
+        _at_three("`label`", "label"),
+        _at_three("`direct`", "direct"),
+        _at_three("`alphatoken`, W = 32", "alphatoken"),
+        _at_three("`same_layer_hop`", "same_layer_hop"),
+        _at_three("`path`", "path"),
+        _at_three("`paper_literal`", "paper_literal"),
+    ),
+    "noise": (
+        _found("high loss", "loss, high"),
+        _found("low exact value", "label, all parameters, low"),
+        _found("low `alphatoken`, K = 3", "alphatoken, K=3, W=32, low"),
+    ),
+    "causal": (
+        _flow("Value-Propagation sees", "value path within the window"),
+        _flow("same path, beyond the window", "value path beyond the window"),
+        _flow("through the attention scores", "score path"),
+        _flow("longer hops", "longer hops"),
+    ),
+    "step": (
+        _step("exact, all parameters, full P", "exact, all parameters, P=full"),
+        _step("exact, all parameters, frozen P", "exact, all parameters, P=frozen"),
+        _step("exact, all parameters, P = 1", "exact, all parameters, P=1"),
+        _step("exact, linears of 3 layers, full P", "exact, linears of 3 layers, P=full"),
+        _step("`alphatoken`, 3 layers, P = 1", "alphatoken, 3 layers, P=1"),
+    ),
+    "retention": (
+        _retained("diagonal", "diagonal"),
+        _retained("diagonal, free samples (the paper's)", "diagonal, free samples"),
+        _retained("Kronecker", "kronecker"),
+        _retained("bare drift, F = 1", "bare drift"),
+    ),
+    "decisions": (
+        Fact(
+            "reversed by redrawing the validation rows", "stability", "decisions", "share",
+            {"decision": "noise"}, percent=True,
+        ),
+    ),
+}  # fmt: skip
+"""By table of docs/fidelity.md."""
+
+
+def cell(fact: Fact, diagnosis: Diagnosis) -> list[float] | None:
+    """Value, low and high; None where the diagnosis has no such row.
+
+    Raises:
+        KeyError: it has no such table or column.
+    """
+    table = diagnosis.table(fact.table)
+    for number, record in enumerate(table.records()):
+        if all(record[name] == value for name, value in fact.where.items()):
+            found = table.estimate(number, fact.column)
+            return [round(x, 4) for x in (found.value, found.low, found.high)]
+    return None

@@ -1,0 +1,112 @@
+"""What is diagnosed: models, rows, and the command line of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from alphatoken.errors import ConfigError
+
+__all__ = ["SUBJECTS", "Subject"]
+
+_RETENTION = {
+    "tinystories": "tinystories/stories.jsonl,response=text",
+    "gsm8k": "gsm8k/train.jsonl",
+    "mbpp": "mbpp/train.jsonl,prompt=text,response=code",
+    "dolly": "dolly_hhrlhf/train.jsonl",
+    "hellaswag": "hellaswag/validation.jsonl,response=query",
+}
+"""Held-out rows of four sets: what the model must not forget; never the set that is valued."""
+
+_SMALL = "$DATA/stories260K/transformers"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and the rows that it is diagnosed on.
+
+    Attributes:
+        name: at the head of its column.
+        said: which model and rows these are.
+        model: folder.
+        train: file of rows.
+        more: words of the command line besides.
+    """
+
+    name: str
+    said: str
+    model: str
+    train: str
+    more: tuple[str, ...] = ()
+
+    def command(self, out: str) -> list[str]:
+        """The command line; ``$DATA`` and ``$MODELS`` stand for the folders of data and models."""
+        words = ["alphatoken", "diagnose", "all", "--model_name_or_path", self.model]
+        words += ["--train_file", f"$DATA/{self.train}", "--validation_rows", "32"]
+        for name, place in _RETENTION.items():
+            if place.split(",")[0] != self.train:
+                words += ["--retention", f"{name}=$DATA/{place}"]
+        words += ["--max_length", "256", "--on_empty", "skip", *self.more]
+        return [*words, "--output_dir", out]
+
+    def words(self, out: Path) -> list[str]:
+        """The command line with the folders that the environment names.
+
+        Raises:
+            ConfigError: it names none.
+        """
+        places = _folders()
+        found = []
+        for word in self.command(str(out)):
+            for mark, folder in places.items():
+                word = word.replace(mark, folder)
+            found.append(word)
+        return found
+
+
+def _folders() -> Mapping[str, str]:
+    if "ALPHATOKEN_DATA" not in os.environ:
+        raise ConfigError(
+            "the data folder is not known",
+            got="ALPHATOKEN_DATA is not set",
+            remedy="export ALPHATOKEN_DATA=FOLDER",
+        )
+    return {
+        "$DATA": os.environ["ALPHATOKEN_DATA"],
+        "$MODELS": os.environ.get("ALPHATOKEN_MODELS", "models"),
+    }
+
+
+SUBJECTS: dict[str, Subject] = {
+    "stories": Subject(
+        "small, stories",
+        "a decoder of 260,032 parameters (5 layers, trained on TinyStories), on stories: text like "
+        "its own",
+        _SMALL,
+        "tinystories/stories.jsonl",
+        ("--response_column", "text"),
+    ),
+    "mathematics": Subject(
+        "small, mathematics",
+        "the same decoder on grade-school mathematics (GSM8K), which it knows nothing of",
+        _SMALL,
+        "gsm8k/train.jsonl",
+    ),
+    "smollm2": Subject(
+        "SmolLM2-135M",
+        "SmolLM2-135M-Instruct (30 layers, head tied to the embedding) on the same mathematics",
+        "$MODELS/SmolLM2-135M-Instruct",
+        "gsm8k/train.jsonl",
+        ("--budget", "15m"),
+    ),
+    "gemma": Subject(
+        "Gemma-3-270M",
+        "Gemma 3 270M (base; 18 layers, two thirds of its parameters in the tied embedding) on the "
+        "same mathematics",
+        "$MODELS/gemma-3-270m",
+        "gsm8k/train.jsonl",
+    ),
+}
+"""In the order of columns."""
