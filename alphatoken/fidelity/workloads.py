@@ -48,10 +48,10 @@ def resized(subject: Subject, options: Any, sizes: Sizes) -> tuple[Subject, Any]
 # --- sizes that several have ----------------------------------------------------------------------
 
 
-def _tokens(subject: Subject) -> Size:
+def _tokens(subject: Subject, rows: int = FEWEST) -> Size:
     lengths = [row.response_tokens for row in subject.train if row.response_tokens]
     asked = min(subject.tokens, sum(lengths))
-    least = min(max(_TOKENS[0], FEWEST * -(-sum(lengths) // len(lengths))), _TOKENS[1])
+    least = min(max(_TOKENS[0], rows * -(-sum(lengths) // len(lengths))), _TOKENS[1])
     name = "response tokens to value"
     return Size.number("tokens", asked, min(asked, least), name, by=_SLOW, interval=True)
 
@@ -312,7 +312,7 @@ def _utility(counts: Counts, options: Any) -> Work:
             "oracle_tokens", subject.oracle_tokens, min(subject.oracle_tokens, 3 * FEWEST),
             "tokens left out one by one", by=2**0.5, interval=True,
         ),
-        _tokens(subject),
+        _tokens(subject, rows=3),  # one batch: its tokens are left out, not its rows
     )  # fmt: skip
     return Work(sizes, stages)
 
