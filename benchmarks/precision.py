@@ -185,7 +185,7 @@ def real_subjects(folder: Path) -> Iterator[Subject]:
     """The pre-trained decoder of 260 K parameters, on its own kind of text and on far text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from benchmarks.fidelity import ROWS, VALIDATION, batch_of, rows_of
+    from benchmarks.small_rows import ROWS, VALIDATION, batch_of, rows_of
 
     place = folder / "stories260K/transformers"
     model, tokenizer = (

@@ -21,7 +21,6 @@ from transformers.utils import logging
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import label_mask
-from benchmarks.fidelity import batch_of, rows_of
 from benchmarks.measure import alternate
 from benchmarks.peers import fresh, sizes
 from benchmarks.peers.agreement import (
@@ -35,6 +34,7 @@ from benchmarks.peers.agreement import (
 )
 from benchmarks.peers.peer import Peer, Work, started
 from benchmarks.peers.registry import ALL
+from benchmarks.small_rows import batch_of, rows_of
 
 Row = dict[str, Any]
 

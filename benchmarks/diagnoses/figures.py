@@ -1,0 +1,57 @@
+"""docs/fidelity.json: all that the pages show of the runs, so that they can be written again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import DIAGNOSTICS
+from alphatoken.support.storage import write_json
+from benchmarks.diagnoses.facts import FACTS, cell
+from benchmarks.diagnoses.subjects import Subject
+
+__all__ = ["collect", "load", "save"]
+
+
+def collect(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Sentences and figures of the diagnoses that are finished in a folder."""
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    done = {
+        entry.name: Diagnosis.load(folder / entry.name)
+        for entry in DIAGNOSTICS
+        if Diagnosis.finished(folder / entry.name)
+    }
+    seconds = [float(record["diagnostics"][name]["seconds"]) for name in done]
+    return {
+        "name": subject.name,
+        "said": subject.said,
+        "command": shlex.join(subject.command("out")).replace("'", ""),
+        "minutes": round(sum(seconds) / 60, 1),
+        "answers": {name: list(one.answer) for name, one in done.items()},
+        "notes": {name: list(one.notes) for name, one in done.items()},
+        "facts": {
+            table: {
+                fact.label: cell(fact, done[fact.diagnostic])
+                for fact in facts
+                if fact.diagnostic in done
+            }
+            for table, facts in FACTS.items()
+        },
+    }
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What is there; nothing where there is no file."""
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def save(subjects: Mapping[str, Any], path: Path) -> None:
+    """Write whole or not at all."""
+    write_json(path, dict(subjects))
