@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alphatoken.direction import optimizers
 from tests.property import optimizer_steps as steps
 from tests.property import properties_algebra as algebra
 from tests.property import properties_optimizers as real
@@ -122,3 +127,33 @@ def test_the_full_form_is_a_negative_scaling_where_more_gradient_shortens_the_st
     one = case.token.abs()
     assert bool((real.full(case) * case.token.sign() / one < 0).any())
     assert bool((real.frozen(case) * case.token.sign() / one > 0).all())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_one_update_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
+    """An update has three tensors of its parameter's size: of all parameters, three models."""
+    parameters = {str(i): torch.nn.Parameter(torch.randn(4, 4)) for i in range(5)}
+    adam = torch.optim.Adam(parameters.values())
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(4, 4)
+    adam.step()
+    live: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+    read = optimizers.read_update
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal most
+        update, gradient = read(*arguments)  # type: ignore[misc] # every parameter has stepped
+        live.add(update.before)
+        most = max(most, len(live))
+        return update, gradient
+
+    monkeypatch.setattr(optimizers, "read_update", counting)
+    gradients = {name: torch.randn(4, 4) for name in parameters}
+    if frozen:
+        found = optimizers.frozen_preconditioners(adam, parameters)
+    else:
+        found = optimizers.full_preconditioners(adam, parameters, gradients)
+    assert found is not None
+    assert list(found) == list(parameters)
+    assert most <= 2  # the one before lives until its successor is read
