@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -283,8 +283,7 @@ class Scorer:
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
         with (
-            # Label values take no errors, so there is nothing to share with the training step.
-            watch_head(self.adapter) if self.builder.captured else nullcontext(),
+            watch_head(self.adapter),
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
             yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)

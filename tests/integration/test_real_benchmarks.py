@@ -55,6 +55,9 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) 
         assert row["ratio"] > 0
         assert row["pairs"] == 1
         assert "of the standard library, " in row["size"]
+        # One error of the head, for values and training: no product of theirs with the vocabulary.
+        if row["name"].endswith("observe_k3") and row["size"].startswith("label"):
+            assert counted <= 1.01 * row["floor"]
     forward = next(row for row in found if row["name"].endswith("_forward"))
     assert forward["flops"] / forward["flops_other"] == pytest.approx(forward["floor"], rel=1e-12)
     observed = next(row for row in found if row["name"].endswith("observe_k3"))
