@@ -272,7 +272,8 @@ class Scorer:
         be sent back through the same graph, inside or after the context. Values see the pass as
         it is, its dropout masks included. ``label`` needs a dual forward of its own (dropout
         off), run from the observed arguments; where that gives the same losses, the layers below
-        the first scored one are not run again. Only the last forward with a graph is kept.
+        the first scored one are not run again, nor is the head, whose errors values and training
+        share. Only the last forward with a graph is kept.
 
         Args:
             interaction: keep the self-only errors that ``Observed.interaction`` needs. Estimators
