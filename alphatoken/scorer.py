@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +272,8 @@ class Scorer:
         be sent back through the same graph, inside or after the context. Values see the pass as
         it is, its dropout masks included. ``label`` needs a dual forward of its own (dropout
         off), run from the observed arguments; where that gives the same losses, the layers below
-        the first scored one are not run again. Only the last forward with a graph is kept.
+        the first scored one are not run again, nor is the head, whose errors values and training
+        share. Only the last forward with a graph is kept.
 
         Args:
             interaction: keep the self-only errors that ``Observed.interaction`` needs. Estimators
@@ -283,8 +284,7 @@ class Scorer:
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
         with (
-            # Label values take no errors, so there is nothing to share with the training step.
-            watch_head(self.adapter) if self.builder.captured else nullcontext(),
+            watch_head(self.adapter),
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
             yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)

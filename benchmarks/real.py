@@ -201,7 +201,9 @@ def _forward(model: Any, batch: dict[str, Tensor]) -> None:
 
 def _build(scorer: Scorer) -> None:
     scorer.refresh()
-    _ = scorer.direction
+    # What builds G for values, and stores it: ``scorer.direction`` would leave it to the next of
+    # the scorer's sides to build it once more, inside that side's own time.
+    scorer.builder.prepare()
 
 
 def _first_use(

@@ -154,7 +154,7 @@ class GradientReducer(Protocol):
 
 
 def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
-    """The reducer of one process: ``sums / count``.
+    """The reducer of one process: ``sums / count``; ``sums`` is empty afterwards.
 
     Raises:
         InputError: nothing was summed.
@@ -166,7 +166,8 @@ def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str,
             why="the values are measured against its gradient",
             remedy="pass at least one batch with response tokens",
         )
-    return {name: total / count for name, total in sums.items()}
+    # Each sum is let go of as its mean is formed: never both of all parameters in memory.
+    return {name: sums.pop(name) / count for name in list(sums)}
 
 
 def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
@@ -227,22 +228,35 @@ def objective_sums(
 
     By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
     """
-    names = list(parameters)
-    # Sums over many batches in float32 at least: in bfloat16 small gradients would be lost in large
-    # sums.
-    total = {
-        n: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
-        for n, p in parameters.items()
-    }
+    total: dict[str, Tensor] = {}
+
+    def zeros(name: str) -> Tensor:
+        # Sums over many batches in float32 at least: in bfloat16 small gradients would be lost in
+        # large sums.
+        p = parameters[name]
+        return torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+
+    def take(name: str, gradient: Tensor) -> Tensor | None:
+        # Made here and not before the forward, whose activations would lie beside it.
+        if name not in total:
+            total[name] = zeros(name)
+        total[name] += gradient.to(total[name].dtype)
+        # What autograd holds until its backward ends, in the gradient's place: one number.
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
-        gradients = gradient_of(weighted, [parameters[n] for n in names])
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None:
-                total[name] += gradient.to(total[name].dtype)
+        # Each gradient is added as the backward makes it and let go, so that sums and gradients of
+        # all parameters never lie in memory side by side.
+        hooks = [p.register_hook(partial(take, name)) for name, p in parameters.items()]
+        try:
+            gradient_of(weighted, list(parameters.values()))
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     count = stream_losses(adapter, items, add, first=first, role=role)
-    return total, count
+    # Zeros where no loss leads to a parameter; in one order, whichever the backward took.
+    return {name: total[name] if name in total else zeros(name) for name in parameters}, count
 
 
 def captured_sums(

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.head import HeadUse
 from alphatoken.model.partial_forward import Start, can_start_at, start_at
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.model.response_losses import response_losses
@@ -83,6 +84,7 @@ def label_values(
     *,
     first: int = 0,
     start: Start | None = None,
+    head: HeadUse | None = None,
 ) -> Tensor:
     """``<grad l_k, M>`` for every response token k: one dual forward, no backward.
 
@@ -96,6 +98,9 @@ def label_values(
             run again. If the losses then differ from ``start.losses`` (dropout below, or a model
             that hands more than hidden states from layer to layer), ``start.refused`` is set and
             the whole forward is run.
+        head: the head's call in an earlier forward on the same tokens. Where the dual forward gives
+            the head the same hidden states, the errors of that call are multiplied by their
+            tangents, and the product with the vocabulary is not formed again.
 
     Returns:
         (b, t), index i for token i, 0 off the response; float32 or wider.
@@ -111,11 +116,11 @@ def label_values(
     derivatives = None
     if start is not None and can_start_at(adapter, first):
         with start_at(adapter, first, start.hidden):
-            losses, tangent = _dual_losses(adapter, batch, direction, scale, first)
+            losses, tangent = _dual_losses(adapter, batch, direction, scale, first, head)
         start.refused = not start.gives(losses, batch.mask)
         derivatives = None if start.refused else tangent
     if derivatives is None:
-        losses, derivatives = _dual_losses(adapter, batch, direction, scale, first)
+        losses, derivatives = _dual_losses(adapter, batch, direction, scale, first, head)
         require_finite(losses, batch.mask, "batch")
     values: Tensor = derivatives.to(wide(derivatives.dtype)) * scale
     return values.masked_fill(~batch.mask, 0.0)
@@ -150,6 +155,7 @@ def _dual_losses(
     direction: Mapping[str, Tensor],
     scale: float,
     first: int,
+    head: HeadUse | None,
 ) -> tuple[Tensor, Tensor]:
     """Token losses (b, t) and their derivatives along ``direction / scale``, by one forward."""
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
@@ -184,7 +190,7 @@ def _dual_losses(
             return adapter.logits_of(output)
 
         losses, tangent = forward_ad.unpack_dual(
-            response_losses(adapter, batch.inputs, batch.labels, run=logits)
+            response_losses(adapter, batch.inputs, batch.labels, run=logits, observed=head)
         )
         # No tangent: the direction reaches no loss, as with an unrouted expert.
         return losses, torch.zeros_like(losses) if tangent is None else tangent

@@ -26,9 +26,17 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.support.precision import wide
+from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["HeadUse", "head_losses", "is_plain_head", "output_head", "watch_head", "watched_head"]
+__all__ = [
+    "HeadUse",
+    "head_losses",
+    "is_plain_head",
+    "output_head",
+    "rounding_tolerance",
+    "watch_head",
+    "watched_head",
+]
 
 _WORKSPACE = 2**22  # numbers of one block of logits
 _ROWS = 4096  # predictions of one block; each block of rows reads the whole of W once
@@ -117,6 +125,18 @@ def head_losses(
 
     Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
     """
+    return _losses_and_errors(hidden, weight, bias, targets, logits, rows)[0]
+
+
+def _losses_and_errors(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    logits: Tensor | None,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As ``head_losses``, and the errors (n, d) where ``hidden`` has a graph."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # as autocast does before each product
         narrow = torch.get_autocast_dtype(device)
@@ -125,7 +145,7 @@ def head_losses(
     given = (hidden, weight) if bias is None else (hidden, weight, bias)
     with torch.autocast(device, enabled=False):
         if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-            return _dual_losses(hidden, weight, bias, targets)
+            return _dual_losses(hidden, weight, bias, targets), None
         graph = torch.is_grad_enabled()
         with torch.no_grad():
             free = None if bias is None else bias.detach()
@@ -137,7 +157,7 @@ def head_losses(
         # A node of its own, so that a backward that ends below the head never visits it.
         if graph and (weight.requires_grad or (bias is not None and bias.requires_grad)):
             losses = losses + _AtWeight.apply(weight, bias, seen, lse)  # type: ignore[no-untyped-call]
-        return losses
+        return losses, errors
 
 
 def _folded(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -322,6 +342,17 @@ def output_head(adapter: DecoderAdapter) -> nn.Linear | None:
     return head if is_plain_head(head) else None
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Losses that were taken of one call of the head, and the errors below it, (n, d)."""
+
+    positions: Tensor
+    targets: Tensor
+    logits: Tensor
+    losses: Tensor
+    errors: Tensor | None
+
+
 @dataclass
 class HeadUse:
     """One call of a model's head: its input, in the graph, and its weights.
@@ -332,21 +363,102 @@ class HeadUse:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    _known: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _known: list[_Asked] = field(default_factory=list)
+
+    def _asked(self, positions: Tensor, targets: Tensor) -> _Asked | None:
+        for known in self._known:
+            if torch.equal(known.positions, positions) and torch.equal(known.targets, targets):
+                return known
+        return None
+
+    def _input(self, positions: Tensor) -> Tensor:
+        return self.hidden.flatten(0, 1)[positions]
 
     def losses(self, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
         """As ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
-        for at, tokens, losses in self._known:
-            if torch.equal(at, positions) and torch.equal(tokens, targets):
-                return losses
-        hidden = self.hidden.flatten(0, 1)[positions].to(logits.dtype)
-        bias = None if self.bias is None else self.bias.to(logits.dtype)
-        flat = logits.detach().flatten(0, 1)
-        losses = head_losses(
-            hidden, self.weight.to(logits.dtype), bias, targets, logits=flat, rows=positions
-        )
-        self._known.append((positions, targets, losses))
-        return losses
+        known = self._asked(positions, targets)
+        if known is None:
+            hidden = self._input(positions).to(logits.dtype)
+            bias = None if self.bias is None else self.bias.to(logits.dtype)
+            flat = logits.detach().flatten(0, 1)
+            losses, errors = _losses_and_errors(
+                hidden, self.weight.to(logits.dtype), bias, targets, flat, positions
+            )
+            known = _Asked(positions, targets, flat, losses, errors)
+            self._known.append(known)
+        return known.losses
+
+    @full_precision
+    def dual_losses(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor,
+        targets: Tensor,
+    ) -> Tensor | None:
+        """The losses that were taken, with the tangents of a later dual forward.
+
+            dl_p = <e_p, dh_p> + sum_v (softmax(z_p)_v - [v = y_p]) (dW h_p + db)_v
+
+        Nothing here multiplies by the vocabulary but the second term, and that only where W or b
+        has a tangent.
+
+        Args:
+            hidden: (n, d) what the dual forward gives the head at these positions.
+            weight: of the head, there.
+            bias: of the head, there.
+            positions: of the predictions.
+            targets: of the predictions.
+
+        Returns:
+            (n,) dual tensor; None where these losses were not taken with a graph, or the head gets
+            other hidden states than it did in this call (dropout, changed weights): losses and
+            errors of the call are then not those of the dual forward.
+
+        Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.label_values``.
+        """
+        known = self._asked(positions, targets)
+        if known is None or known.errors is None:
+            return None
+        h, dh = forward_ad.unpack_dual(hidden)
+        own = self._input(positions).detach()
+        if not _same_up_to_rounding(h, own, known.logits.dtype):
+            return None
+        slope = torch.zeros_like(known.losses, requires_grad=False)
+        if dh is not None:
+            slope += (known.errors * dh.to(known.errors.dtype)).sum(-1)
+        dw, db = (None if x is None else forward_ad.unpack_dual(x).tangent for x in (weight, bias))
+        if dw is not None or db is not None:
+            dw, db = (None if x is None else x.to(known.logits.dtype) for x in (dw, db))
+            seen = _Predictions(
+                own.to(known.logits.dtype), self.weight.detach(), None, targets, known.logits,
+                positions,
+            )  # fmt: skip
+            for block, part in seen.in_rows():
+                slope[block] += _fold_dual(part, _Tangents(None, dw, db))[2]
+        dual: Tensor = forward_ad.make_dual(known.losses.detach(), slope)
+        return dual
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """How far two forwards of one model on the same tokens may differ, relative to their size.
+
+    The bits may differ, because one of them can have rounded otherwise (a fused kernel, autocast).
+    What is to be noticed, such as dropout or a state that does not travel with the hidden states,
+    changes hidden states and losses by far more.
+    """
+    return 5e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-3
+
+
+def _same_up_to_rounding(again: Tensor, known: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows of hidden states are equal within ``rounding_tolerance``, by their norms."""
+    if again.shape != known.shape:
+        return False
+    sum_dtype = wide(again.dtype, known.dtype)
+    difference = (again.to(sum_dtype) - known.to(sum_dtype)).norm(dim=-1)
+    size = known.to(sum_dtype).norm(dim=-1)
+    return bool((difference <= rounding_tolerance(dtype) * size).all())
 
 
 _USES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.model.capture import hidden_of, with_hidden
+from alphatoken.model.head import rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["Start", "can_start_at", "losses_from", "remember_start", "start_at"]
@@ -35,15 +36,9 @@ class Start:
     refused: bool = False
 
     def gives(self, losses: Tensor, mask: Tensor) -> bool:
-        """True if these losses equal the known ones within 5e-2 (16 bits, autocast) or 1e-3.
-
-        The bits may differ, because the earlier forward can have rounded otherwise (a fused head,
-        autocast). What is to be noticed, such as dropout below or a state that does not travel with
-        the hidden states, changes losses by far more.
-        """
-        half = self.hidden.dtype in (torch.bfloat16, torch.float16)
-        narrow = half or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-        tolerance = 5e-2 if narrow else 1e-3
+        """True if these losses equal the known ones within ``rounding_tolerance``."""
+        autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        tolerance = rounding_tolerance(torch.bfloat16 if autocast else self.hidden.dtype)
         again, known = losses.detach()[mask].double(), self.losses[mask].double()
         return bool(torch.isclose(again, known, rtol=tolerance, atol=tolerance).all())
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from alphatoken.model.batch import by_prediction, predicted_labels, token_losses
-from alphatoken.model.head import head_losses, output_head
+from alphatoken.model.head import HeadUse, head_losses, output_head
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["response_losses"]
@@ -79,6 +79,7 @@ def response_losses(
     attention_mask: Tensor | None = None,
     role: str = "batch",
     run: Callable[[], Tensor] | None = None,
+    observed: HeadUse | None = None,
 ) -> Float[Tensor, "b t"]:
     """``token_losses(adapter.forward(inputs), labels)``, without logits where they can be spared.
 
@@ -89,6 +90,8 @@ def response_losses(
         attention_mask: as in ``token_losses``.
         role: how messages call this batch.
         run: gives the logits by a forward of the caller's own, in place of ``adapter.forward``.
+        observed: the head's call in an earlier forward on these tokens. Where ``run`` is a dual
+            forward that gives the head the same hidden states, losses and errors are of that call.
 
     Returns:
         (b, t) in float32 or wider; differentiable as ``head_losses`` is, once in reverse mode.
@@ -112,19 +115,22 @@ def response_losses(
             for handle in handles:
                 handle.remove()
         if seen.gives(logits, labels):
-            return _of_hidden(seen, predicted_labels(labels, attention_mask), role)
+            return _of_hidden(seen, predicted_labels(labels, attention_mask), role, observed)
         if seen.hidden is None:  # the head was not called, or not on hidden states: nothing was cut
             return token_losses(logits, labels, attention_mask=attention_mask, role=role)
         _CHANGED.add(head)
     return token_losses(run(), labels, attention_mask=attention_mask, role=role)
 
 
-def _of_hidden(seen: _HeadInput, labels: Tensor, role: str) -> Tensor:
-    hidden, weight = seen.hidden, seen.weight
+def _of_hidden(seen: _HeadInput, labels: Tensor, role: str, observed: HeadUse | None) -> Tensor:
+    hidden, weight, bias = seen.hidden, seen.weight, seen.bias
     assert hidden is not None
     assert weight is not None
 
     def losses_at(positions: Tensor, targets: Tensor) -> Tensor:
-        return head_losses(hidden.flatten(0, 1)[positions], weight, seen.bias, targets)
+        chosen, losses = hidden.flatten(0, 1)[positions], None
+        if observed is not None:
+            losses = observed.dual_losses(chosen, weight, bias, positions, targets)
+        return head_losses(chosen, weight, bias, targets) if losses is None else losses
 
     return by_prediction(labels, losses_at, vocabulary=len(weight), role=role)

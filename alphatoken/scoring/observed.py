@@ -13,6 +13,7 @@ from alphatoken.estimate.estimators import SELF_ONLY, self_only_errors
 from alphatoken.estimate.proofs import require_self_rule
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
+from alphatoken.model.head import watched_head
 from alphatoken.scoring.passes import Pass, Weights
 from alphatoken.scoring.valuing import Valuer
 from alphatoken.select.interaction import token_gram
@@ -70,12 +71,15 @@ class Observed:
         batch = self._batch(labels)
         valuer.witness.see_documents(batch)
         weights = Weights.read(batch.mask, token_weights, step_weights)
-        # Losses need their graph only where errors are taken of them. Label values along a fixed M
-        # compare them with those of the dual forward, and need numbers.
-        with nullcontext() if self._self_only or valuer.needs_recording else torch.no_grad():
+        head = watched_head(scores)
+        # Losses need their graph where errors are taken of them: by estimators that capture, and
+        # below a watched head, whose errors label values share with the training step. Otherwise
+        # label values along a fixed M compare them with those of the dual forward: numbers do.
+        graph = self._self_only or valuer.needs_recording or head is not None
+        with nullcontext() if graph else torch.no_grad():
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
-        seen = Pass(batch, weights, losses, recorder)
+        seen = Pass(batch, weights, losses, recorder, head=head)
         seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
         values = valuer.values(seen, components=components)
         self._last = seen, values

@@ -11,6 +11,7 @@ from alphatoken.errors import InputError
 from alphatoken.estimate.estimators import TokenErrors
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder
+from alphatoken.model.head import HeadUse
 
 __all__ = ["Pass", "Weights", "foreign_scores"]
 
@@ -64,6 +65,7 @@ class Pass:
         recorder: what the scored linears saw; None if no forward was needed.
         kept_errors: the errors at all linears, kept so that more can be contracted with them
             later; None to contract each inside the backward that makes it, and let it go.
+        head: the head's call that its losses were taken of; None where they were taken otherwise.
     """
 
     batch: LabelledBatch
@@ -71,6 +73,7 @@ class Pass:
     losses: Tensor | None = None
     recorder: Recorder | None = None
     kept_errors: TokenErrors | None = None
+    head: HeadUse | None = None
 
     @property
     def recorded(self) -> tuple[Recorder, Tensor]:

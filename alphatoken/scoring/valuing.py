@@ -244,6 +244,7 @@ class Valuer:
                 side.of(side.matrices),
                 first=self.builder.first or 0,
                 start=start,
+                head=seen.head,
             )
             if start is not None and start.refused:
                 self._starts, start = False, None

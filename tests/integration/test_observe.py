@@ -107,6 +107,18 @@ def test_observed_values_equal_scored_ones(name: str, estimator: str) -> None:
     assert torch.equal(observed.mask, scored.mask)
 
 
+def test_label_values_after_the_training_backward_are_those_before_it() -> None:
+    """They take numbers of the observed forward, whose graph is gone by then."""
+    model = BY_NAME["llama"].build(1).train()
+    scorer = scorer_for(model, "label")
+    before, _ = observe(scorer, model)
+    with scorer.observe() as seen:
+        logits = model(**inputs()).logits
+        masked_sft_loss(logits, BATCH["labels"], before.mask).backward()
+        after = seen.values(logits, BATCH["labels"])
+    assert torch.equal(after.total, before.total)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 def test_training_with_an_observed_pass_gives_the_same_weights(

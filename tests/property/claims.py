@@ -54,6 +54,8 @@ check_label_is_the_row_sums_along | grad_alignment | label_values, validation_gr
 check_label_over_all_parameters | grad_alignment | label_values, per_token_gradients, response_tokens | exact
 check_label_over_named_parameters | grad_alignment | label_values, per_token_gradients, response_tokens | exact
 check_weighted_losses | | row_sums, column_sums, diagonal | exact
+check_observed_label_values | grad_alignment | label_values | exact
+check_tangents_at_other_hidden_states | | label_values | exact
 check_label_starts_at_the_observed_hidden_states | | (a pass of its own) | exact
 test_the_four_readouts_are_what_their_names_say | decomposition | row_sums, column_sums, diagonal, causal | exact
 test_terms_and_scale_agree_with_the_matrix | | influence_matrix, influence_terms, absolute_scale | exact

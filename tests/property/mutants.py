@@ -672,6 +672,12 @@ def _head(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) 
     return _own(name, sentence, (Edit(f"model.head.{target}", old, new),), claims or (whole,))
 
 
+def observed_label(name: str, parameters: str) -> Claim:
+    """Label values of one architecture's observed forward are the oracle's."""
+    check = at_the_head.check_observed_label_values
+    return claim(check, name, parameters, examples=1, needs=("transformers",))
+
+
 OWN = (
     _own(
         "ceil-of-a-rounded-ratio",
@@ -1370,8 +1376,31 @@ OWN = (
     _head(
         "losses-of-other-targets",
         "losses asked for at the same positions are taken for those of other tokens",
-        ("HeadUse.losses", " and torch.equal(tokens, targets)", ""),
+        ("HeadUse._asked", " and torch.equal(known.targets, targets)", ""),
         claim(at_the_head.check_losses_asked_twice, "llama", examples=1, needs=("transformers",)),
+    ),
+    _head(
+        "tangents-times-errors-of-other-rows",
+        "label values of an observed forward pair tangents with the errors of other predictions",
+        ("HeadUse.dual_losses", "(known.errors * dh", "(known.errors.roll(1, 0) * dh"),
+        observed_label("llama", "linears"),
+    ),
+    _head(
+        "tangent-of-the-observed-heads-weight-forgotten",
+        "label values over all parameters of an observed forward lack what moves the head itself",
+        ("HeadUse.dual_losses", "if dw is not None or db is not None:", "if False:"),
+        observed_label("llama", "all"),
+    ),
+    _head(
+        "errors-at-other-hidden-states",
+        "errors of an observed forward are believed where the dual one has other hidden states",
+        ("_same_up_to_rounding", "return bool(", "return True or bool("),
+        claim(
+            at_the_head.check_tangents_at_other_hidden_states,
+            "llama",
+            examples=1,
+            needs=("transformers",),
+        ),
     ),
     _own(
         "capped-logits-taken-for-the-heads",
@@ -1383,7 +1412,10 @@ OWN = (
                 "True",
             ),
         ),
-        (claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),),
+        (
+            claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),
+            observed_label("gemma2", "linears"),
+        ),
     ),
     _own(
         "tangent-of-a-bias-forgotten",

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model import head
-from alphatoken.model.batch import token_losses
+from alphatoken.model import response_losses as response_losses_module
+from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
+from alphatoken.oracle import gradients
 from tests.property.properties_algebra import EXACT
 from tests.property.strategies import SEEDS, make_batch
 from tests.property.tolerance import close
@@ -26,7 +30,9 @@ __all__ = [
     "check_head_losses",
     "check_head_tangents",
     "check_losses_asked_twice",
+    "check_observed_label_values",
     "check_own_forward",
+    "check_tangents_at_other_hidden_states",
     "head_cases",
     "observed",
 ]
@@ -173,6 +179,9 @@ def check_head_tangents(case: HeadCase, moved: tuple[bool, bool, bool]) -> None:
 
 BATCH = make_batch(("pprrprr..", "prprrrrr.", "pppprrrrr"), vocabulary=23, seed=1)
 INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=23, seed=2)
+CAST = 1e-6
+"""transformers computes softmax and norms in float32 inside, whatever the model's dtype."""
 
 
 def built(name: str) -> Any:
@@ -244,3 +253,48 @@ def check_losses_asked_twice(name: str) -> None:
         expected = nn.functional.cross_entropy(rows, asked, reduction="none").detach()
         found = use.losses(logits, at, asked)
         close(found, expected, expected.abs().sum(), EXACT, name="losses asked for anew")
+
+
+def check_observed_label_values(name: str, parameters: str) -> None:
+    """Label values of an observed forward are the oracle's, by the error that training shares.
+
+    Where the logits are the head's own, no product with the vocabulary is formed for them; a model
+    that caps its logits gives the same values without the shared error.
+    """
+    model = built(name).train()
+    adapter = find_adapter(model)
+    config = ScorerConfig(estimator="label", layers=2, parameters=parameters, uncovered="skip")
+    scorer = Scorer(model, VALIDATION, None, config)
+    m = scorer.direction.total()
+    with scorer.observe() as seen:
+        logits = model(**INPUTS).logits
+        with mock.patch.object(
+            response_losses_module, "head_losses", side_effect=head.head_losses
+        ) as formed:
+            values = seen.values(logits, BATCH["labels"])
+    expected = gradients.label_values(model, adapter.forward, BATCH, m)
+    close(values.total, expected, expected.abs().sum(), CAST, name=f"{name}, {parameters}")
+    assert not formed.called
+    shared = head.watched_head(logits) is not None
+    assert shared == (getattr(model.config, "final_logit_softcapping", None) is None)
+
+
+def check_tangents_at_other_hidden_states(name: str) -> None:
+    """A call of the head on other hidden states says nothing of a dual forward.
+
+    Here the call is one of the same tokens after the norm below the head was stretched.
+    """
+    model = built(name)
+    adapter, batch = find_adapter(model), read_batch(BATCH)
+    norm = next(p for n, p in reversed(list(model.named_parameters())) if "norm" in n)
+    m = {n: torch.ones_like(p) for n, p in model.named_parameters() if p.dim() == 2}
+    expected = gradients.label_values(model, adapter.forward, BATCH, m)
+    with torch.no_grad():
+        norm *= 1.5
+    logits, use = observed(model)
+    assert use is not None
+    token_losses(logits, BATCH["labels"])
+    with torch.no_grad():
+        norm /= 1.5
+    values = label_values(adapter, batch, m, head=use)
+    close(values, expected, expected.abs().sum(), CAST, name=f"{name}, other hidden states")

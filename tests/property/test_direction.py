@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -10,12 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken.direction.objective import mean_gradient, objective_sums
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import find_adapter
 from tests.property import properties_algebra as algebra
 from tests.property import properties_scorer as claims
 from tests.property.profiles import budget
 from tests.property.properties import Setup, drift_of, setups
 from tests.property.properties_algebra import DirectionCase, direction_cases
 from tests.property.strategies import make_case
+from tests.property.tolerance import close
 
 SEVERAL = Setup(
     make_case(("pprrr", "..prr"), (("pprr",), ("prrrr.", "..prrr"), ("pppppr",)), layers=2), "all"
@@ -127,3 +132,41 @@ def test_a_side_is_said_to_decide_alone_from_a_share_of_0_999_on(
     with said:
         found = score(odds)
     assert found.shares()["stability_direct"] == pytest.approx(share, rel=1e-6)
+
+
+def test_gradients_are_summed_one_by_one_and_none_is_held() -> None:
+    """Several batches' sums are autograd's, and of one batch two gradients at most are alive."""
+    model = SEVERAL.case.model()
+    adapter, parameters = find_adapter(model), dict(model.named_parameters())
+    unused = torch.zeros(3, requires_grad=True)
+    given = {"unused": unused, **dict(reversed(parameters.items()))}
+    alive: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        made.append(weakref.ref(gradient))
+        alive.append(sum(one() is not None for one in made))
+
+    hooks = [p.register_hook(look) for p in parameters.values()]
+    sums, count = objective_sums(adapter, given, SEVERAL.case.validation, first=None)
+    for hook in hooks:
+        hook.remove()
+    assert list(sums) == list(given)
+    assert not sums["unused"].any()
+    assert len(alive) == len(parameters) * len(SEVERAL.case.validation)
+    assert max(alive) <= 2
+    assert not any(p._backward_hooks for p in given.values())
+    assert all(p.grad is None for p in given.values())
+    expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for batch in SEVERAL.case.validation:
+        loss = token_losses(adapter.forward(read_batch(batch).inputs), batch["labels"]).sum()
+        for name, g in zip(
+            parameters, torch.autograd.grad(loss, [*parameters.values()]), strict=True
+        ):
+            expected[name] += g
+    for name, known in expected.items():
+        scale = 1.0 + known.abs().sum()
+        close(sums[name], known.detach(), scale, 1e-12, name=name)
+    assert count == sum(read_batch(b).response_tokens for b in SEVERAL.case.validation)
+    means = mean_gradient("validation", dict(sums), count)
+    assert all(torch.equal(means[name], sums[name] / count) for name in given)

@@ -23,7 +23,9 @@ from tests.property.properties_head import (
     check_head_losses,
     check_head_tangents,
     check_losses_asked_twice,
+    check_observed_label_values,
     check_own_forward,
+    check_tangents_at_other_hidden_states,
     head_cases,
     observed,
 )
@@ -150,6 +152,17 @@ def test_nothing_is_remembered_without_a_graph_or_beyond_the_logits() -> None:
     del logits, use
     gc.collect()
     assert len(heads._USES) == before
+
+
+@pytest.mark.parametrize("parameters", ["linears", "all"])
+@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
+def test_label_values_take_the_error_that_training_shares(name: str, parameters: str) -> None:
+    check_observed_label_values(name, parameters)
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_a_call_on_other_hidden_states_is_not_believed(name: str) -> None:
+    check_tangents_at_other_hidden_states(name)
 
 
 def test_capped_logits_are_not_the_heads() -> None:
