@@ -405,7 +405,7 @@ PLANTED = {
     "the validation gradient in bfloat16": (
         edit(
             "direction.objective.mean_gradient",
-            "total / count", "(total / count).bfloat16().to(total)",
+            "sums.pop(name) / count", "(sums.pop(name) / count).bfloat16().float()",
         ),
         G,
     ),
