@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from alphatoken import InputError
 from alphatoken.model import head as heads
-from alphatoken.model.batch import token_losses
+from alphatoken.model.batch import predicted_labels, token_losses
 from alphatoken.model.head import is_plain_head, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
@@ -81,11 +81,11 @@ def test_a_forward_of_our_own_gives_the_same_losses_and_gradients(name: str) -> 
 
 def test_padding_on_the_left() -> None:
     adapter = find_adapter(BY_NAME["llama"].build(1))
-    batch = make_batch(("..pprrprr", "....prrrr"), vocabulary=VOCABULARY, seed=2)
+    batch = make_batch(("..pprrprr", "....rrrrr"), vocabulary=VOCABULARY, seed=2)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    given = {"attention_mask": batch["attention_mask"]}
-    whole = token_losses(adapter.forward(inputs), batch["labels"], **given)
-    found = response_losses(adapter, inputs, batch["labels"], **given)
+    real = batch["attention_mask"]
+    whole = token_losses(adapter.forward(inputs), batch["labels"], attention_mask=real)
+    found = response_losses(adapter, inputs, predicted_labels(batch["labels"], real))
     close(found, whole.detach(), whole.detach().sum(), 1e-12, name="left padding")
 
 
