@@ -32,6 +32,7 @@ __all__ = [
     "HeadUse",
     "head_losses",
     "is_plain_head",
+    "is_whole",
     "output_head",
     "rounding_tolerance",
     "watch_head",
@@ -339,13 +340,15 @@ def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     It is not where weights are quantised, adapted or spread over processes, or where somebody
     watches its backward: a loss that does not pass through the module would not be seen there.
     """
-    if type(module) is not nn.Linear or hasattr(module.weight, "ds_shape"):
+    if type(module) is not nn.Linear or module._backward_hooks or module._backward_pre_hooks:
         return False
+    return is_whole(module.weight) and (module.bias is None or is_whole(module.bias))
+
+
+def is_whole(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor: not quantised, and not spread over processes."""
     # Types and not ``isinstance``: parts of sharded weights are tensors as well.
-    whole = all(
-        type(p) in (Tensor, nn.Parameter) for p in (module.weight, module.bias) if p is not None
-    )
-    return whole and not module._backward_hooks and not module._backward_pre_hooks
+    return type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_shape")
 
 
 def output_head(adapter: DecoderAdapter) -> nn.Linear | None:

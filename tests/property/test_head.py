@@ -115,6 +115,9 @@ def test_heads_that_somebody_else_has_a_hand_in_are_left_alone() -> None:
     assert not is_plain_head(Quantised(3, 5))
     head.register_full_backward_hook(lambda *_: None)
     assert not is_plain_head(head)
+    spread = nn.Linear(3, 5)
+    spread.weight.ds_shape = (5, 3)  # type: ignore[attr-defined]  # ZeRO-3 leaves a flat rest of it
+    assert not is_plain_head(spread)
 
 
 # --- a forward that somebody else runs ------------------------------------------------------------
