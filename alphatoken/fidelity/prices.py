@@ -10,7 +10,6 @@ Two batches of one row give the two parts of a time: the row once, and three tim
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import inner
 from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
 from alphatoken.model.capture import evaluation_mode, resolve_layers
+from alphatoken.support.machine import timed
 
 __all__ = ["Counts", "Prices", "measured", "price_row"]
 
@@ -97,13 +97,7 @@ def _seconds(work: Callable[[], object]) -> float:
     """Of one run, or the least of three where one is quick."""
     taken: list[float] = []
     while not taken or (taken[0] < _QUICK and len(taken) < 3):
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(timed(work))
     return min(taken)
 
 
