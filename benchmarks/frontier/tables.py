@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.metrics import spearman, top_overlap
 from alphatoken.support.progress import Tracker
+from benchmarks.floors import Shape
 from benchmarks.frontier.measure import Numbers, Shares
-from benchmarks.frontier.price import Batch, Price
+from benchmarks.frontier.price import Price
 from benchmarks.frontier.settings import Setting
 
 __all__ = ["Draws", "Record", "agreement", "records"]
@@ -69,8 +70,8 @@ class Draws:
         sums, steps = np.zeros(2), 0.0
         for shares in self.shares:
             for rows, length, tokens in shares.facts["batches"]:
-                batch = Batch.of(self.model, rows, length, tokens)
-                price = batch.price(setting.scope)
+                batch = Shape.of(self.model, rows, length).with_responses(tokens)
+                price = Price.of(batch, setting.scope)
                 sums += batch.step * np.array([price.own, price.beside])
                 steps += batch.step
         return Price(*(sums / steps).tolist())
