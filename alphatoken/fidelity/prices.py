@@ -27,7 +27,7 @@ from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
 from alphatoken.model.capture import evaluation_mode, resolve_layers
 from alphatoken.support.machine import timed
 
-__all__ = ["Counts", "Prices", "measured", "price_row"]
+__all__ = ["Counts", "Prices", "measured"]
 
 _TIMES = 3
 """Copies of the row in the larger of the two batches."""
@@ -52,7 +52,7 @@ class Prices:
     length: int
 
 
-def price_row(rows: Sequence[Example]) -> Example:
+def _price_row(rows: Sequence[Example]) -> Example:
     """The row that prices are measured on: a tenth of the rows are shorter.
 
     Short, so that measuring takes seconds; not the shortest, which may be an odd one.
@@ -63,7 +63,7 @@ def price_row(rows: Sequence[Example]) -> Example:
 
 def measured(subject: Subject) -> Prices:
     """Prices of the subject's model on its own rows; nothing of the model is changed."""
-    row = price_row(subject.train)
+    row = _price_row(subject.train)
     small, large = (_batch(subject, [row] * count) for count in (1, _TIMES))
     named = {n: p for n, p in subject.model.named_parameters() if p.requires_grad}
     ones = {name: torch.ones_like(p, dtype=torch.float32) for name, p in named.items()}
