@@ -26,7 +26,8 @@ from alphatoken.model.protocol import (
     NativeAttention,
     find_adapter,
 )
-from benchmarks.measure import Run, alternate, timed, wait
+from alphatoken.support.machine import timed, wait
+from benchmarks.measure import Run, alternate
 from benchmarks.models import Size
 
 __all__ = ["AttentionClock", "fitted_exponent", "time_against_validation", "time_exponent"]

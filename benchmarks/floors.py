@@ -59,10 +59,6 @@ class Shape:
             length=length,
         )
 
-    def with_batch(self, rows: int, length: int) -> Shape:
-        """The same model on another batch."""
-        return replace(self, rows=rows, length=length, responses=None)
-
     def with_responses(self, count: int) -> Shape:
         """The same with a head that is formed where a response token is predicted, and only there.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from alphatoken.fidelity.cost import measure
+from alphatoken.support.machine import timed
 
 __all__ = [
     "Ceiling",
@@ -23,8 +23,6 @@ __all__ = [
     "flops",
     "in_turn",
     "machine",
-    "timed",
-    "wait",
 ]
 
 
@@ -65,21 +63,6 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def wait() -> None:
-    """Until the accelerator has done what it was given."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
 
 
 def alternate(

@@ -27,11 +27,13 @@ from benchmarks.models import Size, fisher
 
 __all__ = [
     "fresh_environment",
+    "fresh_mib",
     "fresh_peak",
     "length_size",
     "observed_step",
     "peak_mib",
     "plain_step",
+    "print_peak",
 ]
 
 LAYERS = 3
@@ -130,16 +132,30 @@ def fresh_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", **more}
 
 
-def fresh_peak(what: str, size: Size, device: torch.device) -> float:
-    """MiB of a fresh process that does ``what``."""
-    command = [sys.executable, "-m", "benchmarks.peak", what, "--size", json.dumps(asdict(size))]
-    command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
+def fresh_mib(module: str, *words: str, device: torch.device | None = None) -> float:
+    """What a fresh process of a module prints that it held at most."""
+    command = [sys.executable, "-m", module, *words]
+    if device is not None:
+        command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=fresh_environment()
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
+
+
+def print_peak(device: torch.device) -> None:
+    """What this process held at most, for ``fresh_mib``."""
+    on_gpu = device.type == "cuda"
+    mib = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else peak_mib()
+    print(json.dumps({"mib": mib}))
+
+
+def fresh_peak(what: str, size: Size, device: torch.device) -> float:
+    """MiB of a fresh process that does ``what``."""
+    words = (what, "--size", json.dumps(asdict(size)))
+    return fresh_mib("benchmarks.peak", *words, device=device)
 
 
 def main() -> None:
@@ -155,9 +171,7 @@ def main() -> None:
     size = Size(**options.size) if options.size else length_size(options.length)
     if options.what != "import":
         work(options.what, size, options.device)
-    on_gpu = options.device.type == "cuda"
-    mib = torch.cuda.max_memory_allocated(options.device) / 2**20 if on_gpu else peak_mib()
-    print(json.dumps({"mib": mib}))
+    print_peak(options.device)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ count its FLOPs, then timed round by round, so that each ratio is of two times o
 
 The other side of every row is the step as PyTorch runs it, with logits at all positions. Our floor
 forms the head at the positions that predict a response token, once for training and valuing, so it
-can lie below what the step's own head costs. What it is with the step's head stands in the note.
+can lie below what the step's own head costs.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ it, ``label_all`` label values over all parameters, scored by themselves.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +17,7 @@ import torch
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.measure import Run
-from benchmarks.peak import LAYERS, fresh_environment, observed_step, peak_mib, plain_step
+from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
 from benchmarks.real import MODELS, QUICK, SIZES, Real
 from benchmarks.real_rows import source
 
@@ -57,14 +54,8 @@ def real_memory(run: Run) -> Iterator[dict[str, Any]]:
 
 def _peak(real: Real, what: str, size: tuple[int, int], device: torch.device) -> float:
     """MiB of a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.real_peak", real.key, what, *map(str, size)]
-    command += ["--device", str(device), "--threads", str(torch.get_num_threads())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=fresh_environment()
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
+    words = (real.key, what, *map(str, size))
+    return fresh_mib("benchmarks.real_peak", *words, device=device)
 
 
 def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> None:
@@ -94,9 +85,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     real, size = MODELS[options.model], (options.rows, options.length)
     work(real, options.what, size, options.device)
-    on_gpu = options.device.type == "cuda"
-    mib = torch.cuda.max_memory_allocated(options.device) / 2**20 if on_gpu else peak_mib()
-    print(json.dumps({"mib": mib}))
+    print_peak(options.device)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from alphatoken.data import EncodeOptions, Row, collate, encode_rows, read_rows
+from alphatoken.data import EncodeOptions, Row, collate, encode_rows
 from alphatoken.data.rows import Turn
-from alphatoken.data.stdlib import code_rows
+from benchmarks.frontier.draws import FORMATS
 
 __all__ = ["batches", "source"]
 
@@ -19,14 +18,6 @@ __all__ = ["batches", "source"]
 def source() -> str:
     """Where the rows come from: ``$ALPHATOKEN_DATA``, or the Python standard library."""
     return "GSM8K" if os.environ.get("ALPHATOKEN_DATA") else "functions of the standard library"
-
-
-def _rows() -> Sequence[Row]:
-    folder = os.environ.get("ALPHATOKEN_DATA")
-    if not folder:
-        return code_rows(400)
-    file = Path(folder) / "gsm8k" / "train.jsonl"
-    return read_rows(file, limit=400)
 
 
 def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -49,7 +40,7 @@ def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], 
 
 def _conversations(count: int, length: int) -> Iterator[Row]:
     """Rows joined until their text is long enough for ``length`` tokens of any tokenizer here."""
-    rows = iter(_rows())
+    rows = iter(FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"].rows())
     for index in range(count):
         turns: list[Turn] = []
         # Fewer than eight characters a token: what is over is cut off.

@@ -7,9 +7,6 @@ validation rows, builds G, V and M, values every response token and trains on ha
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alphatoken import FisherDrift
 from benchmarks.measure import alternate
 from benchmarks.models import decoder, random_batch
-from benchmarks.peak import fresh_environment, peak_mib
+from benchmarks.peak import fresh_mib, print_peak
 
 Row = dict[str, Any]
 LAYERS = 3
@@ -222,11 +219,7 @@ def _flops(run: Callable[[], None]) -> int:
 
 def _peak(what: str, size: Size, setting: str = "train_step_fixed") -> float:
     numbers = [size.width, size.depth, size.vocabulary, size.rows, size.length]
-    command = [sys.executable, "-m", "benchmarks.step", what, setting, *map(str, numbers)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=fresh_environment()
-    )
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["mib"])
+    return fresh_mib("benchmarks.step", what, setting, *map(str, numbers))
 
 
 def main() -> None:
@@ -250,7 +243,7 @@ def main() -> None:
             )
             step = _stepper(made, size)
             step(), step()
-    print(json.dumps({"mib": peak_mib()}))
+    print_peak(torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.support.machine import require_memory, resident_memory, seconds_of
+from alphatoken.support.machine import require_memory, resident_memory, timed
 from alphatoken.train.cost import Layout, Memory, step_flops, work_of
 from alphatoken.train.plan import Plan
 from alphatoken.train.scoring_cost import (
@@ -196,7 +196,8 @@ def _forward_seconds(adapter: DecoderAdapter, rows: int, tokens: int) -> float:
     ids = torch.ones(rows, tokens, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with evaluation_mode(adapter.model):
-        return seconds_of(lambda: adapter.forward(inputs))
+        adapter.forward(inputs)  # warms up
+        return timed(lambda: adapter.forward(inputs))
 
 
 # --- what is said ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
+from alphatoken.support.machine import timed
 
 __all__ = ["Cost", "ScoringCost", "direction_cost", "measure", "step_cost", "values_cost"]
 
@@ -63,20 +63,9 @@ def measure(work: Callable[[], object], *, repeats: int = 3) -> Cost:
     """
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
         work()
-    taken = []
-    for _ in range(repeats):
-        _wait()
-        start = time.perf_counter()
-        work()
-        _wait()
-        taken.append(time.perf_counter() - start)
-    middle = sorted(taken)[len(taken) // 2] if taken else math.nan
+    taken = sorted(timed(work) for _ in range(repeats))
+    middle = taken[len(taken) // 2] if taken else math.nan
     return Cost(float(counter.get_total_flops()), middle)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ Two batches of one row give the two parts of a time: the row once, and three tim
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,9 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import inner
 from alphatoken.model.batch import LabelledBatch, read_batch, token_losses
 from alphatoken.model.capture import evaluation_mode, resolve_layers
+from alphatoken.support.machine import timed
 
-__all__ = ["Counts", "Prices", "measured", "price_row"]
+__all__ = ["Counts", "Prices", "measured"]
 
 _TIMES = 3
 """Copies of the row in the larger of the two batches."""
@@ -52,7 +52,7 @@ class Prices:
     length: int
 
 
-def price_row(rows: Sequence[Example]) -> Example:
+def _price_row(rows: Sequence[Example]) -> Example:
     """The row that prices are measured on: a tenth of the rows are shorter.
 
     Short, so that measuring takes seconds; not the shortest, which may be an odd one.
@@ -63,7 +63,7 @@ def price_row(rows: Sequence[Example]) -> Example:
 
 def measured(subject: Subject) -> Prices:
     """Prices of the subject's model on its own rows; nothing of the model is changed."""
-    row = price_row(subject.train)
+    row = _price_row(subject.train)
     small, large = (_batch(subject, [row] * count) for count in (1, _TIMES))
     named = {n: p for n, p in subject.model.named_parameters() if p.requires_grad}
     ones = {name: torch.ones_like(p, dtype=torch.float32) for name, p in named.items()}
@@ -97,13 +97,7 @@ def _seconds(work: Callable[[], object]) -> float:
     """Of one run, or the least of three where one is quick."""
     taken: list[float] = []
     while not taken or (taken[0] < _QUICK and len(taken) < 3):
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(timed(work))
     return min(taken)
 
 

@@ -16,11 +16,11 @@ from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
+from alphatoken.support.precision import blocks
 
 __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 
 Weights = dict[str, Tensor]
-_BLOCK = 2**20  # numbers that are widened to float64 at a time
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -186,9 +186,7 @@ class Stepper:
         """``<direction, weights now - weights at rest>``, in float64, a block at a time."""
         total = 0.0
         for name, p in self.parameters.items():
-            parts = (direction[name], p.detach(), self._start[name].detach())
-            blocks = (part.reshape(-1).split(_BLOCK) for part in parts)
-            for along, now, rest in zip(*blocks, strict=True):
+            for along, now, rest in blocks(direction[name], p.detach(), self._start[name].detach()):
                 moved = now.double() - rest.to(now).double()
                 total += float(along.double() @ moved)
         return total

@@ -14,11 +14,9 @@ from alphatoken.data import Example, collate
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.oracle.gradients import per_token_gradients
+from alphatoken.support.precision import blocks
 
 __all__ = ["draw", "draw_short", "first_names", "inner", "inner_products", "token_gradients"]
-
-_BLOCK = 2**20
-"""Numbers that are widened to float64 at a time."""
 
 
 def draw(count: int, most: int, seed: int) -> NDArray[np.int64]:
@@ -91,8 +89,7 @@ def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 def _product(a: Tensor, b: Tensor) -> float:
     """Of two tensors of one shape; their float64 copies are never larger than a block."""
-    blocks = zip(a.reshape(-1).split(_BLOCK), b.reshape(-1).split(_BLOCK), strict=True)
-    return sum(float(x.double() @ y.double()) for x, y in blocks)
+    return sum(float(x.double() @ y.double()) for x, y in blocks(a, b))
 
 
 def inner_products(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,6 @@ from alphatoken.model.capture import resolve_layers
 from alphatoken.oracle.evaluate import displaced
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
-from alphatoken.support.progress import Tracker
 
 __all__ = [
     "Drop",
@@ -448,18 +447,16 @@ def _sweep(
     etas = list(bench.options.etas)
     drops = [*singles, *groups]
     tracker = bench.subject.tracker("Step sizes", len(etas) * len(drops))
+    counts = count(1)
     slope_before = bench.stepper.slope()
     errors: dict[str, list[float]] = {}
-    for number, eta in enumerate(etas):
-        report = partial(_report, tracker, number * len(drops))
-        found = _errors_at(bench, prediction, drops, slope_before, eta, report)
+    for eta in etas:
+        found = _errors_at(
+            bench, prediction, drops, slope_before, eta, lambda: tracker.report(next(counts))
+        )
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
     return _Sweep(etas, errors)
-
-
-def _report(tracker: Tracker, before: int, count: int) -> None:
-    tracker.report(before + count)
 
 
 def _errors_at(
@@ -468,7 +465,7 @@ def _errors_at(
     drops: Sequence[Drop],
     slope_before: Mapping[str, Tensor],
     eta: float,
-    done: Callable[[int], None],
+    done: Callable[[], None],
 ) -> dict[str, float]:
     stepper, rounded = bench.stepper, _is_narrower(bench)
     with stepper.stepped(bench.gradient_without(None), eta):
@@ -476,14 +473,14 @@ def _errors_at(
         whole_narrow = _narrow_objective(bench) if rounded else 0.0
         along_all = [stepper.moved_along(slope) for slope in (slope_before, slope_after)]
     rows: dict[str, list[tuple[float, float]]] = {}
-    for number, drop in enumerate(drops):
+    for drop in drops:
         predicted, single = bench.predicted(prediction.values, drop, eta), len(drop.tokens) == 1
         with stepper.stepped(bench.gradient_without(drop), eta):
             actual = stepper.objective() - whole
             after = stepper.moved_along(slope_after) - along_all[1]
             before = stepper.moved_along(slope_before) - along_all[0] if single else math.nan
             seen = _narrow_objective(bench) - whole_narrow if rounded and single else math.nan
-        done(number + 1)
+        done()
         if not single:
             rows.setdefault(GROUP, []).append((predicted, actual))
             rows.setdefault(GROUP_AFTER, []).append((after, actual))

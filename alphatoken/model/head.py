@@ -32,6 +32,7 @@ __all__ = [
     "HeadUse",
     "head_losses",
     "is_plain_head",
+    "is_whole",
     "output_head",
     "rounding_tolerance",
     "watch_head",
@@ -160,41 +161,65 @@ def _losses_and_errors(
         return losses, errors
 
 
-def _folded(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log-sum-exp (n,), logit of the target (n,), and errors (n, d), in one pass over the blocks.
+class _OnlineSoftmax:
+    """Log-sum-exp of n predictions, and logits of their targets, in one pass over the vocabulary.
 
     The maximum so far is subtracted before each exponential; where a later block has a larger
     one, the sums so far shrink by the factor between them.
+
+    Attributes:
+        total: (n,) ``sum_v exp(z_v - maximum)``, of the blocks so far.
+        chosen: (n,) logit of the target, once its block has passed.
     """
+
+    def __init__(self, seen: _Predictions) -> None:
+        self._seen = seen
+        self._highest = seen.hidden.new_full((len(seen.targets),), -torch.inf, dtype=seen.dtype)
+        self.total, self.chosen = (torch.zeros_like(self._highest) for _ in range(2))
+
+    def blocks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor], Tensor, Tensor]]:
+        """(columns, where targets lie in them, shrink (n,), exponentials (n, v)) of each block.
+
+        The block is in ``total`` and ``chosen`` by then. Whoever sums over the vocabulary as well
+        multiplies the sum so far by ``shrink``, and adds what the exponentials weigh.
+        """
+        for columns in self._seen.columns():
+            z = self._seen.block(columns)
+            rows, places = self._seen.target_in(columns)
+            self.chosen[rows] = z[rows, places]
+            before, self._highest = self._highest, torch.maximum(self._highest, z.amax(-1))
+            # Some models set logits of unused tokens to -inf; -inf - -inf would be NaN.
+            reference = self._highest.masked_fill(self._highest == -torch.inf, 0.0)
+            shrink = torch.exp(before - reference)
+            z.sub_(reference.unsqueeze(-1)).exp_()
+            self.total.mul_(shrink).add_(z.sum(-1))
+            yield columns, (rows, places), shrink, z
+
+    @property
+    def lse(self) -> Tensor:
+        """(n,) ``log sum_v exp z_v``, after all blocks."""
+        return self._highest + torch.log(self.total)
+
+
+def _folded(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log-sum-exp (n,), logit of the target (n,), and errors (n, d), of blocks of predictions."""
     parts = [_fold_rows(block, with_errors=with_errors) for _, block in seen.in_rows()]
     if not parts:
         empty = seen.hidden.new_zeros(0, dtype=seen.dtype)
         return empty, empty, seen.hidden.to(seen.dtype)
-    lse, chosen, errors = (list(column) for column in zip(*parts, strict=True))
+    lse, chosen, errors = zip(*parts, strict=True)
     return torch.cat(lse), torch.cat(chosen), torch.cat(errors) if with_errors else None
 
 
-def _fold_rows(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor]:
-    n = len(seen.targets)
-    highest = seen.hidden.new_full((n,), -torch.inf, dtype=seen.dtype)
-    total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
-    sums = seen.hidden.new_zeros(seen.hidden.shape, dtype=seen.dtype)
-    for columns in seen.columns():
-        z = seen.block(columns)
-        rows, places = seen.target_in(columns)
-        chosen[rows] = z[rows, places]
-        before, highest = highest, torch.maximum(highest, z.amax(-1))
-        # Some models set logits of unused tokens to -inf; -inf - -inf would be NaN.
-        reference = highest.masked_fill(highest == -torch.inf, 0.0)
-        shrink = torch.exp(before - reference)
-        z.sub_(reference.unsqueeze(-1)).exp_()
-        total.mul_(shrink).add_(z.sum(-1))
-        if with_errors:
-            _add_product(sums.mul_(shrink.unsqueeze(-1)), z, seen.weight[columns])
-    errors = sums
-    if with_errors:
-        errors = sums.div_(total.unsqueeze(-1)).sub_(seen.weight[seen.targets])
-    return highest + torch.log(total), chosen, errors
+def _fold_rows(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    softmax = _OnlineSoftmax(seen)
+    errors = seen.hidden.new_zeros(seen.hidden.shape, dtype=seen.dtype) if with_errors else None
+    for columns, _, shrink, z in softmax.blocks():
+        if errors is not None:
+            _add_product(errors.mul_(shrink.unsqueeze(-1)), z, seen.weight[columns])
+    if errors is not None:
+        errors.div_(softmax.total.unsqueeze(-1)).sub_(seen.weight[seen.targets])
+    return softmax.lse, softmax.chosen, errors
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -296,22 +321,14 @@ class _Tangents:
 
 def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
     """As ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
-    n = len(seen.targets)
-    highest = seen.hidden.new_full((n,), -torch.inf, dtype=seen.dtype)
-    total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
-    mean, chosen_slope = torch.zeros_like(highest), torch.zeros_like(highest)
-    for columns in seen.columns():
-        z, dz = seen.block(columns), tangents.block(seen, columns)
-        rows, places = seen.target_in(columns)
-        chosen[rows], chosen_slope[rows] = z[rows, places], dz[rows, places]
-        before, highest = highest, torch.maximum(highest, z.amax(-1))
-        reference = highest.masked_fill(highest == -torch.inf, 0.0)
-        shrink = torch.exp(before - reference)
-        z.sub_(reference.unsqueeze(-1)).exp_()
-        total.mul_(shrink).add_(z.sum(-1))
+    softmax = _OnlineSoftmax(seen)
+    mean, chosen_slope = (torch.zeros_like(softmax.total) for _ in range(2))
+    for columns, (rows, places), shrink, z in softmax.blocks():
+        dz = tangents.block(seen, columns)
+        chosen_slope[rows] = dz[rows, places]
         # A logit of -inf has probability 0, and a tangent that may be NaN.
         mean.mul_(shrink).add_(torch.where(z == 0, 0.0, z * dz).sum(-1))
-    return highest + torch.log(total), chosen, mean / total - chosen_slope
+    return softmax.lse, softmax.chosen, mean / softmax.total - chosen_slope
 
 
 # --- the head of a model's own forward ------------------------------------------------------------
@@ -323,13 +340,15 @@ def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     It is not where weights are quantised, adapted or spread over processes, or where somebody
     watches its backward: a loss that does not pass through the module would not be seen there.
     """
-    if type(module) is not nn.Linear or hasattr(module.weight, "ds_shape"):
+    if type(module) is not nn.Linear or module._backward_hooks or module._backward_pre_hooks:
         return False
+    return is_whole(module.weight) and (module.bias is None or is_whole(module.bias))
+
+
+def is_whole(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor: not quantised, and not spread over processes."""
     # Types and not ``isinstance``: parts of sharded weights are tensors as well.
-    whole = all(
-        type(p) in (Tensor, nn.Parameter) for p in (module.weight, module.bias) if p is not None
-    )
-    return whole and not module._backward_hooks and not module._backward_pre_hooks
+    return type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_shape")
 
 
 def output_head(adapter: DecoderAdapter) -> nn.Linear | None:

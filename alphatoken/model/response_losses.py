@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from alphatoken.model.batch import by_prediction, predicted_labels, token_losses
+from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head
 from alphatoken.model.protocol import DecoderAdapter
 
@@ -76,7 +76,6 @@ def response_losses(
     inputs: Mapping[str, Any],
     labels: Int[Tensor, "b t"],
     *,
-    attention_mask: Tensor | None = None,
     role: str = "batch",
     run: Callable[[], Tensor] | None = None,
     observed: HeadUse | None = None,
@@ -86,8 +85,7 @@ def response_losses(
     Args:
         adapter: of the model.
         inputs: of its forward.
-        labels: unshifted, -100 ignored.
-        attention_mask: as in ``token_losses``.
+        labels: unshifted, -100 ignored; see ``predicted_labels``.
         role: how messages call this batch.
         run: gives the logits by a forward of the caller's own, in place of ``adapter.forward``.
         observed: the head's call in an earlier forward on these tokens. Where ``run`` is a dual
@@ -115,11 +113,11 @@ def response_losses(
             for handle in handles:
                 handle.remove()
         if seen.gives(logits, labels):
-            return _of_hidden(seen, predicted_labels(labels, attention_mask), role, observed)
+            return _of_hidden(seen, labels, role, observed)
         if seen.hidden is None:  # the head was not called, or not on hidden states: nothing was cut
-            return token_losses(logits, labels, attention_mask=attention_mask, role=role)
+            return token_losses(logits, labels, role=role)
         _CHANGED.add(head)
-    return token_losses(run(), labels, attention_mask=attention_mask, role=role)
+    return token_losses(run(), labels, role=role)
 
 
 def _of_hidden(seen: _HeadInput, labels: Tensor, role: str, observed: HeadUse | None) -> Tensor:

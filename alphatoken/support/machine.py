@@ -17,7 +17,7 @@ import torch
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["Free", "free_memory", "require_memory", "resident_memory", "seconds_of"]
+__all__ = ["Free", "free_memory", "require_memory", "resident_memory", "timed", "wait"]
 
 _GIB = 2.0**30
 
@@ -104,16 +104,16 @@ def require_memory(needed: float, device: torch.device, *, peak: str, remedy: st
     )
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds of one run after another that warms up; on an accelerator the clock waits for it."""
-    work()
-    _wait()
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of one call; on an accelerator the clock waits for it."""
+    wait()
     start = time.perf_counter()
     work()
-    _wait()
+    wait()
     return time.perf_counter() - start
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Until the accelerator has done what it was given."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

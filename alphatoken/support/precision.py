@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["full_precision", "wide"]
+__all__ = ["blocks", "full_precision", "wide"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_BLOCK = 2**20  # numbers that are widened to float64 at a time
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -21,6 +23,14 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
     bfloat16 and float16 inputs are widened; a float64 model stays exact to rounding.
     """
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same numbers of several tensors of one shape, flat, a block at a time.
+
+    Whoever sums in float64 widens a block, and holds no wide copy of a whole tensor.
+    """
+    return zip(*(tensor.reshape(-1).split(_BLOCK) for tensor in tensors), strict=True)
 
 
 def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:

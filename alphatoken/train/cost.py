@@ -20,16 +20,17 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Kept, Shape, kept_activations
 
 __all__ = [
-    "DUAL_LOGITS",
-    "LOSS_BLOCK",
     "Layout",
     "Memory",
     "Overhead",
     "Work",
-    "formed_logits",
-    "guessed_activations",
+    "activations_of",
+    "dual_bytes",
+    "fisher_sums",
+    "loss_bytes",
     "memory_of",
     "overhead_of",
+    "scored_numbers",
     "step_flops",
     "work_of",
 ]
@@ -48,12 +49,8 @@ _LOGIT_BLOCK = 32768
 _TOKEN_BLOCK = 4096
 """Vocabulary and tokens of one block of logits in TRL's head."""
 
-LOSS_BLOCK = 2**22
+_LOSS_BLOCK = 2**22
 """Numbers of one block of logits in ``alphatoken.model.head`` and ``vocabulary``."""
-
-DUAL_LOGITS = 4.0
-"""Tensors as large as the logits, or a block of them, while a dual forward is in the head: the
-logits, and their tangents, which are two products and their sum."""
 
 _CHANGING = {
     "final_logit_softcapping": None,
@@ -63,18 +60,6 @@ _CHANGING = {
     "logits_scaling": 1.0,
 }
 """Settings of models that scale or cap what their head says, and the values that do neither."""
-
-
-def formed_logits(adapter: DecoderAdapter, positions: int, vocabulary: int) -> float:
-    """Numbers of logits that a forward of our own holds at once: one block, or all of them.
-
-    All where the model changes what its head says; see ``alphatoken.model.response_losses``.
-    """
-    text: Any = adapter.model.config.get_text_config()  # type: ignore[operator, union-attr]
-    plain = output_head(adapter) is not None and all(
-        getattr(text, name, None) in (None, same) for name, same in _CHANGING.items()
-    )
-    return float(min(positions * vocabulary, LOSS_BLOCK) if plain else positions * vocabulary)
 
 
 @dataclass(frozen=True)
@@ -289,7 +274,7 @@ def overhead_of(
         return Overhead(1.0, 1.0, {})
     every = tuple(range(len(work.linear)))
     from_first = tuple(range(scope.first, len(every)))
-    scored = 2.0 * _scored(scope)
+    scored = 2.0 * scored_numbers(scope)
     step = step_flops(work, args, reference_forward=reference_forward)
     # TRL's head computes the gradient of its weight in each backward, asked for or not.
     head_weight = work.head if work.head_trained and args.value_parameters != "all" else 0.0
@@ -348,12 +333,12 @@ class Memory:
     """
 
     weights: float
-    gradients: float
-    optimizer: float
-    reference: float
-    fisher: float
-    directions: float
-    activations: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    reference: float = 0.0
+    fisher: float = 0.0
+    directions: float = 0.0
+    activations: float = 0.0
     validation: float = 0.0
     valuing: float = 0.0
     backward: float = 0.0
@@ -431,20 +416,64 @@ def memory_of(
     )
 
 
+def scored_numbers(scope: Scope) -> int:
+    """How many numbers the scored parameters are."""
+    return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
+
+
+def fisher_sums(scope: Scope, structure: str) -> float:
+    """Bytes of a Fisher in float32: "diagonal", or the two factors of each scored linear."""
+    if structure == "diagonal":
+        return 4.0 * scored_numbers(scope)
+    return 4.0 * sum(a * a + b * b for a, b in _sizes(scope))
+
+
+def _sizes(scope: Scope) -> list[tuple[int, int]]:
+    """(out, in) of the scored linears."""
+    return [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
+
+
+def loss_bytes(adapter: DecoderAdapter, positions: int, width: int) -> float:
+    """What losses of a forward of our own hold while they are taken, of numbers ``width`` wide.
+
+    Logits that are formed at once, their gradient, and one block of workspace.
+    """
+    numbers = _formed_logits(adapter, positions)
+    return 2.0 * numbers * width + 4.0 * 2.5 * min(numbers, _LOSS_BLOCK)
+
+
+def dual_bytes(adapter: DecoderAdapter, positions: int, width: int) -> float:
+    """What a dual forward of our own holds in the head.
+
+    Four tensors as large as the logits that are formed at once: those, and their tangents, which
+    are two products and their sum.
+    """
+    return 4.0 * _formed_logits(adapter, positions) * width
+
+
+def _formed_logits(adapter: DecoderAdapter, positions: int) -> float:
+    """Numbers of logits that a forward of our own holds at once: one block, or all of them.
+
+    All where the model changes what its head says; see ``alphatoken.model.response_losses``.
+    """
+    base: Any = adapter.model
+    text = base.config.get_text_config()
+    plain = output_head(adapter) is not None and all(
+        getattr(text, name, None) in (None, same) for name, same in _CHANGING.items()
+    )
+    numbers = positions * int(base.get_output_embeddings().weight.shape[0])
+    return float(min(numbers, _LOSS_BLOCK) if plain else numbers)
+
+
 def _fisher_bytes(scope: Scope, args: Any, width: float) -> float:
     """Fisher (float32) and reference weights of the scored linears, by which drift is logged."""
     if not args.needs_values:
         return 0.0
-    sizes = [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
-    fitted = args.retention in ("diagonal", "kronecker") and args.objective != "adaptation"
-    if not fitted:
-        return max(width, 2) * float(sum(a * b for a, b in sizes))
+    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
+        return max(width, 2) * float(sum(a * b for a, b in _sizes(scope)))
     if args.fisher_offload:
         return 0.0
-    reference = max(width, 2) * _scored(scope)
-    if args.retention == "diagonal":
-        return 4.0 * _scored(scope) + reference
-    return 4.0 * sum(a * a + b * b for a, b in sizes) + reference
+    return fisher_sums(scope, args.retention) + max(width, 2) * scored_numbers(scope)
 
 
 def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
@@ -456,11 +485,7 @@ def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
         held += 1 + (args.running_mean > 0)
     if args.retention != "none" and args.objective != "adaptation":
         held += not args.fisher_offload or args.estimator not in CAPTURED
-    return 4.0 * held * _scored(scope) * layout.share("scored")
-
-
-def _scored(scope: Scope) -> int:
-    return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
+    return 4.0 * held * scored_numbers(scope) * layout.share("scored")
 
 
 @dataclass(frozen=True)
@@ -472,7 +497,6 @@ class _Batch:
     length: int
     vocabulary: int
     hidden: int
-    heads: int
     intermediate: int
     dtype: torch.dtype
     fused: bool
@@ -492,7 +516,6 @@ class _Batch:
             args.max_length or adapter.max_positions() or 1024,
             int(head.shape[0]),
             int(head.shape[1]),
-            int(text.num_attention_heads),
             int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
             getattr(torch, dtype, torch.bfloat16),
             not args.use_cpu,
@@ -530,10 +553,15 @@ def _kept(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch, layou
         bool(args.gradient_checkpointing),
         bool(args.needs_values and not layout.own_forward),
     )
-    return kept_activations(adapter, scope, shape) or guessed_activations(adapter, scope, shape)
+    return activations_of(adapter, scope, shape)
 
 
-def guessed_activations(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
+def activations_of(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
+    """``kept_activations``, or a guess where shapes alone do not tell."""
+    return kept_activations(adapter, scope, shape) or _guessed(adapter, scope, shape)
+
+
+def _guessed(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kept:
     """Inputs and outputs of all linears, where a forward cannot be followed on shapes alone."""
     width = 2 if shape.autocast else shape.dtype.itemsize
     layers = [
@@ -561,13 +589,9 @@ def _building_bytes(
     """G and V anew, beside the old ones: the validation graph, its logits, sums and gradients."""
     if not args.needs_values:
         return 0.0
-    size = 4.0 * _scored(scope) * layout.share("scored")
-    positions = batch.validation_rows * batch.length
-    logits = 2.0 * formed_logits(adapter, positions, batch.vocabulary) * batch.width
-    block = (
-        4.0 * 2.5 * min(positions * batch.vocabulary, LOSS_BLOCK)
-    )  # beside them and their errors
-    return max(saved + logits + block + size, 2 * size)
+    size = 4.0 * scored_numbers(scope) * layout.share("scored")
+    losses = loss_bytes(adapter, batch.validation_rows * batch.length, batch.width)
+    return max(saved + losses + size, 2 * size)
 
 
 def _valuing_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch) -> float:
@@ -577,8 +601,8 @@ def _valuing_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Bat
     tokens = batch.rows * batch.length
     if args.estimator != "label":
         return max(batch.head(gradient=False), _layer_bytes(batch, tokens))
-    duals = DUAL_LOGITS * formed_logits(adapter, tokens, batch.vocabulary) * batch.width
-    return 4.0 * _scored(scope) + max(duals, _layer_bytes(batch, tokens))
+    duals = dual_bytes(adapter, tokens, batch.width)
+    return 4.0 * scored_numbers(scope) + max(duals, _layer_bytes(batch, tokens))
 
 
 def _layer_bytes(batch: _Batch, tokens: int) -> float:

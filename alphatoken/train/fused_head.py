@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.model.head import head_losses
+from alphatoken.model.head import head_losses, is_whole
 
 __all__ = ["errors_only", "shared_log_probs"]
 
@@ -51,7 +51,7 @@ def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
     if node is None or any(node.kernel_args.get(k) != v for k, v in _PLAIN.items()):
         return None
     hidden, weight, bias, targets, *_ = node.saved_tensors
-    if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "ds_shape"):
+    if not is_whole(weight):
         return None
     places = asked.flatten().nonzero().squeeze(-1)
     # TRL hands its kernel all positions, or on some devices those with a label, in their order.

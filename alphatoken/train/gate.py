@@ -120,9 +120,9 @@ class TokenGate:
             weights: (b, t) at token indices, constant.
         """
         assert self.log_probs is not None
-        by_prediction, asked = weights[:, 1:], self._asked
+        by_prediction = weights[:, 1:]
         factor = (by_prediction.to(coefficients) * coefficients).detach()
-        whole = asked is None or bool((by_prediction[asked] == 1).all())
+        whole = self._shared is None or bool((by_prediction[self._asked] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         base = loss if self._auxiliary else loss.detach()
         return base + (update - update.detach()).to(base.dtype)

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.model.capture import Scope
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.train.activations import Shape, kept_activations
+from alphatoken.train.activations import Shape
 from alphatoken.train.cost import (
-    DUAL_LOGITS,
-    LOSS_BLOCK,
     Memory,
     Work,
-    formed_logits,
-    guessed_activations,
+    activations_of,
+    dual_bytes,
+    fisher_sums,
+    loss_bytes,
+    scored_numbers,
 )
 
 __all__ = [
@@ -75,7 +78,7 @@ def scoring_flops(
     """
     layers = tuple(range(scope.first, len(work.linear)))
     # Of all parameters the embeddings are looked up, which is no product.
-    scored = work.weights if config.parameters == "all" else 2.0 * _scored(scope)
+    scored = work.weights if config.parameters == "all" else 2.0 * scored_numbers(scope)
     gradient = work.forward + work.errors(layers) + work.head + scored
     values = gradient
     if config.estimator == "label":
@@ -88,7 +91,7 @@ def scoring_flops(
 def fisher_flops(work: Work, scope: Scope, tokens: int) -> float:
     """FLOPs of the gradients of all samples, ``tokens`` in all; drawing them comes beside."""
     layers = tuple(range(scope.first, len(work.linear)))
-    scored = 2.0 * _scored(scope)
+    scored = 2.0 * scored_numbers(scope)
     return tokens * (work.forward + work.errors(layers) + work.head + scored)
 
 
@@ -108,8 +111,8 @@ def scoring_memory(
     Exactness: within 10 % of measured processes on SmolLM2-135M and Gemma 3 270M, 4 rows of 160
     tokens, one CPU (``python -m benchmarks.memory_model --commands``); elsewhere an estimate.
     """
-    values = float(_scored(scope))
-    head = _Head.of(adapter)
+    values = float(scored_numbers(scope))
+    width = _head(adapter).element_size()
     matrix = 4.0 * values
     adapts = config.objective != "stability"
     streamed = config.offload == "stream"
@@ -118,23 +121,19 @@ def scoring_memory(
     building = 0.0
     if adapts:
         graph = _graph(adapter, scope, validation)
-        losses = head.losses(validation.rows * validation.length)
+        losses = loss_bytes(adapter, validation.rows * validation.length, width)
         others = matrix if validation.count > 1 else 0.0
         # The sums of the batches before lie beside the graph; those of this one come as it goes.
         building = max(others + graph + losses, matrix + others)
     positions = train.rows * train.length
     if config.estimator == "label":
-        valuing = head.duals(positions)
+        valuing = dual_bytes(adapter, positions, width)
     else:
-        valuing = _graph(adapter, scope, train) + head.losses(positions)
+        valuing = _graph(adapter, scope, train) + loss_bytes(adapter, positions, width)
     return Memory(
         weights=_weight_bytes(adapter),
-        gradients=0.0,
-        optimizer=0.0,
-        reference=0.0,
         fisher=held,
         directions=matrix * sides,
-        activations=0.0,
         validation=building - matrix if adapts else 0.0,  # in place of what it becomes
         valuing=valuing,
     )
@@ -152,63 +151,30 @@ def fisher_memory(
         response: tokens of it that are drawn, at most.
         structure: "diagonal" or "kronecker".
     """
-    sums = 4.0 * _scored(scope)
-    if structure == "kronecker":
-        sums = 4.0 * sum(a * a + b * b for a, b in (one.weight.shape for one in scope.linears))
-    head = _Head.of(adapter)
     one = Batches(1, longest, 1, longest)
+    vocabulary, width = _head(adapter).shape[0], _head(adapter).element_size()
     # Logits of the whole sequence and their gradient; of the response, in wide numbers: a copy,
     # their log-softmax, and its gradient.
-    wide = head.width < 4
-    logits = (
-        2.0 * longest * head.vocabulary * head.width
-        + (3.0 + wide) * 4.0 * response * head.vocabulary
-    )
+    copies = 3.0 + (width < 4)
+    logits = 2.0 * longest * vocabulary * width + copies * 4.0 * response * vocabulary
     return Memory(
         weights=_weight_bytes(adapter),
-        gradients=0.0,
-        optimizer=0.0,
-        reference=0.0,
-        fisher=sums,
-        directions=0.0,
-        activations=0.0,
-        valuing=max(_graph(adapter, scope, one) + logits, 8.0 * _scored(scope)),
+        fisher=fisher_sums(scope, structure),
+        valuing=max(_graph(adapter, scope, one) + logits, 8.0 * scored_numbers(scope)),
     )
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The output projection: how wide its logits are."""
-
-    adapter: DecoderAdapter
-    vocabulary: int
-    width: int
-
-    @classmethod
-    def of(cls, adapter: DecoderAdapter) -> _Head:
-        weight = adapter.model.get_output_embeddings().weight  # type: ignore[operator]
-        return cls(adapter, int(weight.shape[0]), int(weight.element_size()))
-
-    def losses(self, positions: int) -> float:
-        """Logits that are formed at once, their gradient, and one block of workspace."""
-        numbers = formed_logits(self.adapter, positions, self.vocabulary)
-        return 2.0 * numbers * self.width + 4.0 * 2.5 * min(numbers, LOSS_BLOCK)
-
-    def duals(self, positions: int) -> float:
-        """Logits that are formed at once, and their tangents, which are two products."""
-        return DUAL_LOGITS * formed_logits(self.adapter, positions, self.vocabulary) * self.width
+def _head(adapter: DecoderAdapter) -> Tensor:
+    """Weight of the output projection, (V, d)."""
+    weight: Tensor = adapter.model.get_output_embeddings().weight  # type: ignore[operator]
+    return weight
 
 
 def _graph(adapter: DecoderAdapter, scope: Scope, batches: Batches) -> float:
     """Bytes that the graph of a batch keeps from the first scored layer on, logits apart."""
     dtype = next(adapter.model.parameters()).dtype
     shape = Shape(0, batches.rows, batches.length, dtype)
-    kept = kept_activations(adapter, scope, shape) or guessed_activations(adapter, scope, shape)
-    return kept.validation
-
-
-def _scored(scope: Scope) -> int:
-    return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
+    return activations_of(adapter, scope, shape).validation
 
 
 def _weight_bytes(adapter: DecoderAdapter) -> float:

@@ -100,11 +100,9 @@ def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
     }
 
 
-def worth(
-    found: Sequence[Mapping[str, Any]], price: str = "price", gain: float = 0.02
-) -> list[Mapping[str, Any]]:
+def worth(found: Sequence[Mapping[str, Any]], gain: float = 0.02) -> list[Mapping[str, Any]]:
     """By rising price, what ranks better than everything cheaper, by ``gain`` in Spearman."""
-    places = front([round(one[price], 2) for one in found], [one["spearman"][0] for one in found])
+    places = front([round(one["price"], 2) for one in found], [one["spearman"][0] for one in found])
     chosen: list[Mapping[str, Any]] = []
     for place in places:
         if not chosen or found[place]["spearman"][0] >= chosen[-1]["spearman"][0] + gain:

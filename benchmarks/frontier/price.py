@@ -21,11 +21,10 @@ part starts below the first layer, so H = L. Lookups, norms and softmax count no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.floors import Shape
 
-__all__ = ["Batch", "Price", "Scope"]
+__all__ = ["Price", "Scope"]
 
 _BACKWARD = {"label": 2.0, "path": 2.5, "direct": 3.1, "alphatoken": 4.0}
 
@@ -68,65 +67,27 @@ class Price:
     own: float
     beside: float
 
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch, whose FLOPs are counted.
-
-    Attributes:
-        shape: of the model, with the rows and positions of one batch.
-        read: R.
-    """
-
-    shape: Shape
-    read: int
-
     @classmethod
-    def of(cls, model: Any, rows: int, length: int, tokens: int) -> Batch:
-        """From a model and the size of a batch."""
-        return cls(Shape.of(model, rows, length), tokens)
+    def of(cls, shape: Shape, scope: Scope) -> Price:
+        """Of a batch whose head is formed at the R positions before a response token."""
+        spent, repeated = _values(shape, scope)
+        return cls((shape.forward + spent) / shape.step, (spent + repeated) / shape.step)
 
-    @property
-    def head(self) -> float:
-        """One product with the head, at the positions that are read."""
-        return 2 * self.read * self.shape.vocabulary * self.shape.width
 
-    @property
-    def linears(self) -> float:
-        """One product with each linear of one layer."""
-        return 2 * self.shape.tokens * self.shape.block
-
-    @property
-    def forward(self) -> float:
-        """Of the model."""
-        return self.shape.depth * (self.linears + self.shape.attention) + self.head
-
-    @property
-    def step(self) -> float:
-        """Forward and backward of training."""
-        layer = 3 * self.linears + 3.5 * self.shape.attention
-        return self.shape.depth * layer + 3 * self.head
-
-    def values(self, scope: Scope) -> tuple[float, float]:
-        """FLOPs of the values beyond a forward, and of the forward that label repeats."""
-        depth = self.shape.depth
-        above = depth - scope.lowest(depth)
-        qkv = 2 * self.shape.tokens * sum(i * o for i, o in self.shape.qkv)
-        spent = len(scope.layers) * self.linears  # M x
-        repeated = 0.0
-        if above:
-            attention = _BACKWARD[scope.estimator] * self.shape.attention
-            spent += above * (self.linears + attention) + self.head
-            # Below the lowest layer nothing moves, and no error is asked for.
-            if not (scope.embedding or scope.lowest(depth) in scope.norms):
-                spent -= qkv
-        elif scope.final:
-            spent += self.head  # the error at the head's input, which the others have at hand
-        if scope.estimator == "label" and above:
-            repeated = above * (self.linears + self.shape.attention) + self.head
-        return spent + (self.head if scope.head else 0), repeated
-
-    def price(self, scope: Scope) -> Price:
-        """In training steps."""
-        spent, repeated = self.values(scope)
-        return Price((self.forward + spent) / self.step, (spent + repeated) / self.step)
+def _values(shape: Shape, scope: Scope) -> tuple[float, float]:
+    """FLOPs of the values beyond a forward, and of the forward that label repeats."""
+    depth, linears = shape.depth, shape.contraction(1)
+    above = depth - scope.lowest(depth)
+    spent = float(shape.contraction(len(scope.layers)))  # M x
+    repeated = 0.0
+    if above:
+        attention = _BACKWARD[scope.estimator] * shape.attention
+        spent += above * (linears + attention) + shape.head
+        # Below the lowest layer nothing moves, and no error is asked for.
+        if not (scope.embedding or scope.lowest(depth) in scope.norms):
+            spent -= 2 * shape.tokens * sum(i * o for i, o in shape.qkv)
+    elif scope.final:
+        spent += shape.head  # the error at the head's input, which the others have at hand
+    if scope.estimator == "label" and above:
+        repeated = above * (linears + shape.attention) + shape.head
+    return spent + (shape.head if scope.head else 0), repeated

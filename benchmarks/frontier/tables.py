@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.metrics import spearman, top_overlap
 from alphatoken.support.progress import Tracker
+from benchmarks.floors import Shape
 from benchmarks.frontier.measure import Numbers, Shares
-from benchmarks.frontier.price import Batch, Price
+from benchmarks.frontier.price import Price
 from benchmarks.frontier.settings import Setting
 
 __all__ = ["Draws", "Record", "agreement", "records"]
@@ -69,8 +70,8 @@ class Draws:
         sums, steps = np.zeros(2), 0.0
         for shares in self.shares:
             for rows, length, tokens in shares.facts["batches"]:
-                batch = Batch.of(self.model, rows, length, tokens)
-                price = batch.price(setting.scope)
+                batch = Shape.of(self.model, rows, length).with_responses(tokens)
+                price = Price.of(batch, setting.scope)
                 sums += batch.step * np.array([price.own, price.beside])
                 steps += batch.step
         return Price(*(sums / steps).tolist())
@@ -139,29 +140,25 @@ def agreement(
     return bootstrap(mean, *both, draw, groups=groups.astype(np.int64), draws=_RESAMPLES)
 
 
-def records(
-    draws: Draws, settings: Iterable[Setting], label: str = "Settings", truth: str = "total"
-) -> list[Record]:
+def records(draws: Draws, settings: Iterable[Setting], label: str) -> list[Record]:
     """Every setting on every draw."""
     settings = list(settings)
     tracker = Tracker(label, len(settings), True)
     found = []
     for number, setting in enumerate(settings):
-        found.append(_random(draws, setting) if setting.draws else _fixed(draws, setting, truth))
+        found.append(_random(draws, setting) if setting.draws else _fixed(draws, setting))
         tracker.report(number + 1)
     return found
 
 
-def _fixed(draws: Draws, setting: Setting, truth: str) -> Record:
+def _fixed(draws: Draws, setting: Setting) -> Record:
     values = [setting.values(shares) for shares in draws.shares]
-    return measured(draws, setting, values, truth)
+    return measured(draws, setting, values)
 
 
-def measured(
-    draws: Draws, setting: Setting, values: Sequence[Numbers], truth: str = "total"
-) -> Record:
+def measured(draws: Draws, setting: Setting, values: Sequence[Numbers]) -> Record:
     """A record of values that were computed elsewhere."""
-    truths = [shares.columns[truth] for shares in draws.shares]
+    truths = [shares.columns["total"] for shares in draws.shares]
     rows = [shares.columns["row"] for shares in draws.shares]
     measures = {
         name: agreement(values, truths, rows, measure) for name, measure in MEASURES.items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from transformers.utils import logging
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import label_mask
+from alphatoken.support.machine import timed
 from benchmarks.measure import alternate
 from benchmarks.peers import fresh, sizes
 from benchmarks.peers.agreement import (
@@ -78,9 +78,7 @@ def _timed(peer: Peer, work: Work, exact: Work) -> Row:
     with started(peer, work) as run:
         found = run()
         seen = agreement(peer, work, found, exact)
-        start = time.perf_counter()
-        run()
-        repeats = 3 if time.perf_counter() - start > SLOW else 7
+        repeats = 3 if timed(run) > SLOW else 7
         times = alternate(score, run, repeats=repeats)
     return {
         **times,

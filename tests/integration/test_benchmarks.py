@@ -19,6 +19,8 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import DataError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
+from alphatoken.support import machine
+from alphatoken.support.machine import timed
 from benchmarks import exponent, measure, plots, precision, results, run, targets
 from benchmarks.models import TINY, Size
 from benchmarks.rungs import Rung, section
@@ -185,7 +187,7 @@ def test_alternate_takes_the_ratio_of_each_pair(monkeypatch: pytest.MonkeyPatch)
     def work(seconds: float) -> None:
         now[0] += seconds * next(speed)
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
     found = measure.alternate(lambda: work(0.2), lambda: work(0.1), repeats=3, warm=False)
     assert found["ratio"] == pytest.approx(2.0)
     assert found["low"] <= found["ratio"] <= found["high"]
@@ -218,7 +220,7 @@ def test_the_attention_clock_sees_both_passes_and_changes_no_value(
     assert torch.equal(scorer.score(batch).total, plain.total)
     slept = _sleepy_kernel(monkeypatch)
     clock.reset()
-    whole = measure.timed(lambda: scorer.score(batch))
+    whole = timed(lambda: scorer.score(batch))
     if estimator == "path":  # its attention is not rerouted, so the clock has nothing to see
         assert clock.seconds == 0.0
         return

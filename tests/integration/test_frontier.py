@@ -22,6 +22,7 @@ from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
+from benchmarks.floors import Shape
 from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import measure as measuring
 from benchmarks.frontier.__main__ import main
@@ -30,7 +31,7 @@ from benchmarks.frontier.draws import Draw, Model
 from benchmarks.frontier.figures import worth
 from benchmarks.frontier.measure import Shares, measure
 from benchmarks.frontier.parts import part_names, part_values
-from benchmarks.frontier.price import Batch, Scope
+from benchmarks.frontier.price import Price, Scope
 from benchmarks.frontier.settings import Setting, corrected, plain, random_settings, spread
 from benchmarks.frontier.tables import Draws, agreement
 from benchmarks.measure import flops
@@ -255,11 +256,6 @@ def test_random_layers_have_the_sum_as_their_mean(setting: Setting) -> None:
 SIZE = Size(64, 6, vocabulary=96, heads=4, rows=2, length=48)
 
 
-def price_of(model: Any) -> Batch:
-    # The forward of a training loop has logits of every position.
-    return Batch.of(model, SIZE.rows, SIZE.length, SIZE.rows * SIZE.length)
-
-
 @pytest.mark.parametrize(
     ("estimator", "layers", "parameters"),
     [
@@ -285,8 +281,8 @@ def test_a_price_is_what_is_counted(
     norms = layers if everything else ()
     scope = Scope(estimator, layers, norms, everything, everything, everything)
     read = int((SIZE.batch()["labels"][:, 1:] != -100).sum())
-    batch = Batch.of(model, SIZE.rows, SIZE.length, read)
-    assert batch.price(scope).own * batch.step == pytest.approx(counted, rel=0.03)
+    shape = Shape.of(model, SIZE.rows, SIZE.length).with_responses(read)
+    assert Price.of(shape, scope).own * shape.step == pytest.approx(counted, rel=0.03)
 
 
 def test_a_step_is_what_is_counted() -> None:
@@ -295,7 +291,8 @@ def test_a_step_is_what_is_counted() -> None:
     def step() -> None:
         model(**batch, use_cache=False).loss.backward()
 
-    assert price_of(model).step == pytest.approx(flops(step), rel=0.01)
+    # The forward of a training loop has logits of every position.
+    assert Shape.of(model, SIZE.rows, SIZE.length).step == pytest.approx(flops(step), rel=0.01)
 
 
 # --- figures -------------------------------------------------------------------------------------

@@ -159,24 +159,19 @@ def test_observe_is_score_and_leaves_the_step(model: Any, examples: list[Example
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": 1,
-        "learning_rate": 1e-4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "max_length": 80,
-        "score_layers": "1",
-        "validation_batch_size": 2,
-        "retention": "none",
-        "held_out_share": 0.0,
-    }
+    from tests.integration.tiny_training import options
+
+    return options(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        learning_rate=1e-4,
+        max_length=80,
+        score_layers="1",
+        validation_batch_size=2,
+        retention="none",
+        held_out_share=0.0,
+    )
 
 
 def logged(trainer: Any, key: str) -> float:

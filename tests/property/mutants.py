@@ -1344,7 +1344,7 @@ OWN = (
     _head(
         "sums-not-shrunk-under-a-larger-maximum",
         "a later block of the vocabulary has a larger maximum, and the errors so far stay",
-        ("_fold_rows", "_add_product(sums.mul_(shrink.unsqueeze(-1)), z,", "_add_product(sums, z,"),
+        ("_fold_rows", "errors.mul_(shrink.unsqueeze(-1))", "errors"),
     ),
     _head(
         "heads-weight-gradient-of-other-tokens",
@@ -1364,7 +1364,7 @@ OWN = (
     _head(
         "tangent-of-the-target-forgotten",
         "label values at the head are the mean tangent, without that of the token itself",
-        ("_fold_dual", "mean / total - chosen_slope", "mean / total"),
+        ("_fold_dual", "mean / softmax.total - chosen_slope", "mean / softmax.total"),
         claim(at_the_head.check_head_tangents, at_the_head.head_cases(), MOVED),
     ),
     _head(

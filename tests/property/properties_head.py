@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -27,6 +28,8 @@ from tests.property.tolerance import close
 __all__ = [
     "BATCH",
     "HeadCase",
+    "built",
+    "caps",
     "check_head_losses",
     "check_head_tangents",
     "check_losses_asked_twice",
@@ -93,11 +96,16 @@ class HeadCase:
             )[: len(formed)]
             others = self.numbers(2 * len(formed), len(weight), salt=9)
             logits = {"logits": others.index_copy(0, order, formed), "rows": order}
+        return head.head_losses(hidden, weight, bias, self.targets, **logits)
+
+    @contextmanager
+    def in_blocks(self) -> Iterator[None]:
+        """Inside, blocks are of the case's sizes; losses are taken there, and their gradients."""
         with (
             mock.patch.object(head, "_WORKSPACE", self.workspace),
             mock.patch.object(head, "_ROWS", self.rows),
         ):
-            return head.head_losses(hidden, weight, bias, self.targets, **logits)
+            yield
 
 
 def head_cases() -> st.SearchStrategy[HeadCase]:
@@ -128,10 +136,7 @@ def check_head_losses(case: HeadCase, known: bool) -> None:
     """Losses and every gradient of a weighted sum of them; twice through one graph."""
     given = case.parameters()
     expected = by_loops(case.targets, *given)
-    with (
-        mock.patch.object(head, "_WORKSPACE", case.workspace),
-        mock.patch.object(head, "_ROWS", case.rows),
-    ):
+    with case.in_blocks():
         losses = case.losses(*given, known=known)
         scale = 1.0 + expected.detach().abs().sum()
         close(losses, expected.detach(), scale, EXACT, name="losses at the head")
@@ -159,7 +164,7 @@ def check_head_tangents(case: HeadCase, moved: tuple[bool, bool, bool]) -> None:
         slopes = torch.autograd.grad(one, given, retain_graph=True)
         terms = [(g * m).nan_to_num().sum() for g, m in zip(slopes, along, strict=True)]
         expected.append(torch.stack(terms).sum())
-    with torch.no_grad(), forward_ad.dual_level():
+    with torch.no_grad(), forward_ad.dual_level(), case.in_blocks():
         duals = [
             forward_ad.make_dual(x.detach(), m) if moves else x.detach()
             for x, m, moves in zip(given, along, moved, strict=False)
@@ -189,6 +194,11 @@ def built(name: str) -> Any:
     from tests.property.architectures import BY_NAME
 
     return BY_NAME[name].build(1)
+
+
+def caps(model: Any) -> bool:
+    """Whether its logits are not what its head says."""
+    return getattr(model.config, "final_logit_softcapping", None) is not None
 
 
 def calls_of(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[int]]:
@@ -229,7 +239,7 @@ def check_own_forward(name: str) -> None:
         if a is not None and b is not None:
             close((a - b).norm(), 0.0, b.norm() + 1e-3, 1e-10, name=f"{name}, gradient")
     length = BATCH["labels"].shape[1]
-    changed = getattr(model.config, "final_logit_softcapping", None) is not None
+    changed = caps(model)
     assert asked == ([1, length] if changed else [1])
     assert calls_of(last, losses)[1] == ([length] if changed else [1])
 

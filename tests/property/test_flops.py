@@ -10,7 +10,7 @@ plain PyTorch that no estimator takes part in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -273,7 +273,7 @@ def test_building_G_is_one_forward_and_one_backward_to_the_first_scored_layer(
     estimator: str, layers: int
 ) -> None:
     made = ready(SMALL, estimator, layers)
-    shape = SMALL.shape(model_of(SMALL)).with_batch(3, SMALL.length)
+    shape = replace(SMALL.shape(model_of(SMALL)), rows=3)
 
     def build() -> None:
         made.refresh()
@@ -323,7 +323,7 @@ def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention
     if estimator == "label":
         assert counted == 0
         return
-    piece = shape.with_batch(ROWS, LENGTH)
+    piece = replace(shape, rows=ROWS, length=LENGTH)
     least = 0.8 * proofs(piece, layers, "path")
     Bounds(least, ROOM * proofs(piece, layers, estimator)).admit(counted, f"first use, {estimator}")
     assert counted < shape.step / 5
@@ -331,7 +331,7 @@ def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention
 
 def test_proofs_of_whole_batches_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_slice, "LENGTH", FIRST.length)
-    piece = FIRST.shape(model_of(FIRST)).with_batch(ROWS, LENGTH)
+    piece = replace(FIRST.shape(model_of(FIRST)), rows=ROWS, length=LENGTH)
     with pytest.raises(AssertionError, match="above the bound"):
         Bounds(0, ROOM * proofs(piece, 6, "path")).admit(first_use("path", 6), "first use")
 
