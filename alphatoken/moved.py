@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -72,8 +71,9 @@ class _Former(MetaPathFinder, Loader):
     """
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # ``path`` may be a namespace package's own type, which is no Sequence.
         package, _, rest = name.partition(".")
         if package != "alphatoken" or rest not in FORMER:
             return None
