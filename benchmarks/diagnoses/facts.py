@@ -46,7 +46,7 @@ def _flow(label: str, part: str) -> Fact:
 
 
 def _step(label: str, prediction: str) -> Fact:
-    return Fact(label, "utility", "random-groups", "spearman", {"prediction": prediction})
+    return Fact(label, "utility", "one-token", "spearman", {"prediction": prediction})
 
 
 def _retained(label: str, proxy: str) -> Fact:
