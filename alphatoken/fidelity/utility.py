@@ -279,10 +279,12 @@ def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     if own.parameters != "all":
         bases.append((f"exact, linears of {layers} layers", scored))
     tried = [(name, replace(base, preconditioner=p)) for name, base in bases for p in kinds]
-    known = own.estimator == "label" and not isinstance(own.preconditioner, Mapping)
+    listed = own.estimator == "label" and own.parameters in ("linears", "all")
+    known = listed and not isinstance(own.preconditioner, Mapping)
     found = [(name, c, known and _alike(c, own)) for name, c in tried]
     if not known:
-        name = f"{own.estimator}, {layers} layers"
+        further = "" if own.parameters == "linears" else f", {own.parameters}"
+        name = f"{own.estimator}, {layers} layers{further}"
         if adaptive and own.preconditioner != "full":
             found.append((name, replace(own, preconditioner="full"), False))
         found.append((name, own, True))
