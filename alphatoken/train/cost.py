@@ -586,12 +586,15 @@ def _building_bytes(
     batch: _Batch,
     saved: float,
 ) -> float:
-    """G and V anew, beside the old ones: the validation graph, its logits, sums and gradients."""
+    """G and V anew, beside the old ones: the validation graph, its logits and the sums.
+
+    Each gradient is added to its sum as the backward makes it, and lies beside none.
+    """
     if not args.needs_values:
         return 0.0
     size = 4.0 * scored_numbers(scope) * layout.share("scored")
     losses = loss_bytes(adapter, batch.validation_rows * batch.length, batch.width)
-    return max(saved + losses + size, 2 * size)
+    return saved + losses + size
 
 
 def _valuing_bytes(adapter: DecoderAdapter, scope: Scope, args: Any, batch: _Batch) -> float:

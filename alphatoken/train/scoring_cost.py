@@ -124,7 +124,7 @@ def scoring_memory(
         losses = loss_bytes(adapter, validation.rows * validation.length, width)
         others = matrix if validation.count > 1 else 0.0
         # The sums of the batches before lie beside the graph; those of this one come as it goes.
-        building = max(others + graph + losses, matrix + others)
+        building = max(others + graph + losses, matrix)
     positions = train.rows * train.length
     if config.estimator == "label":
         valuing = dual_bytes(adapter, positions, width)
