@@ -29,7 +29,7 @@ help:
 	@echo "make test-all     the same with the slow tests: processes, kills, memory, peers, long diagnostics"
 	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
-	@echo "make bench        the promised ratios, about ten minutes; writes docs/benchmarks.md"
+	@echo "make bench        the ratios with a target, about 25 minutes; writes docs/benchmarks.md"
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"

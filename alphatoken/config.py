@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
     "offload": ("none", "stream"),
+    "stability_units": ("plain", "balance"),
 }
 
 
@@ -40,6 +41,10 @@ class ScorerConfig:
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
             (``Direction.balance``) before choosing it.
+        stability_units: "plain" multiplies V by lambda, as the paper does; "balance" by
+            lambda ``||G|| / ||V||``, both norms over all parameters in scope, before P: at
+            lambda = 1 both sides are equally long, however far the weights have drifted. Needs
+            both objectives; under ``offload="stream"`` the price is one more pass over the file.
         head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
         causal_position: the causal column of token i is taken where the token is predicted
             ("label", position i - 1) or where it is read ("context", position i).
@@ -61,6 +66,10 @@ class ScorerConfig:
         max_relative_drift: a Fisher whose reference is farther away than this (median over
             parameters of ``||W - W_ref|| / ||W_ref||``) is taken for another model's; None
             switches the check off.
+        standard_errors: values come with the standard errors that the draw of the validation rows
+            gives them (``TokenValues.standard_error``). Each validation batch is one part of the
+            draw, so there must be at least two, of rows drawn independently. The price is one
+            contraction (one dual forward under ``label``) and one copy of G more for each.
         offload: "none" keeps V of a ``FisherDrift`` beside G; "stream" forms it one matrix at a
             time whenever values are contracted, and never stores it. With a Fisher that is read
             from its file (``FisherDrift.open``) neither F, W_ref nor V is then ever whole. The
@@ -81,6 +90,7 @@ class ScorerConfig:
     layers: int | str | Sequence[int] = 3
     window: int | None = 32
     stability_weight: float = 1.5
+    stability_units: str = "plain"
     head_reduction: str = "per_head"
     causal_position: str = "label"
     preconditioner: str | Mapping[str, Tensor] | None = None
@@ -90,6 +100,7 @@ class ScorerConfig:
     contraction: InitVar[str | None] = None
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
+    standard_errors: bool = False
     offload: str = "none"
 
     def __post_init__(self, contraction: str | None) -> None:
@@ -134,6 +145,20 @@ class ScorerConfig:
                 got="path='causal'",
                 why="every value would be zero",
                 remedy="estimator='alphatoken' or 'same_layer_hop'",
+            )
+        if self.stability_units == "balance" and self.objective != "both":
+            raise ConfigError(
+                "stability_units='balance' compares both sides of M",
+                got=f"objective={self.objective!r}",
+                why="one of them is not built",
+                remedy="objective='both', or stability_units='plain'",
+            )
+        if self.standard_errors and self.objective == "stability":
+            raise ConfigError(
+                "standard_errors are those of the adaptation value",
+                got="objective='stability'",
+                why="no validation row takes part in the stability value",
+                remedy="objective='both' or 'adaptation'",
             )
         choice = ParameterChoice.read(self.parameters)
         if not choice.only_linears and self.estimator != "label":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-__all__ = ["TokenValues"]
+from alphatoken.errors import ConfigError
+
+__all__ = ["TokenValues", "standard_error"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class TokenValues:
         estimator: the name of the estimator.
         stability_weight: lambda.
         balance: ``||lambda V|| / ||G||`` per parameter.
+        parts: (b, t, h) what each of h validation batches gives to ``adaptation``, which is their
+            sum; None unless the scorer was asked for ``standard_errors``.
+        part_shares: (h,) share of the validation tokens (pairs) that each batch has.
     """
 
     total: Tensor
@@ -48,6 +54,8 @@ class TokenValues:
     estimator: str
     stability_weight: float
     balance: dict[str, float] = field(default_factory=dict, repr=False)
+    parts: Tensor | None = field(default=None, repr=False)
+    part_shares: Tensor | None = field(default=None, repr=False)
 
     def components(self) -> dict[str, Tensor]:
         """The components that this estimator has, as they enter the total (lambda applied).
@@ -68,6 +76,30 @@ class TokenValues:
         weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
+    def standard_error(self) -> Tensor:
+        """Standard error (b, t) of ``total`` over the draw of the validation rows.
+
+            se_k^2 = (h - 1) / h  sum_b (v_k(-b) - v_k)^2,     v_k(-b) = (v_k - c_kb) / (1 - w_b)
+
+        the delete-one jackknife: ``v_k(-b)`` is the adaptation value against all validation batches
+        but b, c_kb the part of batch b and w_b its share of the tokens. The batches must be drawn
+        independently. The stability value is the same for every draw, and so is P, whose own error
+        is left out.
+
+        Raises:
+            ConfigError: the scorer was not asked for standard errors.
+
+        Source: ours (the jackknife is Quenouille's and Tukey's). Oracle:
+        ``alphatoken.oracle.gradients.standard_errors``.
+        """
+        if self.parts is None or self.part_shares is None:
+            raise ConfigError(
+                "these values have no standard errors",
+                why="they are taken from values against each validation batch",
+                remedy="ScorerConfig(standard_errors=True)",
+            )
+        return standard_error(self.parts, self.part_shares)
+
     def total_alone(self) -> TokenValues:
         """The same values without components, as ``components=False`` returns them."""
         return replace(
@@ -86,3 +118,13 @@ class TokenValues:
         sizes = {k: float(v[self.mask].abs().sum()) for k, v in self.components().items()}
         whole = sum(sizes.values())
         return {k: v / whole if whole > 0 else 0.0 for k, v in sizes.items()}
+
+
+def standard_error(parts: Tensor, shares: Tensor) -> Tensor:
+    """As ``TokenValues.standard_error``, of parts (..., h) with shares (h,)."""
+    value = parts.sum(-1, keepdim=True)
+    count = parts.shape[-1]
+    # v(-b) - v, written so that equal batches give 0.
+    moved = (shares.to(parts) * value - parts) / (1 - shares.to(parts))
+    error: Tensor = torch.sqrt(moved.square().sum(-1) * ((count - 1) / count))
+    return error

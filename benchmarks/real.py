@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.demo.models import models_folder
+from alphatoken.demo import models
 from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape
@@ -59,7 +59,7 @@ class Real:
     @property
     def folder(self) -> Path:
         """Where it lies; it need not."""
-        return models_folder() / self.name
+        return models.models_folder() / self.name
 
     def here(self) -> bool:
         """Whether it lies there; one line is printed where it does not."""
@@ -83,8 +83,8 @@ class Real:
         return [{name: x.to(device) for name, x in batch.items()} for batch in found]
 
 
-SMOLLM2 = Real("smollm2", "SmolLM2-135M-Instruct", ESTIMATORS)
-GEMMA3 = Real("gemma3", "gemma-3-270m", ("alphatoken", "direct", "path", "label"))
+SMOLLM2 = Real("smollm2", models.SMOLLM2.name, ESTIMATORS)
+GEMMA3 = Real("gemma3", models.GEMMA3.name, ("alphatoken", "direct", "path", "label"))
 MODELS = {model.key: model for model in (SMOLLM2, GEMMA3)}
 
 

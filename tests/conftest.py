@@ -83,6 +83,14 @@ def gemma3() -> Path:
 
 
 @pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny saved model with rows and a Fisher; see small_world.py."""
+    from tests.integration.small_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
 def library_decoder() -> Path:
     """Folder of a trained decoder of 260,000 parameters, made here; see library_decoder.py."""
     from tests.integration.library_decoder import decoder_folder

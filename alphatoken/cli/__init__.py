@@ -3,9 +3,9 @@
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
-- ``score``, ``fisher``: options in the module of that name, the work in ``score_run`` and
-  ``fisher_run``. ``folder`` says what a run's results depend on and whether it may be resumed;
-  ``notes`` what a reader of the values must know.
+- ``score``, ``filter``, ``fisher``: options in the module of that name, the work in ``score_run``,
+  ``filter_run`` and ``fisher_run``. ``folder`` says what a run's results depend on and whether it
+  may be resumed; ``notes`` what a reader of the values must know.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
   starts several processes, ``recipes`` reads options from a file.
@@ -41,6 +41,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "score": ("score.run", "value the response tokens of a training file"),
+    "filter": ("filter.run", "value whole rows, and say which to keep"),
     "fisher": ("fisher.run", "fit and save the Fisher of the reference model"),
     "sft": ("training.run_sft", "train on responses, weighted by token value (TRL's options)"),
     "dpo": ("training.run_dpo", "the same on preference pairs"),

@@ -11,6 +11,7 @@ __all__ = [
     "FORMER",
     "LAYERS",
     "PARAMETERS",
+    "BudgetOptions",
     "EarlierOptions",
     "MemoryOptions",
     "ModelOptions",
@@ -63,6 +64,12 @@ class ValuationOptions:
     layers: str = option("3", LAYERS)
     window: int | None = option(32, "causal window in tokens, or none")
     stability_weight: float = option(1.5, "lambda, of stability in the total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """How much to keep."""
+
     ratio: float = option(0.5, "share to keep")
 
 

@@ -148,7 +148,7 @@ def _only(cells: Sequence[Cell], text: str) -> list[Cell]:
             wanted.add(name)
             waiting += by_name[name].needs
     if not wanted:
-        raise ConfigError("no cell has such a name", got=text, remedy="--dry-run lists them")
+        raise ConfigError("no cell has such a name", got=text, remedy="--dry_run lists them")
     return [cell for cell in cells if cell.name in wanted]
 
 

@@ -11,14 +11,11 @@ The file is YAML. ``$NAME`` and ``${NAME}`` in any text are environment variable
     options: {...}                      # of the trainer, for every cell
     measures: {...}                     # see alphatoken.compare.grid.Measures
     tasks:
-      NAME: {command: sft, options: {...}, measures: {...}}
-
-References:
-      NAME: {command: sft, options: {...}}
-    methods:
-      NAME: {policy: top, objective: adaptation}
-    ablation:
-      AXIS: [NAME, ...]
+      NAME: {command: sft, options: {...}, measures: {...}, policies: [...], tuned_on: NAME}
+    references: {NAME: {command: sft, options: {...}}, ...}
+    methods: {NAME: {policy: top, objective: adaptation}, ...}
+    ablation: {AXIS: [NAME, ...], ...}
+    tune: {learning_rate: [1.0e-4, 3.0e-4, 1.0e-3]}     # one option, and what every method tries
 """
 
 from __future__ import annotations
@@ -41,9 +38,9 @@ __all__ = ["GridOptions", "read_grid"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
-    "measures", "tasks", "references", "methods", "ablation",
+    "measures", "tasks", "references", "methods", "ablation", "tune",
 }  # fmt: skip
-_TASK_KEYS = {"command", "options", "measures"}
+_TASK_KEYS = {"command", "options", "measures", "policies", "tuned_on"}
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 
@@ -113,6 +110,7 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
         references=_references(content, options, extra),
         about=str(content.get("about", "")),
         variants=dict(content.get("ablation") or {}),
+        tune=_mapping(content, "tune"),
     )
 
 
@@ -225,7 +223,27 @@ def _task(
     if not own.get("model_name_or_path"):
         raise ConfigError("no model is named", got=name, remedy="model_name_or_path")
     measures = {**_mapping(content, "measures"), **_mapping(given, "measures")}
-    return TaskSpec(name, str(given.get("command", "sft")), own, _measures(measures, options))
+    return TaskSpec(
+        name,
+        str(given.get("command", "sft")),
+        own,
+        _measures(measures, options),
+        given.get("tuned_on"),
+        _policies_of(given, content),
+    )
+
+
+def _policies_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Methods of one task, each known to the grid."""
+    from alphatoken.compare.methods import known_methods
+
+    names = given.get("policies")
+    if names is None:
+        return None
+    _require_known(
+        dict.fromkeys(names), {*known_methods(), *_mapping(content, "methods")}, "a task's policies"
+    )
+    return tuple(names)
 
 
 def _base(content: Mapping[str, Any], options: GridOptions) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from alphatoken.cli.common import (
+    BudgetOptions,
     EarlierOptions,
+    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -118,10 +120,12 @@ class DiagnoseOptions(
     ModelOptions,
     _Subject,
     ValuationOptions,
+    BudgetOptions,
     _Work,
     ReadingOptions,
     TrainingRowOptions,
     EarlierOptions,
+    MemoryOptions,
     RunningOptions,
 ):
     """What all diagnostics share."""

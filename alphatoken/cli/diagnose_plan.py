@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from alphatoken.cli.diagnose_options import Request
 from alphatoken.errors import AlphaTokenError, ConfigError
@@ -11,8 +14,16 @@ from alphatoken.fidelity.budget import Plan, Work, clock, fit, same_ahead
 from alphatoken.fidelity.prices import Counts, Prices, measured
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.workloads import WORKLOADS, resized
+from alphatoken.support.machine import require_memory, resident_memory
 
-__all__ = ["BudgetError", "measured_prices", "plan_settings", "planned", "plans_of"]
+__all__ = [
+    "BudgetError",
+    "measured_prices",
+    "plan_settings",
+    "planned",
+    "plans_of",
+    "without_room",
+]
 
 
 class BudgetError(ConfigError):
@@ -76,9 +87,34 @@ def _plan_of(name: str, work: Work, request: Request, prices: Prices, sharers: i
             got=f"{', '.join(held)}: about {clock(plan.seconds)} with all else at its least, "
             f"budget {clock(request.budget or 0)}",
             why="both were asked for, and neither is changed silently",
-            remedy=f"--budget {plan.seconds / 60:.0f}m, --budget none, or leave a size to it",
+            remedy=f"--budget {math.ceil(plan.seconds)}s, --budget none, or leave a size to it",
         )
     return plan
+
+
+def without_room(
+    records: Mapping[str, Mapping[str, Any]], device: torch.device
+) -> dict[str, ConfigError]:
+    """By name: why what a plan's record forecasts does not fit."""
+    found = {}
+    for name, record in records.items():
+        try:
+            _require_room(record, device)
+        except ConfigError as error:
+            found[name] = error
+    return found
+
+
+def _require_room(record: Mapping[str, Any], device: torch.device) -> None:
+    """Raise where it does not fit beside what this process holds already."""
+    on_cpu = device.type == "cpu"
+    held = resident_memory() if on_cpu else float(torch.cuda.memory_allocated(device))
+    require_memory(
+        held + record["memory"],
+        device,
+        peak="its largest stage runs",
+        remedy="a smaller --batch_size, --max_length or model",
+    )
 
 
 def planned(subject: Subject, options: Any, record: Mapping[str, Any]) -> tuple[Subject, Any]:

@@ -22,6 +22,7 @@ from alphatoken.cli.diagnose_plan import (
     plan_settings,
     planned,
     plans_of,
+    without_room,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
@@ -58,8 +59,8 @@ def run(request: Request) -> int:
             if options.dry_run:
                 return _say_plans(request, prepared.subject)
             folder = _Folder.open(Path(options.output_dir), prepared, request)
-            _plan_each(request, prepared.subject, folder)
-            _run_each(request, prepared.subject, folder)
+            refused = _plan_each(request, prepared.subject, folder)
+            _run_each(request, prepared.subject, folder, refused)
     except KeyboardInterrupt:
         done = sum(
             Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
@@ -83,34 +84,38 @@ def _say_plans(request: Request, subject: Subject) -> int:
     """What the request would take, on stdout; the folder is left alone."""
     names = [entry.name for entry in request.entries]
     plans, refused = plans_of(names, request, subject, measured_prices(subject))
+    if request.shared.memory_check:
+        records = {name: plan.record() for name, plan in plans.items()}
+        refused = {**without_room(records, subject.device), **refused}
+    if refused and len(names) == 1:
+        raise refused[names[0]]
     for name in names:
+        lines = plans[name].lines() if name in plans else []
         if name in refused:
-            print(f"{name} cannot be planned: {_reason(refused[name])}")
-        else:
-            print("\n".join([f"{name}:", *plans[name].lines()]))
-    total = sum(plan.seconds for plan in plans.values())
+            lines.append(f"  would not run: {_reason(refused[name])}")
+        print("\n".join([f"{name}:", *lines]))
+    total = sum(plan.seconds for name, plan in plans.items() if name not in refused)
     print(f"all of these: about {clock(total)} (a forecast)")
-    return 0
+    return 1 if refused else 0
 
 
-def _plan_each(request: Request, subject: Subject, folder: _Folder) -> None:
+def _plan_each(
+    request: Request, subject: Subject, folder: _Folder
+) -> Mapping[str, AlphaTokenError]:
     """Plan what is neither finished nor planned by an earlier run, and say what it will take.
 
-    Raises:
-        ConfigError: of the one diagnostic asked for, sizes that do not fit the budget given.
+    Returns:
+        Why diagnostics are not run: sizes that do not fit the budget given, or memory too small.
     """
     waiting = [entry for entry in request.entries if not folder.finished(entry.name)]
+    not_run: dict[str, AlphaTokenError] = {}
     if unplanned := [entry.name for entry in waiting if entry.name not in folder.plans]:
         folder.prices = folder.prices or measured_prices(subject)
         plans, refused = plans_of(unplanned, request, subject, folder.prices)
         for name, plan in plans.items():
             folder.keep_plan(name, plan.record(), plan.lines())
-        for name, error in refused.items():
-            # What a diagnostic refuses is said where it is run; here it only has no plan.
-            if isinstance(error, BudgetError):
-                if len(request.entries) == 1:
-                    raise error
-                folder.fail(name, _reason(error))
+        # What a diagnostic itself refuses is said where it is run; here it only has no plan.
+        not_run |= {n: error for n, error in refused.items() if isinstance(error, BudgetError)}
     for entry in waiting:
         if not request.shared.quiet and entry.name in folder.plans:
             record = folder.plans[entry.name]
@@ -118,9 +123,18 @@ def _plan_each(request: Request, subject: Subject, folder: _Folder) -> None:
     total = sum(folder.plans[e.name]["seconds"] for e in waiting if e.name in folder.plans)
     if len(waiting) > 1 and not request.shared.quiet:
         print(f"all of these: about {clock(total)} (a forecast)", file=sys.stderr)
+    if request.shared.memory_check:
+        records = {e.name: folder.plans[e.name] for e in waiting if e.name in folder.plans}
+        not_run |= without_room(records, subject.device)
+    return not_run
 
 
-def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
+def _run_each(
+    request: Request,
+    subject: Subject,
+    folder: _Folder,
+    refused: Mapping[str, AlphaTokenError],
+) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
         if folder.finished(entry.name):
@@ -131,8 +145,8 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
         subject.tracker(entry.name, 1)  # from here on the heartbeat speaks of it
         start = time.monotonic()
         try:
-            if entry.name in folder.failures and entry.name not in folder.plans:
-                continue  # its sizes do not fit the budget given
+            if entry.name in refused:
+                raise refused[entry.name]
             diagnosis = _diagnosed(
                 entry, subject, request.options[entry.name], folder.plans.get(entry.name)
             )

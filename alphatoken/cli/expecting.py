@@ -52,6 +52,7 @@ def expect_scoring(
     fisher: FisherDrift | None,
     *,
     batch_size: int,
+    held_size: int | None = None,
     check: bool,
     quiet: bool,
 ) -> None:
@@ -64,6 +65,7 @@ def expect_scoring(
         validation: rows of the objective.
         fisher: of the stability term.
         batch_size: rows of one forward.
+        held_size: rows of one validation forward; None for as many.
         check: refuse what cannot fit into memory.
         quiet: say nothing.
 
@@ -73,8 +75,8 @@ def expect_scoring(
     adapter = find_adapter(model)
     scope = ParameterChoice.read(config.parameters).scope(adapter, config.layers)
     rows, held = (
-        Batches.of([len(example.input_ids) for example in examples], batch_size)
-        for examples in (train, validation)
+        Batches.of([len(example.input_ids) for example in examples], size)
+        for examples, size in ((train, batch_size), (validation, held_size or batch_size))
     )
     speed = _speed(adapter, rows.length)
     memory = scoring_memory(adapter, scope, config, rows, held, fisher)

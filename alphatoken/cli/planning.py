@@ -1,4 +1,4 @@
-"""``--dry-run``: the model's shape without its weights, the plan, and how it is printed."""
+"""``--dry_run``: the model's shape without its weights, the plan, and how it is printed."""
 
 from __future__ import annotations
 

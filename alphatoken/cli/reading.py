@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from alphatoken.cli.common import (
     ModelOptions,
@@ -19,10 +19,13 @@ from alphatoken.data import (
     EncodeReport,
     Example,
     Fields,
+    Pools,
     Row,
     encode_rows,
     read_rows,
+    split_pools,
 )
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
@@ -31,8 +34,10 @@ from alphatoken.train.loading import load_causal_model, load_tokenizer
 __all__ = [
     "encode_some",
     "encoding",
+    "on_device",
     "read_file",
     "read_model",
+    "read_pools",
     "read_tokenizer",
     "scorer_config",
 ]
@@ -93,6 +98,31 @@ def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
         chat_template=options.chat_template,
         end_token=rows.end_token,
     )
+
+
+def read_pools(rows: Sequence[Row], fisher: FisherDrift | None, options: Any) -> Pools:
+    """Training and validation rows that share nothing with each other or with the Fisher.
+
+    Raises:
+        DataError: as of :func:`alphatoken.data.split_pools`, or a file that cannot be read.
+    """
+    held = None
+    if options.validation_file is not None:
+        held = read_file(options.validation_file, options, limit=None)
+    return split_pools(
+        rows,
+        validation=held,
+        validation_rows=options.validation_rows or 0,
+        fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
+        on_leak=options.on_leak,
+        seed=options.seed,
+    )
+
+
+def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The batch where the model is."""
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:

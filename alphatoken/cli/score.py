@@ -9,6 +9,7 @@ from typing import Literal
 
 from alphatoken.cli.common import (
     PARAMETERS,
+    BudgetOptions,
     EarlierOptions,
     MemoryOptions,
     ModelOptions,
@@ -42,6 +43,8 @@ output
   OUT/summary.json                       settings, counts, distributions
   OUT/report.html                        heatmaps, distributions, highest and lowest tokens
   OUT/run.json                           what --resume compares
+  DATASET/part-*.parquet                 with --write_dataset, one row an example: input_ids,
+                                         attention_mask, labels (-100 where dropped), loss_weights
 
   Every file is written whole or not at all. Stop at any time; the same command with --resume
   continues after the last finished part.
@@ -96,6 +99,12 @@ class _Output:
     shard_size: int = option(64, "rows a file", least=1)
     report_rows: int = option(40, "rows shown", least=1)
     report: bool = option(True, "write an HTML report")
+    write_dataset: str | None = option(
+        None, "folder for the rows as a data set that any trainer reads: labels and loss_weights"
+    )
+    weighting: Literal["mask", "proportional"] = option(
+        "mask", "its loss_weights: 1 at kept tokens, or soft ones of the same total"
+    )
     offload: bool = option(
         False, "leave the Fisher on disk and read it one matrix at a time; the same values"
     )
@@ -106,6 +115,7 @@ class ScoreOptions(
     ModelOptions,
     _Rows,
     ValuationOptions,
+    BudgetOptions,
     _Finer,
     ReadingOptions,
     TrainingRowOptions,

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues, select_top
 from alphatoken.cli.expecting import expect_scoring
@@ -28,8 +31,10 @@ from alphatoken.cli.notes import balance_by_layer, write_notes
 from alphatoken.cli.reading import (
     encode_some,
     encoding,
+    on_device,
     read_file,
     read_model,
+    read_pools,
     read_tokenizer,
     scorer_config,
 )
@@ -39,7 +44,6 @@ from alphatoken.data import (
     Example,
     Pools,
     batches,
-    split_pools,
     token_texts,
 )
 from alphatoken.errors import ConfigError, DataError, ModelError
@@ -53,8 +57,10 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
+from alphatoken.report.dataset import DatasetCounts, write_dataset
 from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
+from alphatoken.select.weights import token_weights
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest, write_json
 
@@ -84,6 +90,7 @@ def run(options: ScoreOptions) -> None:
     start = time.monotonic()
     config = _config(options)
     keep_count(options.ratio, 1)  # its error now, not after the first batch
+    _check_dataset(options)
     kind = _kind(options)
     job = _read(options)
     folder, settings = Path(options.output_dir), _settings(options, config, kind, job)
@@ -96,6 +103,7 @@ def run(options: ScoreOptions) -> None:
         balance = balance_by_layer(scorer)
     if options.scope == "dataset":
         _keep_over_all(folder, options.ratio)
+    dataset = _dataset(folder, options)
     summary = summarise(
         _checked(folder, job),
         stability_weight=config.stability_weight,
@@ -110,6 +118,7 @@ def run(options: ScoreOptions) -> None:
         "values": summary.as_dict(),
         "balance": balance,
         "certificate": None if certificate is None else str(certificate),
+        "dataset": None if dataset is None else vars(dataset),
         "notes": notes,
         "seconds": round(time.monotonic() - start, 3),
     }
@@ -141,7 +150,7 @@ def run(options: ScoreOptions) -> None:
 def _kind(options: ScoreOptions) -> str:
     """The format of the value files; what is not installed is missed now, not after the work."""
     arrow = find_spec("pyarrow") is not None
-    if options.format == "parquet" and not arrow:
+    if (options.format == "parquet" or options.write_dataset) and not arrow:
         raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
     if options.report and (missing := missing_libraries()):
         raise ConfigError(
@@ -149,6 +158,33 @@ def _kind(options: ScoreOptions) -> str:
             remedy="pip install 'alphatoken[report]', or leave it out: --no_report",
         )
     return options.format or ("parquet" if arrow else "jsonl")
+
+
+def _check_dataset(options: ScoreOptions) -> None:
+    """See that the data set goes to a folder of its own, and that its options mean something."""
+    if options.write_dataset is None:
+        if options.weighting != "mask":
+            raise ConfigError(
+                "--weighting is of the data set that is written",
+                got=f"--weighting {options.weighting}",
+                remedy="--write_dataset FOLDER",
+            )
+        return
+    folder, values = Path(options.write_dataset), Path(options.output_dir) / "values"
+    if folder.resolve() in (values.resolve(), Path(options.output_dir).resolve()):
+        raise ConfigError(
+            "the data set needs a folder of its own",
+            got=f"--write_dataset {folder}",
+            why="the values of --output_dir lie there",
+            remedy="another folder for --write_dataset",
+        )
+    foreign = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if foreign and not (folder / "dataset.json").is_file():
+        raise ConfigError(
+            "the data set's folder holds something else",
+            got=str(folder),
+            remedy="another folder for --write_dataset",
+        )
 
 
 def _config(options: ScoreOptions) -> ScorerConfig:
@@ -164,20 +200,9 @@ def _config(options: ScoreOptions) -> ScorerConfig:
 def _read(options: ScoreOptions) -> Job:
     tokenizer = read_tokenizer(options)
     rows = read_file(options.train_file, options, limit=options.limit)
-    held = None
-    if options.validation_file is not None:
-        held = read_file(options.validation_file, options, limit=None)
     read_fisher = FisherDrift.open if options.offload else FisherDrift.load
     fisher = None if options.fisher_file is None else read_fisher(options.fisher_file)
-    known = [] if fisher is None else list(fisher.metadata.get("row_keys", []))
-    pools = split_pools(
-        rows,
-        validation=held,
-        validation_rows=options.validation_rows or 0,
-        fisher_keys=known,
-        on_leak=options.on_leak,
-        seed=options.seed,
-    )
+    pools = read_pools(rows, fisher, options)
     model = read_model(options)
     how = encoding(options, model)
     train, train_report = encode_some(pools.train, tokenizer, how, "training")
@@ -192,6 +217,7 @@ def _settings(options: ScoreOptions, config: ScorerConfig, kind: str, job: Job) 
     valued = {"contraction": "projected", **asdict(config)}
     fisher = options.fisher_file
     del valued["preconditioner"], valued["offload"]  # of no consequence for the values
+    del valued["stability_units"]  # always "plain" here, and unknown to folders of earlier versions
     return {
         "model": options.model_name_or_path,
         "train": options.train_file,
@@ -260,13 +286,8 @@ def _part(folder: Path, number: int, kind: str) -> Path:
 
 
 def _scorer(job: Job, config: ScorerConfig, options: ScoreOptions) -> Scorer:
-    held = [_moved(batch, job.model) for batch in batches(job.validation, options.batch_size)]
+    held = [on_device(batch, job.model) for batch in batches(job.validation, options.batch_size)]
     return Scorer(job.model, validation=held, retention=job.fisher, config=config)
-
-
-def _moved(batch: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    device = next(model.parameters()).device
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _score(folder: Path, kind: str, scorer: Scorer, job: Job, options: ScoreOptions) -> None:
@@ -307,7 +328,7 @@ def _scored(
     size = options.batch_size
     scope = "batch" if options.scope == "dataset" else options.scope
     for number, batch in enumerate(batches(shard, size)):
-        values = scorer.score(_moved(batch, job.model))
+        values = scorer.score(on_device(batch, job.model))
         kept = select_top(values.total, values.mask, options.ratio, scope=scope)
         for index, example in enumerate(shard[number * size : (number + 1) * size]):
             yield _one(example, index, values, kept, job.tokenizer)
@@ -337,8 +358,6 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
     """Rank all tokens of all files together and write the files again, each whole or not."""
     from dataclasses import replace
 
-    import numpy as np
-
     totals, masks = [], []
     for example in read_values(folder / "values"):
         totals.append(example.values["total"])
@@ -353,6 +372,43 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
             examples.append(replace(example, kept=kept[cursor : cursor + length]))
             cursor += length
         write_values(path, examples)
+
+
+def _dataset(folder: Path, options: ScoreOptions) -> DatasetCounts | None:
+    """The rows with their weights, for other trainers, where that is asked for."""
+    if options.write_dataset is None:
+        return None
+    together = {"batch": options.batch_size, "sequence": 1, "dataset": None}[options.scope]
+    counts = write_dataset(
+        folder / "values",
+        Path(options.write_dataset),
+        partial(_weights, options),
+        together=together,
+    )
+    if not options.quiet:
+        print(
+            f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
+            f"tokens; {counts.rows_without_weight} rows without weight left out: "
+            f"{options.write_dataset}",
+            file=sys.stderr,
+        )
+    return counts
+
+
+def _weights(options: ScoreOptions, examples: Sequence[ScoredExample]) -> list[Any]:
+    """Of sequences that are ranked together: the mask that was stored, or soft weights."""
+    if options.weighting == "mask":
+        return [np.asarray(example.kept, np.float32) for example in examples]
+    totals = [torch.from_numpy(example.values["total"]) for example in examples]
+    masks = [torch.from_numpy(example.response) for example in examples]
+    found = token_weights(
+        pad_sequence(totals, batch_first=True),
+        pad_sequence(masks, batch_first=True),
+        options.ratio,
+        weighting=options.weighting,
+        generator=torch.Generator().manual_seed(hash((options.seed, examples[0].row)) % 2**63),
+    )
+    return [line[: len(one)].float().numpy() for line, one in zip(found, totals, strict=True)]
 
 
 def _checked(folder: Path, job: Job) -> Iterator[ScoredExample]:
@@ -376,7 +432,7 @@ def _certificate(scorer: Scorer, job: Job, options: ScoreOptions) -> Certificate
         return None
     batch = next(batches(job.train, min(options.batch_size, 2)))
     return scorer.verify(
-        _moved(batch, job.model),
+        on_device(batch, job.model),
         tokens=options.verify,
         seed=options.seed,
         fisher_file=options.fisher_file,

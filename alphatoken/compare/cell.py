@@ -86,7 +86,8 @@ def _train(
     spec: Mapping[str, Any], folder: CellFolder, build: Build
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """The trained model, its tokenizer, and what training cost."""
-    by_name = spec["resolved"].get("policy") not in TRAINER_POLICIES
+    options = spec["resolved"]
+    by_name = options.get("policy") not in TRAINER_POLICIES or options.get("screen_share")
     # Static passes of one policy in two cells would write the same files.
     with exclusive_lock(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
         begun = time.perf_counter()

@@ -8,7 +8,6 @@ is the mean of the two, as the paper's (there of scores).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -131,8 +130,7 @@ def mean_response_loss(
     model: nn.Module, examples: Sequence[Example], batch_size: int = 16
 ) -> float:
     """Mean of -log p over all labelled tokens of all rows together."""
-    sums, counts = response_log_probs(model, examples, batch_size)
-    return float(-sums.sum() / counts.sum())
+    return _summary(_row_losses(model, examples, batch_size))["loss"]
 
 
 def preference_losses(
@@ -148,12 +146,35 @@ def preference_losses(
     ``loss``: mean of -log sigma(s), s = beta (log-ratio of chosen - log-ratio of rejected);
     ``accuracy``: percentage of pairs with s > 0, ties counted half; ``margin``: mean of s.
     """
+    return _summary(_pair_losses(model, reference, pairs, beta, batch_size))
+
+
+Each = dict[str, list[float]]
+"""Figures of each row, or of each pair: ``loss`` with ``tokens``, or ``margin``."""
+
+
+def _row_losses(model: nn.Module, examples: Sequence[Example], batch_size: int) -> Each:
+    sums, counts = response_log_probs(model, examples, batch_size)
+    return {"loss": (-sums / counts).tolist(), "tokens": counts.tolist()}
+
+
+def _pair_losses(
+    model: nn.Module, reference: nn.Module, pairs: PairExamples, beta: float, batch_size: int
+) -> Each:
     ratios = [
         response_log_probs(model, side, batch_size)[0]
         - response_log_probs(reference, side, batch_size)[0]
         for side in pairs
     ]
-    logit = beta * (ratios[0] - ratios[1])
+    return {"margin": (beta * (ratios[0] - ratios[1])).tolist()}
+
+
+def _summary(each: Each) -> dict[str, float]:
+    """Over all rows together."""
+    if "margin" not in each:
+        loss, tokens = torch.tensor([each["loss"], each["tokens"]], dtype=torch.float64)
+        return {"loss": float((loss * tokens).sum() / tokens.sum())}
+    logit = torch.tensor(each["margin"], dtype=torch.float64)
     right = (logit > 0).double() + 0.5 * (logit == 0).double()
     return {
         "loss": float(-F.logsigmoid(logit).mean()),
@@ -190,27 +211,32 @@ def measure(
 
     Returns:
         ``target``, ``retention``, ``overall``, ``unit`` ("loss": lower is better, or "score":
-        percent), and each figure under ``details``.
+        percent), each figure under ``details``, and under ``rows`` the loss of each row (pair),
+        in the file's order, with its tokens: what paired intervals are made of.
     """
-    read = partial(read_examples, tokenizer=tokenizer, max_length=measures.max_length)
-    details: dict[str, float] = {}
-    if measures.retention_file is not None:
-        rows = read(measures.retention_file, chat=measures.chat)
-        details["retention_loss"] = mean_response_loss(model, rows, measures.batch_size)
-    if measures.target_file is not None and command == "sft":
-        rows = read(measures.target_file, chat=measures.chat)
-        details["target_loss"] = mean_response_loss(model, rows, measures.batch_size)
-    elif measures.target_file is not None:
-        pairs = read_pair_examples(
-            measures.target_file, tokenizer, measures.max_length, chat=measures.chat
-        )
-        found = preference_losses(model, start(), pairs, beta=beta, batch_size=measures.batch_size)
-        details |= {f"target_{name}": value for name, value in found.items()}
+    batch_size = measures.batch_size
+    each: dict[str, Each] = {}
+    for name in ("retention", "choosing", "target"):
+        path = getattr(measures, f"{name}_file")
+        if path is None:
+            continue
+        reading = (path, tokenizer, measures.max_length)
+        if command == "sft" or name == "retention":
+            rows = read_examples(*reading, chat=measures.chat)
+            each[name] = _row_losses(model, rows, batch_size)
+        else:
+            pairs = read_pair_examples(*reading, chat=measures.chat)
+            each[name] = _pair_losses(model, start(), pairs, beta, batch_size)
+    details = {
+        f"{name}_{figure}": value
+        for name, found in each.items()
+        for figure, value in _summary(found).items()
+    }
     scores = _scores(model, tokenizer, measures, start, folder, allow_code)
     details |= {
         f"{group}/{name}": v for group, found in scores.items() for name, v in found.items()
     }
-    return {**_headline(details, scores), "details": details}
+    return {**_headline(details, scores), "details": details, "rows": each}
 
 
 def _scores(

@@ -135,13 +135,21 @@ class GridFolder:
         return CellFolder(self.path / name)
 
     def resolved(self, cell: Cell) -> dict[str, Any]:
-        """The cell's options with the folders of the models that it needs."""
-        models = {name: str(self.of(name).model.resolve()) for name in cell.needs}
+        """The cell's options with the folders of the models that it needs, and what was tuned."""
+        models = {name: str(self.of(name).model.resolve()) for name in cell.models}
         named = {name.removeprefix("references/"): folder for name, folder in models.items()}
         options: dict[str, Any] = resolved(dict(cell.options), named)
+        best = self.best(cell.tries) if cell.tries else None
         if cell.kind == "merge":
-            options["merged"] = models[cell.needs[0]]
+            options["merged"] = models[best or cell.needs[0]]
+        elif best is not None:
+            options |= cell.tries[best]
         return options
+
+    def best(self, tries: Iterable[str]) -> str:
+        """Of finished cells by name, the one with the lowest loss on the rows for choosing."""
+        results = {name: self.of(name).result() or {} for name in tries}
+        return min(tries, key=lambda name: float(results[name]["details"]["choosing_loss"]))
 
     def done(self, cell: Cell) -> bool:
         """Whether its result is there, and its model where others need that.

@@ -41,6 +41,7 @@ class Measures:
 
     Attributes:
         target_file: held-out rows (pairs) of what is learnt.
+        choosing_file: rows (pairs) by whose loss a tuned option is chosen; see ``Grid.tune``.
         retention_file: rows of what must not be forgotten.
         target_tasks: lm-eval tasks, ``name`` or ``name:metric``; where there are some, the target
             is their mean score, not a loss.
@@ -57,6 +58,7 @@ class Measures:
     """
 
     target_file: str | None = None
+    choosing_file: str | None = None
     retention_file: str | None = None
     target_tasks: tuple[str, ...] = ()
     retention_tasks: tuple[str, ...] = ()
@@ -92,12 +94,16 @@ class TaskSpec:
         command: "sft" or "dpo".
         options: of the trainer.
         measures: of a trained model.
+        tuned_on: task whose tries decide a tuned option here; None for its own.
+        policies: of the grid's methods those that take part here; None for all.
     """
 
     name: str
     command: str
     options: Mapping[str, Any]
     measures: Measures
+    tuned_on: str | None = None
+    policies: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
@@ -125,6 +131,9 @@ class Grid:
         references: models that are trained first.
         about: one line for the page.
         variants: axis -> names of methods that are variants of one another, for the ablation table.
+        tune: one option of the trainer and the values that every method tries at the first seed;
+            the one with the lowest loss on ``choosing_file`` is taken, there and at other seeds. A
+            method that sets the option itself is not tuned.
     """
 
     tasks: tuple[TaskSpec, ...]
@@ -135,8 +144,10 @@ class Grid:
     references: tuple[Reference, ...] = ()
     about: str = ""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_tune()
         for what, given in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):
             if not given:
                 raise ConfigError(f"the grid has no {what}")
@@ -144,6 +155,50 @@ class Grid:
             raise ConfigError("a seed is named twice", got=str(list(self.seeds)))
         for mode in self.modes:
             require_choice("modes", mode, ("native", "budget"))
+
+    def _check_tune(self) -> None:
+        if not self.tune:
+            return
+        values = list(self.tune.values())
+        first = values[0] if isinstance(values[0], (list, tuple)) else ()
+        numbers = [v for v in first if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        several = len(numbers) == len(first) and len(set(numbers)) == len(numbers) >= 2
+        if len(values) > 1 or not several:
+            raise ConfigError(
+                "tune is one option with at least two different numbers",
+                got=str(dict(self.tune)),
+                remedy="tune: {learning_rate: [1.0e-5, 3.0e-5]}; YAML reads 1e-5 as text",
+            )
+        own = {task.name: task.command for task in self.tasks if task.tuned_on is None}
+        there = {task.name: task.policies for task in self.tasks}
+        for task in self.tasks:
+            if task.tuned_on is not None and own.get(task.tuned_on) != task.command:
+                raise ConfigError(
+                    "a task takes what was tuned on another one of its kind",
+                    got=f"{task.name}: tuned_on: {task.tuned_on}",
+                    remedy=f"one of {', '.join(own) or 'none'} with the same command",
+                )
+            tried = there[task.tuned_on] if task.tuned_on else None
+            untried = set(task.policies or [m.name for m in self.methods]) - set(tried or ())
+            tuned = {m.name for m in self.methods if _tuned(self, m)}
+            if task.tuned_on and tried is not None and untried & tuned:
+                raise ConfigError(
+                    "a task takes what was tuned on another one, where some methods do not run",
+                    got=f"{task.name}: {', '.join(sorted(untried & tuned))} not in {task.tuned_on}",
+                    remedy=f"add them to the policies of {task.tuned_on}, or leave them out here",
+                )
+        blind = [
+            task.name
+            for task in self.tasks
+            if task.tuned_on is None and task.measures.choosing_file is None
+        ]
+        if blind:
+            raise ConfigError(
+                "a tuned option needs rows by whose loss it is chosen",
+                got=f"no choosing_file in {', '.join(blind)}",
+                why="chosen by the target rows themselves, every method would look better than "
+                "it is",
+            )
 
 
 @dataclass(frozen=True)
@@ -161,6 +216,8 @@ class Cell:
         needs: names of cells that must be there before.
         keep_model: whether the model is saved; others need it.
         measures: None for references, which are measured by nobody.
+        tried: the tuned option and the value that this cell tries; empty outside tuning.
+        tries: cells of the first seed, and what each of them tries; the best decides here.
     """
 
     task: str
@@ -173,18 +230,27 @@ class Cell:
     needs: tuple[str, ...] = ()
     keep_model: bool = False
     measures: Mapping[str, Any] | None = field(default=None)
+    tried: Mapping[str, Any] = field(default_factory=dict)
+    tries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Of ``needs``, cells whose models are loaded; of the others results are read."""
+        return tuple(n for n in self.needs if self.kind == "merge" or n not in self.tries)
 
     @property
     def name(self) -> str:
         """Unique, and a path below the output folder."""
         if self.task == "references":
             return f"references/{self.policy}"
-        return f"{self.task}/{self.policy}-{self.mode}-seed{self.seed}"
+        tried = "".join(f"-{value}" for value in self.tried.values())
+        return f"{self.task}/{self.policy}-{self.mode}-seed{self.seed}{tried}"
 
     def spec(self) -> dict[str, Any]:
         """All that the result depends on, as JSON holds it."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found
+        # Left out where empty, as in results of before there was tuning.
+        return {k: v for k, v in found.items() if v or k not in ("tried", "tries")}
 
 
 def all_cells(grid: Grid) -> list[Cell]:
@@ -205,24 +271,48 @@ def all_cells(grid: Grid) -> list[Cell]:
     first: list[Cell] = []
     for name in dict.fromkeys(wanted):
         _with_needs(name, references, first, ())
-    needed = {name for cell in cells for name in cell.needs}
+    needed = {name for cell in cells for name in cell.models}
     cells = [replace(cell, keep_model=cell.keep_model or cell.name in needed) for cell in cells]
     return [*first, *cells]
 
 
 def _cells(grid: Grid, task: TaskSpec, seed: int) -> Iterator[Cell]:
     for method in grid.methods:
-        if method.family not in (_FAMILY[task.command], "both"):
+        asked = task.policies is None or method.name in task.policies
+        if not asked or method.family not in (_FAMILY[task.command], "both"):
             continue
         modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
         for mode in modes:
-            yield _cell(grid, task, method, mode, seed)
+            yield from _of_method(grid, task, method, mode, seed)
+
+
+def _of_method(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> list[Cell]:
+    """The cell of a method; at the first seed one for each value that it tries."""
+    cell = _cell(grid, task, method, mode, seed)
+    if not _tuned(grid, method):
+        return [cell]
+    ((name, values),) = grid.tune.items()
+    if seed == grid.seeds[0] and task.tuned_on is None:
+        return [
+            replace(cell, tried={name: value}, options={**cell.options, name: value})
+            for value in values
+        ]
+    decides = next(one for one in grid.tasks if one.name == (task.tuned_on or task.name))
+    first = _of_method(grid, decides, method, mode, grid.seeds[0])
+    tries = {one.name: one.tried for one in first}
+    return [replace(cell, tries=tries, needs=(*cell.needs, *tries))]
+
+
+def _tuned(grid: Grid, method: Method) -> bool:
+    return method.kind == "train" and bool(grid.tune) and not set(grid.tune) & set(method.options)
 
 
 def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> Cell:
     model = task.options.get("model_name_or_path")
-    options: dict[str, Any] = {**_SHARED, **task.options, **method.options}
+    own = {k: _named_after(task, value) for k, value in method.options.items()}
+    options: dict[str, Any] = {**_SHARED, **task.options, **own}
     needs: list[str] = []
+    tries: Mapping[str, Mapping[str, Any]] = {}
     if method.kind == "train":
         options |= {"seed": seed, "value_seed": seed, "keep_ratio": grid.keep_ratio}
         options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
@@ -241,12 +331,19 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
                 got=f"{method.name} merges {wanted}",
                 remedy=f"add {wanted} to --policies",
             )
-        needs.append(_cell(grid, task, merged, merged.modes[0], seed).name)
+        merging = _of_method(grid, task, merged, merged.modes[0], seed)
+        needs += [one.name for one in merging]
+        tries = {one.name: one.tried for one in merging if one.tried}
     needs += [f"references/{name}" for name in _mentioned(options)]
     return Cell(
         task.name, method.name, mode, seed, method.kind, task.command, options,
-        tuple(dict.fromkeys(needs)), measures=asdict(task.measures),
+        tuple(dict.fromkeys(needs)), measures=asdict(task.measures), tries=tries,
     )  # fmt: skip
+
+
+def _named_after(task: TaskSpec, value: Any) -> Any:
+    """``{task}`` in a method's option is the task's name: a file of each task by one option."""
+    return value.replace("{task}", task.name) if isinstance(value, str) else value
 
 
 def _second_model(grid: Grid, method: Method, command: str) -> str:

@@ -68,8 +68,8 @@ class Method:
 def known_methods() -> dict[str, Method]:
     """Every method by name, in the order of the tables.
 
-    What `alphatoken policies` lists, and: LoRA, WiSE-FT, the worst tokens by value, and the model
-    before training.
+    What `alphatoken policies` lists, and: LoRA, WiSE-FT, the worst tokens by value, all tokens but
+    the harmful ones, and the model before training.
     """
     wise = "arXiv 2109.01903; mlfoundations/wise-ft"
     policies = import_module("alphatoken.policies")
@@ -81,6 +81,7 @@ def known_methods() -> dict[str, Method]:
         Method("lora", options=_LORA, source="arXiv 2106.09685; PEFT"),
         Method("wise-ft", kind="merge", options={"alpha": 0.5}, source=wise),
         Method("bottom", modes=("budget",), options={"policy": "bottom"}, source="control"),
+        Method("harmless", options={"policy": "harmless"}, source="AlphaToken; no budget"),
     ]
     return {method.name: method for method in (*own, *named.values())}
 
@@ -117,6 +118,8 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
     if known is not None:
         own = {key: value for key, value in given.items() if key not in ("modes", "family")}
         modes = tuple(given.get("modes", known.modes))
+        if len(modes) == 1 < len(known.modes):  # of several modes a cell says which; here it is one
+            own.setdefault("policy_mode", modes[0])
         return replace(known, modes=modes, options={**known.options, **own})
     options = dict(given)
     modes, family = options.pop("modes", None), options.pop("family", "both")
@@ -129,7 +132,7 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
             remedy="policy: NAME and its options, or merges: METHOD and alpha: NUMBER",
         )
     if modes is None:
-        by_value = policy in TRAINER_POLICIES and policy != "all"
+        by_value = policy in TRAINER_POLICIES and policy not in ("all", "harmless")
         modes = ("budget",) if by_value else ("native",)
     return Method(name, "merge" if merge else "train", family, tuple(modes), options, merges)
 

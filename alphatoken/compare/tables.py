@@ -53,9 +53,9 @@ def records(
         status: likewise.
     """
     found = []
+    cells = [cell for cell in cells if cell.task != "references"]
+    chosen = _chosen(cells, results)
     for cell in cells:
-        if cell.task == "references":
-            continue
         result = results.get(cell.name) or {}
         state = status[cell.name]
         own = {"task": cell.task, "policy": cell.policy, "mode": cell.mode, "seed": cell.seed}
@@ -63,8 +63,24 @@ def records(
         record = {**own, "status": state.state, **figures}
         if state.error:
             record["error"] = state.error
+        if cell.tried:
+            record |= {"tried": dict(cell.tried), "chosen": cell.name in chosen}
         found.append({**record, **{f"{k}": v for k, v in result.get("details", {}).items()}})
     return found
+
+
+def _chosen(cells: Sequence[Cell], results: Mapping[str, Mapping[str, Any] | None]) -> set[str]:
+    """Of the cells that try something the best of each method; the first without a result."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        if cell.tried:
+            groups.setdefault((cell.task, cell.policy, cell.mode), []).append(cell.name)
+
+    def loss(name: str) -> float:
+        found = results.get(name)
+        return float(found["details"]["choosing_loss"]) if found else -math.inf
+
+    return {min(names, key=loss) for names in groups.values()}
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,7 @@ def lines_of(found: Sequence[Record], task: str) -> list[Line]:
     """A task's lines in the grid's order."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in found:
-        if record["task"] == task:
+        if record["task"] == task and record.get("chosen", True):
             groups.setdefault((record["policy"], record["mode"]), []).append(record)
     by_seed = itemgetter("seed")
     return [Line(*key, tuple(sorted(part, key=by_seed))) for key, part in groups.items()]

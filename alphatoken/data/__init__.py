@@ -34,6 +34,7 @@ from alphatoken.data.rows import (
     text_or_row,
 )
 from alphatoken.data.split import Pools, leak_keys, split_pools
+from alphatoken.data.weighted import WeightedCollator
 
 __all__ = [
     "PLAIN_FORMAT",
@@ -47,6 +48,7 @@ __all__ = [
     "Row",
     "TokenText",
     "Turn",
+    "WeightedCollator",
     "batches",
     "collate",
     "encode_prompt",

@@ -160,7 +160,7 @@ def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> st
             raise DataError(
                 "a row is longer than allowed",
                 got=f"{example.row.place}: {length} tokens, limit {limit}",
-                remedy="--on-long truncate or skip, or a larger --max-length",
+                remedy="--on_long truncate or skip, or a larger --max_length",
             )
         return "long"
     if example.response_tokens:
@@ -171,7 +171,7 @@ def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> st
             "a row has an empty response",
             got=f"{example.row.place}: {len(example.row.response)} characters of response{cut}",
             why="there is no token to value",
-            remedy="mend the row, or drop such rows with --on-empty skip",
+            remedy="mend the row, or drop such rows with --on_empty skip",
         )
     return "empty"
 
@@ -278,7 +278,7 @@ def _render(tokenizer: Any, turns: Sequence[Turn], place: str, *, generation: bo
         raise DataError(
             "the chat template refuses the conversation",
             got=f"{place}: {type(error).__name__}: {error}",
-            remedy="mend the row (order of roles?), or leave the template out: --no-chat-template",
+            remedy="mend the row (order of roles?), or leave the template out: --no_chat_template",
         ) from None
     return str(text)
 
@@ -302,7 +302,7 @@ def _marked(
         raise DataError(
             "the chat template marks other spans than the assistant turns",
             got=f"{place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
-            remedy="check the template's generation marks, or use --no-chat-template",
+            remedy="check the template's generation marks, or use --no_chat_template",
         )
     labels = [IGNORE] * len(ids)
     for turn, (start, end) in zip(wanted, runs, strict=False):
@@ -362,7 +362,7 @@ def _span(
             ),
             why="labels would fall on tokens that are not the response",
             remedy="label the last turn only (--turns last), split the conversation into one row "
-            "a response, or leave the template out (--no-chat-template)",
+            "a response, or leave the template out (--no_chat_template)",
         )
     return len(before), _trim(through, len(before), turns[index].text)
 
@@ -392,6 +392,6 @@ def _by_pieces(
             "tokens cross the border of an assistant turn",
             got=place,
             why="this tokenizer gives no offsets, so such tokens cannot be labelled",
-            remedy="use the fast tokenizer, or --no-chat-template",
+            remedy="use the fast tokenizer, or --no_chat_template",
         )
     return ids, labels

@@ -169,5 +169,5 @@ def _refuse(leaks: dict[str, list[Row]]) -> None:
                 f"training rows are also in the {pool} pool",
                 got=f"{len(rows)}, first: {places}",
                 why="a value measured on data that are trained on is not a measurement",
-                remedy="remove them, or let them be removed (--on-leak remove)",
+                remedy="remove them, or let them be removed (--on_leak remove)",
             )

@@ -7,6 +7,7 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ __all__ = [
     "kronecker_drift",
     "norms",
     "precondition",
+    "unit_of_stability",
 ]
 
 
@@ -89,6 +91,20 @@ def balance(
     return ratios
 
 
+def unit_of_stability(adaptation: Mapping[str, float], stability: Mapping[str, float]) -> float:
+    """``||G|| / ||V||`` over all parameters together: V times it is as long as G.
+
+    Args:
+        adaptation: norms of G by parameter.
+        stability: norms of V.
+
+    Returns:
+        0 without a retention term or before any drift: there is nothing to be lengthened.
+    """
+    g, v = (math.hypot(*side.values()) for side in (adaptation, stability))
+    return g / v if v > 0 else 0.0
+
+
 def norms(direction: Matrices) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
     return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
@@ -102,12 +118,17 @@ class Direction:
         adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.
         stability: ``P o V`` (before lambda), or None without a retention term; ``Formed`` under
             ``offload="stream"``.
-        stability_weight: lambda.
+        stability_weight: what V is multiplied by, lambda in its units.
+        parts: what each validation batch gives to ``adaptation``, which is their sum; empty unless
+            ``standard_errors`` are asked for.
+        shares: of the validation tokens that each batch has; they sum to 1.
     """
 
     adaptation: dict[str, Tensor]
     stability: Matrices | None
     stability_weight: float
+    parts: tuple[dict[str, Tensor], ...] = ()
+    shares: tuple[float, ...] = ()
 
     def total(self) -> dict[str, Tensor]:
         """``M = P o (G + lambda V)``."""

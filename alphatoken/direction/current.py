@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, reduce
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,13 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, balance, norms, precondition
+from alphatoken.direction.algebra import (
+    Direction,
+    balance,
+    norms,
+    precondition,
+    unit_of_stability,
+)
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.direction.objective import (
@@ -28,7 +35,6 @@ from alphatoken.direction.objective import (
     require_finite_gradient,
 )
 from alphatoken.errors import ConfigError, InputError, ModelError, UnsupportedError
-from alphatoken.estimate.columns import Side
 from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.estimate.matrices import Matrices
@@ -45,6 +51,9 @@ __all__ = ["DirectionBuilder"]
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
 
+Sizes = tuple[dict[str, float], dict[str, float]]
+"""Norms of G and of V by parameter."""
+
 
 class DirectionBuilder:
     """Scope, parameters and direction of a scorer.
@@ -56,10 +65,6 @@ class DirectionBuilder:
         parameters: parameter name -> parameter, everything that values are inner products over.
         names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
             places have one name.
-        adaptation: G by parameter name, already multiplied by P unless P is "full".
-            Empty under ``objective="stability"``. Current after ``prepare``.
-        stability: V likewise, or None; under ``offload="stream"`` its matrices are formed when
-            they are asked for.
     """
 
     def __init__(
@@ -80,9 +85,8 @@ class DirectionBuilder:
         self.scope = self._choose_scope()
         self.names: dict[str, str] = {}
         self.parameters = self._choose_parameters()
-        self.adaptation: dict[str, Tensor] = {}
-        self.stability: Matrices | None = None
-        self._sizes: tuple[dict[str, float], dict[str, float]] | None = None
+        self._stored = Direction({}, None, 0.0)
+        self._sizes: Sizes | None = None
         self._stamp: object = None
         self._pinned: object = None
         self._check_options()
@@ -90,6 +94,19 @@ class DirectionBuilder:
         self.set_retention(retention)
 
     # --- what is valued against what -------------------------------------------------------------
+
+    @property
+    def adaptation(self) -> dict[str, Tensor]:
+        """G by parameter name, already multiplied by P unless P is "full".
+
+        Empty under ``objective="stability"``. Current after ``prepare``.
+        """
+        return self._stored.adaptation
+
+    @property
+    def stability(self) -> Matrices | None:
+        """V likewise, or None; under ``offload="stream"`` formed when it is asked for."""
+        return self._stored.stability
 
     @property
     def adapts(self) -> bool:
@@ -109,6 +126,14 @@ class DirectionBuilder:
                 got="an empty validation set",
                 why="the adaptation value is measured against the validation gradient",
                 remedy="pass at least one batch with response tokens, or objective='stability'",
+            )
+        if self.config.standard_errors and len(validation) < 2:
+            raise InputError(
+                "standard errors need at least two validation batches",
+                got=f"{len(validation)}",
+                why="they are taken from the spread of the values between the batches",
+                remedy="hand the validation rows over in several batches; in a trainer set "
+                "validation_micro_batch_size",
             )
         self.validation = validation
         self.invalidate()
@@ -214,6 +239,14 @@ class DirectionBuilder:
 
     def _check_sharded(self) -> None:
         others = "'alphatoken', 'direct', 'same_layer_hop', 'path' or 'paper_literal'"
+        if self.config.standard_errors:
+            raise UnsupportedError(
+                "standard errors cannot be had on sharded weights",
+                got="standard_errors=True",
+                why="the gradient of each validation batch would be gathered by itself",
+                remedy="standard_errors=False, or a layout in which each process has the weights "
+                "(DDP, ZeRO-1 or 2)",
+            )
         if not self.captured:
             raise UnsupportedError(
                 f"estimator={self.config.estimator!r} cannot run on sharded weights",
@@ -285,15 +318,8 @@ class DirectionBuilder:
         if stamp == self._stamp:
             return
         self._stamp = None  # if building fails, nothing of it may pass for current
-        direction = self._build_direction()
-        self.adaptation, self.stability = direction.adaptation, direction.stability
+        self._stored = self._build_direction()
         self._sizes, self._stamp = None, stamp
-
-    @property
-    def sides(self) -> tuple[Side | None, Side | None]:
-        """Adaptation and stability as they are contracted; current after ``prepare``."""
-        adaptation = Side(self.adaptation) if self.adapts else None
-        return adaptation, None if self.stability is None else Side(self.stability)
 
     @property
     def balance(self) -> dict[str, float]:
@@ -305,12 +331,17 @@ class DirectionBuilder:
         # W_ref from disk once more, and a pass without components has no use for them.
         if self._sizes is None:
             self._sizes = self._norms(self.adaptation, self.stability)
-        return balance(*self._sizes, self.config.stability_weight)
+        return balance(*self._sizes, self.held.stability_weight)
 
     def balance_of(self, direction: Direction) -> dict[str, float]:
         """``||lambda V|| / ||G||`` per parameter of another direction, such as one for a step."""
         sizes = self._norms(direction.adaptation, direction.stability)
-        return balance(*sizes, self.config.stability_weight)
+        return balance(*sizes, direction.stability_weight)
+
+    def _weighted(self, direction: Direction) -> Direction:
+        """A direction as it is built, with lambda as it is now, in the direction's units."""
+        weight = self.config.stability_weight * direction.stability_weight
+        return replace(direction, stability_weight=weight)
 
     def direction(self) -> Direction:
         """Both sides of M as whole matrices, at the current parameters; P = 1 for "full".
@@ -318,9 +349,14 @@ class DirectionBuilder:
         Where M is stale it is built but not stored. ``prepare`` alone stores it: it is called
         after the proofs, and what is stored may be contracted.
         """
-        if self._current_stamp() != self._stamp:
-            return self._build_direction()
-        return Direction(self.adaptation, self.stability, self.config.stability_weight)
+        if self._current_stamp() == self._stamp:
+            return self.held
+        return self._weighted(self._build_direction())
+
+    @property
+    def held(self) -> Direction:
+        """Both sides of M as ``prepare`` stored them, with lambda as it is now."""
+        return self._weighted(self._stored)
 
     def at_step(self, gradient: dict[str, Tensor]) -> Direction:
         """M for the step that sees ``gradient``; for ``preconditioner="full"``.
@@ -328,20 +364,20 @@ class DirectionBuilder:
         Args:
             gradient: of the loss that the optimizer will see, by ``step_gradient``.
         """
-        direction = Direction(self.adaptation, self.stability, self.config.stability_weight)
         p = self._local(
             _optimizers().full_preconditioners(
                 self.optimizer, self.parameters, gradient, after=self.config.precondition_after
             )
         )
         if p is None:
-            return direction
-        stability = direction.stability
-        return Direction(
-            dict(precondition(direction.adaptation, p)),
-            None if stability is None else precondition(stability, p),
-            self.config.stability_weight,
-        )
+            return self.held
+        held = self.held
+        if held.stability is None and not held.parts:  # P is this step's own, and needed once
+            scaled = {
+                n: p.pop(n).to(m).mul_(m) if n in p else m for n, m in held.adaptation.items()
+            }
+            return replace(held, adaptation=scaled)
+        return _preconditioned(held, p)
 
     def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Gradient of the step's loss in the parameters in scope; the graph stays.
@@ -367,24 +403,47 @@ class DirectionBuilder:
 
     # --- building it -----------------------------------------------------------------------------
 
-    def _norms(
-        self, adaptation: Matrices, stability: Matrices | None
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _norms(self, adaptation: Matrices, stability: Matrices | None) -> Sizes:
         if self.sharding is None:
             return norms(adaptation), norms(stability or {})
         both = dict(adaptation), dict(stability or {})
         return self.sharding.norms(both[0]), self.sharding.norms(both[1])
 
     def _build_direction(self) -> Direction:
-        gradient = self._gradient("validation", self.validation) if self.adapts else {}
-        stability = self._stability()
-        # One P for both sides, since it scales M as a whole.
-        p = self._preconditioner()
-        return Direction(
-            dict(precondition(gradient, p)),
-            None if stability is None else precondition(stability, p),
-            self.config.stability_weight,
-        )
+        """G and V, and as ``stability_weight`` the unit that lambda counts in."""
+        parts, shares = self._parts() if self.config.standard_errors else ((), ())
+        if parts:
+            gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
+        else:
+            gradient = self._gradient("validation", self.validation) if self.adapts else {}
+        stability, unit = self._stability(), 1.0
+        if self.config.stability_units == "balance":
+            unit = unit_of_stability(*self._norms(gradient, stability))
+        built = Direction(gradient, stability, unit, parts, shares)
+        # One P for all of it, since it scales M as a whole.
+        return _preconditioned(built, self._preconditioner())
+
+    def _parts(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[float, ...]]:
+        """``S_h / n`` of each validation batch h, and its share ``n_h / n`` of the tokens.
+
+        S_h is the summed gradient of the n_h tokens (pairs) of batch h, and n the number of all, so
+        that the parts sum to G.
+        """
+        found = [
+            objective_sums(
+                self.adapter, self.parameters, [batch], first=self.first, role="validation"
+            )
+            for batch in self.validation
+        ]
+        whole = sum(count for _, count in found)
+        parts, shares = [], []
+        for sums, count in found:
+            # Among the sums, so that it is summed over processes as they are.
+            sums[_COUNT] = next(iter(sums.values())).new_tensor(count)
+            mean = self._mean("validation", sums, whole)
+            shares.append(float(mean.pop(_COUNT)))
+            parts.append(mean)
+        return tuple(parts), tuple(shares)
 
     def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
         """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
@@ -447,6 +506,21 @@ class DirectionBuilder:
         if p is None or self.sharding is None:
             return p
         return {name: self.sharding.local(name, scale) for name, scale in p.items()}
+
+
+_COUNT = "tokens of the batch"
+"""Stands beside the summed gradients of a part; no parameter has a space in its name."""
+
+
+def _preconditioned(direction: Direction, p: Mapping[str, Tensor] | None) -> Direction:
+    """The direction with each of its matrices scaled by P."""
+    stability = direction.stability
+    return replace(
+        direction,
+        adaptation=dict(precondition(direction.adaptation, p)),
+        stability=None if stability is None else precondition(stability, p),
+        parts=tuple(dict(precondition(part, p)) for part in direction.parts),
+    )
 
 
 def _optimizers() -> ModuleType:

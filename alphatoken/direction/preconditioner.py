@@ -16,12 +16,13 @@ constants, and have no part in P.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from alphatoken.support.precision import wide
+from alphatoken.support.precision import blocks, wide
 
 __all__ = ["Update", "adam_update", "frozen_preconditioner", "full_preconditioner"]
 
@@ -144,7 +145,26 @@ def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-1
     Exactness: exact to first order in the token's weight; ``factor`` counts as constant.
     Oracle: ``alphatoken.oracle.utility.adam_step_derivative``.
     """
-    g = gradient.to(torch.promote_types(update.before.dtype, wide(gradient.dtype)))
+    given = {field.name: getattr(update, field.name) for field in fields(update)}
+    entries = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.dim()}
+    if any(x.shape != gradient.shape for x in entries.values()):
+        return _derivative(update, gradient, floor)
+    # A dozen numbers an entry lie side by side: of a large embedding that would be several models.
+    dtype = _dtype(update, gradient)
+    found = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    for into, g, *rest in blocks(found, gradient, *entries.values()):
+        of_block: dict[str, Any] = dict(zip(entries, rest, strict=True))
+        into.copy_(_derivative(replace(update, **of_block), g, floor))
+    return found
+
+
+def _dtype(update: Update, gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(update.before.dtype, wide(gradient.dtype))
+
+
+def _derivative(update: Update, gradient: Tensor, floor: float) -> Tensor:
+    """As ``full_preconditioner``, of all entries at once."""
+    g = gradient.to(_dtype(update, gradient))
     away = g - update.center
     second = update.rest + update.share * away.square()
     # Where the floor or amsgrad's maximum holds w, w does not depend on g and has no slope.

@@ -205,8 +205,9 @@ class Plan:
             ]
         if not self.fits:
             said.append(
-                f"The least that means anything takes about {clock(self.seconds)}, which is more "
-                f"than the budget of {clock(self.budget)}; it is done all the same."
+                f"No size that is left to the budget can be smaller: this takes about "
+                f"{clock(self.seconds)}, more than the budget of {clock(self.budget)}; it is done "
+                "all the same."
             )
         return said
 

@@ -6,6 +6,7 @@ retention, optimizer, weights and configuration are taken as they were handed ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,6 +151,16 @@ class Oracle:
                 keep = self._gradient(given.retention)
         return gain, keep
 
+    def _stability_weight(
+        self, gain: Mapping[str, Tensor] | None, keep: Mapping[str, Tensor] | None
+    ) -> float:
+        """lambda, or lambda ``||G|| / ||V||``."""
+        config = self.given.config
+        if config.stability_units == "plain" or not gain or not keep:
+            return config.stability_weight
+        g, v = (math.hypot(*(float(m.norm()) for m in side.values())) for side in (gain, keep))
+        return config.stability_weight * g / v if v else 0.0
+
     def _gradient(self, items: Any) -> dict[str, Tensor]:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
         return composite.objective_gradient(
@@ -193,6 +204,7 @@ class Oracle:
         """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
         with only_trainable(self.model, self.scope.parameters), evaluating(self.model):
             gain, keep = self.direction()
+            self._weight = self._stability_weight(gain, keep)
             captured = self.given.config.estimator != "label"
             with (
                 readouts.traced(
@@ -489,7 +501,7 @@ class Oracle:
     def _total(self, sides: Sequence[Entry | None]) -> Entry:
         """Adaptation + lambda stability."""
         gain, keep = sides[0], sides[1]
-        weighted = None if keep is None else keep.times(self.given.config.stability_weight)
+        weighted = None if keep is None else keep.times(self._weight)
         both = [entry for entry in (gain, weighted) if entry is not None]
         return both[0] if len(both) == 1 else both[0] + both[1]
 
@@ -505,7 +517,7 @@ class Oracle:
             found[side] = sides[-1]
             found[f"{side}_direct"] = direct if split else None
             found[f"{side}_causal"] = causal if split else None
-        found["total"] = sides[0] + sides[1].times(config.stability_weight)
+        found["total"] = sides[0] + sides[1].times(self._weight)
         return found
 
 

@@ -397,7 +397,7 @@ def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:
             "the model has not left its reference in any scored weight",
             got=f"{len(parameters)} weights with W = W_ref",
             why="V = F o (W - W_ref) is zero, and so is every proxy value: there is no ranking",
-            remedy="give the model before fine-tuning as --reference, or a larger --tuning-rate",
+            remedy="give the model before fine-tuning as --reference, or a larger --tuning_rate",
         )
 
 

@@ -33,7 +33,7 @@ def values_by_parameter(
     valuer, builder = scorer.valuer, scorer.builder
     checked, weights = valuer.read(batch, token_weights, step_weights)
     with valuer.forward(checked, weights) as seen:
-        sides, _ = valuer.sides(seen, components=True)
+        sides, _ = valuer.sides(valuer.direction(seen), components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
         if not builder.captured:
             return {

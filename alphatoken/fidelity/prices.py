@@ -252,6 +252,12 @@ class Counts:
         )
         return self.prices.graph * largest
 
+    @property
+    def largest(self) -> float:
+        """Bytes of the largest trainable matrix."""
+        trained = (p for p in self.subject.model.parameters() if p.requires_grad)
+        return float(max(p.numel() * p.itemsize for p in trained))
+
     def memory(
         self, copies: int | float, rows: Sequence[Example] = (), size: int | None = None
     ) -> float:

@@ -80,7 +80,7 @@ class Subject:
                 raise DataError(
                     f"the {what} rows have no response token",
                     got=f"{len(getattr(self, what))} rows",
-                    remedy="look at the fields and at --max-length",
+                    remedy="look at the fields and at --max_length",
                 )
 
     # --- rows -----------------------------------------------------------------------------------

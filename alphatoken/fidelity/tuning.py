@@ -60,7 +60,7 @@ def fine_tuned(
             raise NumericalError(
                 "the fine-tuning that a diagnostic compares with does not converge",
                 got=f"loss {float(loss.detach())} at step {step + 1}",
-                remedy="a smaller --tuning-rate, or give --reference",
+                remedy="a smaller --tuning_rate, or give --reference",
             )
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss, inputs=parameters)

@@ -277,8 +277,10 @@ def _utility(counts: Counts, options: Any) -> Work:
                     counts.step(judged, scorers), _times(whole, scorers),
                     counts.passes("dual", rows, scorers, size=len(rows)),
                 ),
-                # G, and for the full preconditioner the step's gradient, P and their product.
-                counts.memory(copies + (4 if adaptive else 1), rows),
+                # G, and for the full preconditioner the step's gradient and P, which becomes P o G;
+                # beside them what is read of the optimizer's state for the largest matrix.
+                counts.memory(copies + (3 if adaptive else 1), rows)
+                + (3 * counts.largest if adaptive else 0),
             ),
             Stage(
                 "Leaving one token out",

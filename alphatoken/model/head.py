@@ -35,6 +35,7 @@ __all__ = [
     "is_whole",
     "output_head",
     "rounding_tolerance",
+    "take_as_of",
     "watch_head",
     "watched_head",
 ]
@@ -363,11 +364,15 @@ def output_head(adapter: DecoderAdapter) -> nn.Linear | None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Losses that were taken of one call of the head, and the errors below it, (n, d)."""
+    """Losses that were taken of one call of the head, its input there, and the errors below it.
+
+    ``hidden`` and ``errors`` are (n, d); ``logits`` those of all positions, where they were formed.
+    """
 
     positions: Tensor
     targets: Tensor
-    logits: Tensor
+    hidden: Tensor
+    logits: Tensor | None
     losses: Tensor
     errors: Tensor | None
 
@@ -390,22 +395,31 @@ class HeadUse:
                 return known
         return None
 
-    def _input(self, positions: Tensor) -> Tensor:
-        return self.hidden.flatten(0, 1)[positions]
-
     def losses(self, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
         """As ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
         known = self._asked(positions, targets)
-        if known is None:
-            hidden = self._input(positions).to(logits.dtype)
-            bias = None if self.bias is None else self.bias.to(logits.dtype)
-            flat = logits.detach().flatten(0, 1)
-            losses, errors = _losses_and_errors(
-                hidden, self.weight.to(logits.dtype), bias, targets, flat, positions
-            )
-            known = _Asked(positions, targets, flat, losses, errors)
-            self._known.append(known)
-        return known.losses
+        if known is not None:
+            return known.losses
+        hidden = self.hidden.flatten(0, 1)[positions]
+        return self.take(hidden.to(logits.dtype), positions, targets, logits.detach().flatten(0, 1))
+
+    def take(
+        self, hidden: Tensor, positions: Tensor, targets: Tensor, logits: Tensor | None = None
+    ) -> Tensor:
+        """As ``head_losses``, remembered for a later dual forward on the same tokens.
+
+        Args:
+            hidden: (n, d) what the head got at these positions, in the dtype of its product.
+            positions: of the predictions, row times length plus index.
+            targets: of the predictions.
+            logits: those of all positions, (m, V), where they have been formed.
+        """
+        weight = self.weight.to(hidden.dtype)
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        rows = None if logits is None else positions
+        losses, errors = _losses_and_errors(hidden, weight, bias, targets, logits, rows)
+        self._known.append(_Asked(positions, targets, hidden.detach(), logits, losses, errors))
+        return losses
 
     @full_precision
     def dual_losses(
@@ -441,19 +455,20 @@ class HeadUse:
         if known is None or known.errors is None:
             return None
         h, dh = forward_ad.unpack_dual(hidden)
-        own = self._input(positions).detach()
-        if not _same_up_to_rounding(h, own, known.logits.dtype):
+        dtype = known.hidden.dtype
+        if not _same_up_to_rounding(h, known.hidden, dtype):
             return None
         slope = torch.zeros_like(known.losses, requires_grad=False)
         if dh is not None:
             slope += (known.errors * dh.to(known.errors.dtype)).sum(-1)
         dw, db = (None if x is None else forward_ad.unpack_dual(x).tangent for x in (weight, bias))
         if dw is not None or db is not None:
-            dw, db = (None if x is None else x.to(known.logits.dtype) for x in (dw, db))
+            dw, db = (None if x is None else x.to(dtype) for x in (dw, db))
+            own = None if self.bias is None else self.bias.detach().to(dtype)
+            rows = None if known.logits is None else positions
             seen = _Predictions(
-                own.to(known.logits.dtype), self.weight.detach(), None, targets, known.logits,
-                positions,
-            )  # fmt: skip
+                known.hidden, self.weight.detach().to(dtype), own, targets, known.logits, rows
+            )
             for block, part in seen.in_rows():
                 slope[block] += _fold_dual(part, _Tangents(None, dw, db))[2]
         dual: Tensor = forward_ad.make_dual(known.losses.detach(), slope)
@@ -506,8 +521,14 @@ def watch_head(adapter: DecoderAdapter) -> Iterator[None]:
         handle.remove()
 
 
+def take_as_of(use: HeadUse, losses: Tensor) -> Tensor:
+    """The ``losses``, or what follows from them alone, known as taken of this call of the head."""
+    _USES[losses] = use
+    return losses
+
+
 def watched_head(logits: Tensor) -> HeadUse | None:
-    """The head's call that gave these very logits, if their losses may be taken of it."""
+    """The head's call that gave these very logits or losses, if losses may be taken of it."""
     use: HeadUse | None = _USES.get(logits)
     if use is None or not torch.is_grad_enabled():
         return None

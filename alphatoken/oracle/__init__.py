@@ -36,6 +36,7 @@ from alphatoken.oracle.gradients import (
     label_values,
     per_token_gradients,
     response_tokens,
+    standard_errors,
     token_losses,
     validation_gradient,
 )
@@ -166,6 +167,7 @@ __all__ = [
     "row_sums",
     "score_residual_norm",
     "sgd_step",
+    "standard_errors",
     "to_token_index",
     "token_losses",
     "transfer_bound",

@@ -28,6 +28,7 @@ __all__ = [
     "per_token_gradients",
     "response_tokens",
     "scalar_losses",
+    "standard_errors",
     "token_losses",
     "validation_gradient",
 ]
@@ -300,3 +301,44 @@ def validation_gradient(
             remedy="check how labels are made",
         )
     return {name: tensor / count for name, tensor in total.items()}
+
+
+def standard_errors(
+    model: nn.Module,
+    forward: Forward,
+    batch: Batch,
+    validation: Sequence[Batch],
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Standard error of each token's label value over the draw of the validation batches.
+
+    Formula: the delete-one jackknife. With ``v`` the value against all H batches and ``v_b`` that
+    against all but batch b, ``out^2 = (H - 1) / H sum_b (v_b - v)^2``.
+
+    Returns:
+        (b, t) in float64; 0 off the response.
+
+    Exactness: exact. Source: ours. Oracle of: ``TokenValues.standard_error``.
+
+    Raises:
+        InputError: fewer than two batches.
+    """
+    count = len(validation)
+    if count < 2:
+        raise InputError(
+            "a spread between batches needs at least two",
+            got=f"{count}",
+            why="one batch says nothing of the draw",
+            remedy="give the validation rows in several batches",
+        )
+
+    def against(batches: Sequence[Batch]) -> Tensor:
+        along = validation_gradient(model, forward, batches, parameters)
+        return label_values(model, forward, batch, along)
+
+    whole = against(validation)
+    squares = torch.zeros_like(whole)
+    for left_out in range(count):
+        rest = [one for place, one in enumerate(validation) if place != left_out]
+        squares += (against(rest) - whole) ** 2
+    return torch.sqrt(squares * (count - 1) / count)

@@ -135,11 +135,11 @@ def find_scored(
                 if p.requires_grad and p.dim() >= 2
             }
     named: dict[str, Tensor]
-    parts = parameters.split(",")
+    parts = [part.strip() for part in parameters.split(",")]
     by_name = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
-        if p.requires_grad and any(fnmatch.fnmatchcase(name, part.strip()) for part in parts)
+        if p.requires_grad and any(fnmatch.fnmatchcase(name, part) for part in parts)
     }
     if parameters == "all":
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -154,10 +154,11 @@ def find_scored(
                 if (bias := getattr(linear.module, "bias", None)) is not None and bias.requires_grad
             }
         named |= others if loose else {}
+    named |= by_name
     once: dict[int, str] = {}
-    for name, parameter in (named | by_name).items():
+    for name, parameter in named.items():
         once.setdefault(id(parameter), name)
-    kept = {name: (named | by_name)[name] for name in once.values()}
+    kept = {name: named[name] for name in once.values()}
     return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept)
 
 

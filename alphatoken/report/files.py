@@ -20,7 +20,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.examples import COMPONENTS, ScoredExample
 from alphatoken.support.storage import replacing
 
-__all__ = ["FORMATS", "read_values", "stretches", "value_files", "write_values"]
+__all__ = ["FORMATS", "pyarrow_modules", "read_values", "stretches", "value_files", "write_values"]
 
 FORMATS = ("parquet", "jsonl")
 _KEYS = tuple(component.key for component in COMPONENTS)
@@ -62,7 +62,12 @@ def _records(examples: Iterable[ScoredExample]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def pyarrow_modules() -> tuple[Any, Any]:
+    """``pyarrow`` and ``pyarrow.parquet``.
+
+    Raises:
+        ConfigError: they are not installed.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -74,7 +79,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _write_parquet(path: Path, examples: Sequence[ScoredExample]) -> None:
-    pa, pq = _pyarrow()
+    pa, pq = pyarrow_modules()
     text = pa.dictionary(pa.int32(), pa.string())
     types = {
         "row": pa.int64(),
@@ -127,7 +132,7 @@ def stretches(path: Path, size: int = 4096, every: int = 1) -> Iterator[list[dic
             for lines in islice(parts, 0, None, every):
                 yield [json.loads(line) for line in lines]
     else:
-        _, pq = _pyarrow()
+        _, pq = pyarrow_modules()
         with pq.ParquetFile(path) as file:
             for batch in islice(file.iter_batches(batch_size=size), 0, None, every):
                 yield batch.to_pylist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
 from alphatoken.scoring.passes import Pass, Weights
 from alphatoken.scoring.valuing import Valuer
-from alphatoken.select.interaction import token_gram
+from alphatoken.select.interaction import token_gram, token_norms
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -104,8 +105,8 @@ class Observed:
     def components(self) -> TokenValues:
         """The values of the last ``values`` call with their components.
 
-        ``total`` and ``unassigned`` are the very tensors of that call, so that looking at the
-        components cannot change a selection. The components sum to them up to rounding.
+        ``total``, ``unassigned`` and ``parts`` are the very tensors of that call, so that looking
+        at the components cannot change a selection. The components sum to them up to rounding.
 
         Raises:
             ModelError: ``values`` was not called.
@@ -114,7 +115,13 @@ class Observed:
         if values.adaptation is not None:
             return values
         components = self._valuer.values(seen, components=True)
-        return replace(components, total=values.total, unassigned=values.unassigned)
+        return replace(
+            components,
+            total=values.total,
+            unassigned=values.unassigned,
+            parts=values.parts,
+            part_shares=values.part_shares,
+        )
 
     def interaction(self) -> Tensor:
         """Gram matrix of the direct token gradients of the last ``values`` call.
@@ -130,7 +137,28 @@ class Observed:
                 self-only errors. ModelError: ``values`` was not called.
             UnsupportedError: the model has layers without a self-only backward.
         """
-        (seen, _), config = self._last_call("interaction"), self._valuer.config
+        mask, errors = self._direct_errors("interaction")
+        return token_gram(
+            self._recorder.linears, errors, mask, score_bias=self._valuer.config.score_bias
+        )
+
+    def norms(self) -> Tensor:
+        """Lengths (b, t) of the direct token gradients of the last ``values`` call.
+
+        The roots of ``interaction``'s diagonal, in a workspace of one number a token; see
+        ``interaction.token_norms``.
+
+        Raises:
+            ConfigError, ModelError, UnsupportedError: as ``interaction``.
+        """
+        mask, errors = self._direct_errors("norms")
+        return token_norms(
+            self._recorder.linears, errors, mask, score_bias=self._valuer.config.score_bias
+        )
+
+    def _direct_errors(self, asked: str) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Response mask and self-only errors of the last ``values`` call."""
+        (seen, _), config = self._last_call(asked), self._valuer.config
         if not self._self_only:
             raise ConfigError(
                 f"'{config.estimator}' has no self-only errors",
@@ -140,12 +168,8 @@ class Observed:
         # Under path="causal" no errors at the linears were asked for, so there is nothing to reuse.
         direct = config.estimator in SELF_ONLY and config.path != "causal"
         if direct and seen.kept_errors is not None:
-            errors = seen.kept_errors.direct
-        else:
-            errors = self._self_only_errors(seen)
-        return token_gram(
-            self._recorder.linears, errors, seen.batch.mask, score_bias=config.score_bias
-        )
+            return seen.batch.mask, seen.kept_errors.direct
+        return seen.batch.mask, self._self_only_errors(seen)
 
     def _last_call(self, asked: str) -> tuple[Pass, TokenValues]:
         if self._last is None:

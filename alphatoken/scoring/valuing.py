@@ -6,9 +6,10 @@ The order is always the same: ``read`` a batch, ``prepare`` the direction, have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -130,43 +131,55 @@ class Valuer:
 
     def values(self, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
-        sides, balance = self.sides(seen, components=components)
-        parts = self._contracted(seen, sides) if self.builder.captured else self._label(seen, sides)
-        adaptation, stability = parts
+        direction = self.direction(seen)
+        (adaptation, stability), balance = self.sides(direction, components=components)
+        parts = tuple(Side(part) for part in direction.parts)
+        ahead = list(parts) if adaptation is None or parts else [adaptation]
+        sides = ahead if stability is None else [*ahead, stability]
+        found = self._contracted(seen, sides) if self.builder.captured else self._label(seen, sides)
         values = combine(
-            adaptation,
-            stability,
+            _summed(found[: len(ahead)]),
+            None if stability is None else found[-1],
             mask=seen.batch.mask,
             split=self.config.estimator in SPLIT,
             estimator=self.config.estimator,
-            stability_weight=self.config.stability_weight,
+            stability_weight=direction.stability_weight,
             balance=balance,
         )
+        if parts:
+            by_batch = torch.stack(
+                [direct + causal for direct, causal, _ in found[: len(parts)]], -1
+            )
+            shares = by_batch.new_tensor(direction.shares)
+            values = replace(values, parts=by_batch, part_shares=shares)
         if not components:
             return values.total_alone()
         if self.warn and adaptation is not None and stability is not None and not self._warned:
             self._warn_if_one_sided(values)
         return values
 
-    def sides(self, seen: Pass, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """What is contracted for this pass: both sides of M with their balance, or M as one side.
-
-        Without ``components`` both sides are summed first, which saves a contraction. The balance
-        is left empty there.
-        """
-        builder = self.builder
+    def direction(self, seen: Pass) -> Direction:
+        """M as it is stored, or for the step of this pass where ``preconditioner="full"``."""
         # "full" makes M depend on the step's own gradient, hence on this pass.
-        if self.config.preconditioner == "full":
-            direction = self.at_step(seen)
-            adaptation = Side(direction.adaptation) if builder.adapts else None
-            stability = None if direction.stability is None else Side(direction.stability)
-            sides = adaptation, stability
-        else:
-            direction, sides = None, builder.sides
-        if not components:
-            whole = total_side(*sides, self.config.stability_weight)
-            return sides if whole is None else (whole, None), {}
-        return sides, builder.balance if direction is None else builder.balance_of(direction)
+        return self.at_step(seen) if self.config.preconditioner == "full" else self.builder.held
+
+    def sides(self, direction: Direction, *, components: bool) -> tuple[Sides, dict[str, float]]:
+        """What is contracted: both sides of M with their balance, or M as one side.
+
+        Without ``components`` both sides are summed first, which saves a contraction; the balance
+        is left empty there. With ``standard_errors`` the sides are never summed, since the parts
+        of the adaptation side are contracted in its place.
+        """
+        adaptation = Side(direction.adaptation) if self.builder.adapts else None
+        stability = None if direction.stability is None else Side(direction.stability)
+        if components:
+            kept = self.config.preconditioner != "full"
+            balance = self.builder.balance if kept else self.builder.balance_of(direction)
+            return (adaptation, stability), balance
+        if direction.parts:
+            return (adaptation, stability), {}
+        whole = total_side(adaptation, stability, direction.stability_weight)
+        return ((adaptation, stability) if whole is None else (whole, None)), {}
 
     def at_step(self, seen: Pass) -> Direction:
         """M for the step that the losses of this pass make; for ``preconditioner="full"``."""
@@ -209,30 +222,23 @@ class Valuer:
         self.witness.see(*seen.recorded, seen.batch.mask)
         return replace(seen, kept_errors=errors)
 
-    def _contracted(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
+    def _contracted(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
         """Values for all estimators but label: errors at the linears, contracted with each side."""
         builder, (recorder, losses) = self.builder, seen.recorded
-        present = [side for side in sides if side is not None]
-        # Nothing kept: both sides are contracted inside the backward, with each error as it comes.
+        # Nothing kept: all sides are contracted inside the backward, with each error as it comes.
         if seen.kept_errors is None:
-            sums = ColumnSums(recorder, present, builder.names)
+            sums = ColumnSums(recorder, sides, builder.names)
             self.errors(seen, sums.add)
             # After the errors, which also refuse a foreign graph; before any value is returned.
             self.witness.see(recorder, losses, seen.batch.mask)
-            columns = iter(sums.columns())
+            columns = sums.columns()
         else:
             gather = None if builder.sharding is None else builder.sharding.gather
-            columns = iter(
-                contract_columns(recorder, seen.kept_errors, present, builder.names, gather)
-            )
+            columns = contract_columns(recorder, seen.kept_errors, sides, builder.names, gather)
         mask, position = seen.batch.mask, self.config.causal_position
-        adaptation, stability = (
-            None if side is None else assign_columns(next(columns), mask, position)
-            for side in sides
-        )
-        return adaptation, stability
+        return [assign_columns(one, mask, position) for one in columns]
 
-    def _label(self, seen: Pass, sides: Sides) -> tuple[Parts | None, Parts | None]:
+    def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
         """Label values along each side, by one dual forward each."""
         start = self._start(seen)
 
@@ -253,8 +259,7 @@ class Valuer:
                 values = values * seen.weights.token.to(values)
             return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
-        adaptation, stability = (None if side is None else along(side) for side in sides)
-        return adaptation, stability
+        return [along(side) for side in sides]
 
     def _start(self, seen: Pass) -> Start | None:
         """Where a dual forward may start, the recorded input of the first scored layer; or None."""
@@ -279,3 +284,11 @@ class Valuer:
                 "stability_weight accordingly.",
                 AlphaTokenWarning,
             )
+
+
+def _summed(parts: Sequence[Parts]) -> Parts | None:
+    """The sum of several parts, piece by piece; None of none."""
+    if not parts:
+        return None
+    direct, causal, unassigned = (reduce(torch.add, pieces) for pieces in zip(*parts, strict=True))
+    return direct, causal, unassigned

@@ -1,6 +1,7 @@
 """What is done with values: masks, weights, losses.
 
 * :mod:`~alphatoken.select.masks`: exactly ``ceil(ratio n)`` tokens, ties by row and position;
+* :mod:`~alphatoken.select.confidence`: all tokens but those that are harmful beyond doubt;
 * :mod:`~alphatoken.select.weights`: a mask, weights in proportion to the value, or unbiased
   draws;
 * :mod:`~alphatoken.select.interaction`: kept tokens that repeat each other count less, by inner

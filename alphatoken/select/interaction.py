@@ -15,7 +15,7 @@ which needs no more than the tokens' values and the Gram matrix G_kl = <g_k, g_l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,7 +26,7 @@ from alphatoken.model.capture import LinearUse
 from alphatoken.select.masks import check_values, keep_count
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["UNITS", "absolute_weight", "select_diverse", "token_gram"]
+__all__ = ["UNITS", "absolute_weight", "select_diverse", "token_gram", "token_norms"]
 
 UNITS = ("absolute", "relative")
 
@@ -76,6 +76,68 @@ def token_gram(
 
     Oracle: outer products per token and use, summed per parameter, in the tests.
     """
+    live = _live(uses, errors, mask)
+    n = int(mask.sum())
+    gram = torch.zeros(n, n, dtype=_dtype(live), device=mask.device)
+    for factors in _factors(live, mask, gram, score_bias=score_bias):
+        _add_products(gram, factors, block)
+    return gram
+
+
+@full_precision
+def token_norms(
+    uses: Sequence[LinearUse],
+    errors: Sequence[Tensor | None],
+    mask: Bool[Tensor, "b t"],
+    *,
+    score_bias: bool = False,
+) -> Float[Tensor, "b t"]:
+    """Length of each response token's direct gradient over all scored linears: a ghost norm.
+
+        ||g_k||^2 = sum over weights ||delta_k||^2 ||x_k||^2
+
+    for weights that are used once; products between several uses of one weight belong to it, as in
+    ``token_gram``, of which this is the root of the diagonal.
+
+    Args:
+        uses: as in ``token_gram``.
+        errors: as in ``token_gram``.
+        mask: as in ``token_gram``.
+        score_bias: as in ``token_gram``.
+
+    Returns:
+        (b, t), 0 off the response, in float32 or wider. Unit: loss gradient per weight.
+
+    Exactness: exact up to rounding where the errors are the exact self-only ones.
+
+    Raises:
+        InputError: as ``token_gram``.
+
+    Source: ours (ghost norms are known from private training). Oracle: outer products per token
+    and use, in the tests.
+    """
+    live = _live(uses, errors, mask)
+    dtype = _dtype(live)
+    squares = torch.zeros(int(mask.sum()), dtype=dtype, device=mask.device)
+    for factors in _factors(live, mask, squares, score_bias=score_bias):
+        for left, right in factors:
+            for other_left, other_right in factors:
+                product = (left * other_left).sum(-1)
+                if right is not None and other_right is not None:
+                    product = product * (right * other_right).sum(-1)
+                squares += product
+    norms = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    # Products between uses may sum to a little less than zero by rounding.
+    norms[mask] = squares.clamp(min=0.0).sqrt()
+    return norms
+
+
+_Live = list[tuple[LinearUse, Tensor]]
+_Factors = list[tuple[Tensor, Tensor | None]]
+
+
+def _live(uses: Sequence[LinearUse], errors: Sequence[Tensor | None], mask: Tensor) -> _Live:
+    """Uses that have an error, once all is checked."""
     if len(uses) != len(errors):
         raise InputError(
             "there must be one error a use", got=f"{len(uses)} uses, {len(errors)} errors"
@@ -86,26 +148,26 @@ def token_gram(
             got=f"mask is True at row {int(mask[:, 0].nonzero()[0])}, token 0",
             remedy="make the mask from the labels after the shift",
         )
+    return [(use, error) for use, error in zip(uses, errors, strict=True) if error is not None]
+
+
+def _dtype(live: _Live) -> torch.dtype:
+    return wide(*(x.dtype for use, error in live for x in (use.x, error)))
+
+
+def _factors(live: _Live, mask: Tensor, like: Tensor, *, score_bias: bool) -> Iterator[_Factors]:
+    """Parameter by parameter, the factors of the tokens' gradients at each of its uses."""
     # Uses of one weight are grouped first: gradients add over uses, and products of them do not.
-    live = [(use, error) for use, error in zip(uses, errors, strict=True) if error is not None]
-    kinds = [wide(*(x.dtype for use, error in live for x in (use.x, error)))]
-    n = int(mask.sum())
-    gram = torch.zeros(n, n, dtype=kinds[0], device=mask.device)
     for group in _by_identity(live, "weight"):
-        _add_products(
-            gram, [_weight_factors(use, error, mask, gram) for use, error in group], block
-        )
+        yield [_weight_factors(use, error, mask, like) for use, error in group]
     for group in _by_identity(live, "bias") if score_bias else []:
-        total = torch.stack([_predicting(error, mask, gram) for _, error in group]).sum(0)
-        _add_products(gram, [(total, None)], block)
-    return gram
+        total = torch.stack([_predicting(error, mask, like) for _, error in group]).sum(0)
+        yield [(total, None)]
 
 
-def _by_identity(
-    live: Sequence[tuple[LinearUse, Tensor]], kind: str
-) -> list[list[tuple[LinearUse, Tensor]]]:
+def _by_identity(live: _Live, kind: str) -> list[_Live]:
     """Uses and errors grouped by the parameter that they use: tied ones share it by identity."""
-    groups: dict[int, list[tuple[LinearUse, Tensor]]] = {}
+    groups: dict[int, _Live] = {}
     alive = []  # an id means something only while its object lives
     for use, error in live:
         parameter = getattr(use.linear, kind)
@@ -123,15 +185,13 @@ def _predicting(by_position: Tensor, mask: Tensor, like: Tensor) -> Tensor:
 
 def _weight_factors(
     use: LinearUse, error: Tensor, mask: Tensor, like: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Both factors of the tokens' gradients, in the order in which the weight is stored."""
     factors = _predicting(error, mask, like), _predicting(use.x, mask, like)
     return factors[::-1] if use.linear.transposed else factors
 
 
-def _add_products(
-    gram: Tensor, factors: Sequence[tuple[Tensor, Tensor | None]], block: int
-) -> None:
+def _add_products(gram: Tensor, factors: _Factors, block: int) -> None:
     """Add one parameter's inner products: blocks of the upper triangle, and their mirror."""
     # <a x^T, b y^T> = (a . b)(x . y): two small products in place of d_out d_in numbers a token.
     for start in range(0, len(gram), block):

@@ -1,4 +1,4 @@
-"""What a run refuses before any work: asked by the trainers, and by ``--dry-run`` for the same run.
+"""What a run refuses before any work: asked by the trainers, and by ``--dry_run`` for the same run.
 
 Each check needs no more than options, the model's shape, the layout, and how many rows there are;
 so the plan of a run can ask it without weights or rows, and gives the same error. Options that

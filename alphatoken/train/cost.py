@@ -6,6 +6,7 @@ optimizer, communication, padding) is left out on both sides of every ratio.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -477,12 +478,14 @@ def _fisher_bytes(scope: Scope, args: Any, width: float) -> float:
 
 
 def _direction_bytes(scope: Scope, args: Any, layout: Layout) -> float:
-    """G and V of the scored linears in float32, and the running mean of G."""
+    """G, its running mean, its parts where values have errors, and V: of the scored linears."""
     if not args.needs_values:
         return 0.0
     held = 0  # as large as the scored weights together
     if args.objective != "stability":
         held += 1 + (args.running_mean > 0)
+        if args.policy == "harmless":
+            held += math.ceil(args.validation_batch_size / args.validation_rows_at_once)
     if args.retention != "none" and args.objective != "adaptation":
         held += not args.fisher_offload or args.estimator not in CAPTURED
     return 4.0 * held * scored_numbers(scope) * layout.share("scored")
@@ -509,7 +512,7 @@ class _Batch:
         head = base.get_output_embeddings().weight
         rows = 0
         if args.needs_values and args.objective != "stability":
-            rows = args.validation_micro_batch_size or args.validation_batch_size
+            rows = args.validation_rows_at_once or args.validation_batch_size
         return cls(
             args.per_device_train_batch_size * (2 if command == "dpo" else 1),
             rows,

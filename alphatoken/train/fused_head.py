@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.model.head import head_losses, is_whole
+from alphatoken.model.head import HeadUse, is_whole, take_as_of
 
 __all__ = ["errors_only", "shared_log_probs"]
 
@@ -58,13 +58,13 @@ def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
     rows = places if len(targets) == asked.numel() else torch.arange(len(targets)).to(places)
     if len(rows) != len(places):
         return None
-    dtype = node.compute_dtype
-    hidden, weight = hidden[rows].to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    use = HeadUse(hidden, weight, bias)
+    row, index = asked.nonzero(as_tuple=True)
+    positions = row * (asked.shape[1] + 1) + index  # as in the forward, whose last one TRL drops
     with torch.autocast(hidden.device.type, enabled=False):
-        losses = head_losses(hidden, weight, bias, targets[rows])
+        losses = use.take(hidden[rows].to(node.compute_dtype), positions, targets[rows])
     zeros = losses.new_zeros(asked.numel())
-    return zeros.index_put((places,), -losses).view(asked.shape)
+    return take_as_of(use, zeros.index_put((places,), -losses).view(asked.shape))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from alphatoken.errors import NumericalError, UnsupportedError
 from alphatoken.model.batch import IGNORE, token_losses
+from alphatoken.model.head import take_as_of, watched_head
 from alphatoken.train.fused_head import shared_log_probs
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class TokenGate:
             self._shared = shared_log_probs(self.log_probs, self._asked)
         else:
             self._shared = -token_losses(self._logits, labels)[:, 1:]
+            if (use := watched_head(self._logits)) is not None:
+                take_as_of(use, self._shared)
 
     @property
     def scores(self) -> Tensor:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -124,9 +125,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._carried: Carried | None = None
         # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
         self._direct_calls = (-1, 0)
-        if self._policy is None and options.policy == "all" and not options.needs_values:
+        plain = self._policy is None and options.policy == "all" and not options.needs_values
+        if plain and not options.screen_share:
             return
         self._refuse_virtual_tokens()
+        if plain:
+            self._screen()
+            return
         handed_over = Given(
             validation=validation_dataset is not None,
             retention=retention_dataset is not None,
@@ -134,6 +139,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         )
         check_run(self.model, self.accelerator, options, self._policy, handed_over)
         if self._policy is not None:
+            self._screen()
             self.weigher = PolicyWeigher(
                 self, self.records, self._policy, validation_dataset, policy_reference
             )
@@ -143,7 +149,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
             self.records.reference = self.rows.reference
+        self._screen()  # after the Fisher's prompts were read, which end where the labels begin
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
+
+    def _screen(self) -> None:
+        """Leave out what the start model finds least likely, where that is asked for."""
+        if self.args.screen_share:
+            self.train_dataset = import_module("alphatoken.policies.screen").screened(self)
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""

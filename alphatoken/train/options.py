@@ -7,6 +7,7 @@ command lines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,9 +29,11 @@ __all__ = ["AlphaOptions"]
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "weighting": ("mask", "proportional", "unbiased"),
     "value_unit": ("token", "response"),
+    "value_scale": ("none", "norm"),
     "keep_scope": ("batch", "sequence", "global"),
     "kept_normalization": ("response", "kept", "sum"),
     "schedule_shape": ("linear", "cosine"),
+    "stability_units": ("plain", "balance"),
     "retention": ("none", "diagonal", "kronecker", "data"),
     "fisher_labels": ("sequence", "token"),
     "validation_mode": ("fixed", "pool"),
@@ -54,7 +57,8 @@ class AlphaOptions:
 
     policy: str = option(
         "top",
-        "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
+        "Which response tokens are trained on: 'top' by value, 'harmless' (all but those whose "
+        "value is below zero beyond doubt; see confidence), 'random' or 'bottom' (controls of "
         "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
         "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
     )
@@ -88,6 +92,11 @@ class AlphaOptions:
         "output_dir."
     )  # fmt: skip
     keep_ratio: float = option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
+    confidence: float = option(
+        0.95,
+        "policy='harmless': a token goes where the upper bound of its value, one-sided at this "
+        "level over the draw of the validation rows, lies below zero; in [0.5, 1).",
+    )
     keep_scope: str = option(
         "batch",
         "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
@@ -97,6 +106,17 @@ class AlphaOptions:
         "token",
         "What is ranked: 'token', or 'response': the mean value of each response, so that "
         "responses are kept or dropped whole, but for one at the edge of the budget.",
+    )
+    value_scale: str = option(
+        "none",
+        "Tokens are ranked by their values ('none'), or by these over the lengths of their own "
+        "gradients ('norm'): one that is large in every direction then has no head start.",
+    )
+    screen_share: float = option(
+        0.0,
+        "Share of the response tokens, of whole responses under value_unit='response', that goes "
+        "before training: those that the start model finds least likely. They are neither valued "
+        "nor trained on, under any policy; 0 screens nothing. SFT.",
     )
     weighting: str = option(
         "mask",
@@ -139,6 +159,11 @@ class AlphaOptions:
     )
     window: int | None = option(32, "W of Value-Propagation; null for none.")
     stability_weight: float = option(1.5, "lambda; without natural unit, see the balance logged.")
+    stability_units: str = option(
+        "plain",
+        "lambda multiplies V as it is ('plain', the paper), or V brought to the length of G "
+        "('balance'): at 1 both weigh the same, however far the weights have drifted.",
+    )
     head_reduction: str = option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")
     causal_position: str = option("label", "'label' or 'context'.")
     score_bias: bool = option(False, "Biases of the scored linears take part.")
@@ -154,7 +179,9 @@ class AlphaOptions:
     )  # fmt: skip
     validation_batch_size: int = option(32, "Validation rows (pairs) a step, over all ranks.")
     validation_micro_batch_size: int | None = option(
-        None, "Rows of one validation forward; null for all at once."
+        None,
+        "Rows of one validation forward; null for all at once, under policy='harmless' for an "
+        "eighth of them: its errors are from the spread between the forwards.",
     )
     running_mean: float = option(
         0.0,
@@ -198,6 +225,12 @@ class AlphaOptions:
         "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
     )
+    skip_dropped_rows: bool = option(
+        False,
+        "Rows of which no token is kept are left out of the training forward: with "
+        "value_unit='response' a batch is then a draw of which only the kept rows cost a step. The "
+        "loss that is logged is the scoring pass's, of all rows. Needs scoring_forward='own'; SFT.",
+    )
     export_values: bool = option(
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. They "
@@ -219,6 +252,7 @@ class AlphaOptions:
                     why="0 would keep nothing, more than 1 has no meaning",
                 )
         self._check_numbers()
+        self._check_screen()
         self._check_combinations()
         self.scorer_config()
 
@@ -271,24 +305,105 @@ class AlphaOptions:
         if not 0 < self.schedule_share <= 1:
             raise ConfigError("schedule_share must lie in (0, 1]", got=repr(self.schedule_share))
 
+    def _check_harmless(self) -> None:
+        """See that nothing else asks for what a rule without a ratio does not have."""
+        if not 0.5 <= self.confidence < 1:
+            raise ConfigError("confidence must lie in [0.5, 1)", got=repr(self.confidence))
+        if self.policy != "harmless":
+            return
+        reasons = {
+            "objective='stability'": self.objective == "stability",
+            f"keep_scope={self.keep_scope!r}": self.keep_scope != "batch",
+            "kept_normalization='kept'": self.kept_normalization == "kept",
+            "keep_ratio_start": self.keep_ratio_start is not None,
+            "reuse_values": self.reuse_values > 0,
+            "running_mean": self.running_mean > 0,
+            "shared_threshold": self.shared_threshold,
+        }
+        _refuse(
+            reasons,
+            "policy='harmless' has no ratio: each token is judged by its own value and error",
+            why="these rank tokens, count the kept ones ahead, or take values whose error over "
+            "the validation rows is not known",
+            remedy="leave them out, or policy='top'",
+        )
+
+        at_once = self.validation_rows_at_once
+        if at_once is not None and not at_once < self.validation_batch_size:
+            raise ConfigError(
+                "policy='harmless' needs at least two validation forwards a step",
+                got=f"{self.validation_batch_size} rows, {at_once} at once",
+                why="the errors of values are taken from the spread between them",
+                remedy="a larger validation_batch_size, or a smaller validation_micro_batch_size",
+            )
+
+    def _check_scale(self) -> None:
+        """See that lengths of gradients are there where values are divided by them."""
+        if self.value_scale == "none":
+            return
+        reasons = {
+            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
+            "reuse_values": self.reuse_values > 0,
+            "interaction_weight": self.interaction_weight > 0,
+        }
+        _refuse(
+            reasons,
+            "value_scale='norm' ranks fresh values, by policy='top' or 'bottom'",
+            why="stored values have no lengths beside them, interaction needs values in "
+            "their own unit, and a sign does not depend on a length",
+            remedy="value_scale='none', or leave that out",
+        )
+
+    def _check_rows(self) -> None:
+        """See that rows are examples, and known to be dropped before their forward."""
+        if not self.skip_dropped_rows:
+            return
+        reasons = {
+            "preference pairs": self.FAMILY == "preference",
+            f"scoring_forward={self.scoring_forward!r}": self.scoring_forward != "own",
+            **self._packed(),
+        }
+        _refuse(
+            reasons,
+            "skip_dropped_rows leaves rows out of a forward that follows the scoring",
+            why="both branches of a pair are needed, a packed row holds several examples, and "
+            "a shared forward has run them all",
+            remedy="scoring_forward='own' in SFT without packing, or skip_dropped_rows=False",
+        )
+
     def _check_unit(self) -> None:
         """See that responses can be ranked whole."""
         if self.value_unit == "token":
             return
+        screened = ("all", "random") if self.screen_share else ()
         reasons = {
             "keep_scope='sequence'": self.keep_scope == "sequence",
-            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
+            f"policy={self.policy!r}": self.policy not in ("top", "harmless", "bottom", *screened),
             "interaction_weight": self.interaction_weight > 0,
-            "packing": bool(getattr(self, "packing", False)),
-            "padding_free": bool(getattr(self, "padding_free", False)),
+            **self._packed(),
         }
-        obstacles = [name for name, present in reasons.items() if present]
-        if obstacles:
-            raise ConfigError(
-                "value_unit='response' ranks whole responses, one a row, of a batch or a step",
-                got=", ".join(obstacles),
-                remedy="value_unit='token', or leave that out",
-            )
+        _refuse(
+            reasons,
+            "value_unit='response' ranks whole responses, one a row, of a batch or a step",
+            remedy="value_unit='token', or leave that out",
+        )
+
+    def _packed(self) -> dict[str, bool]:
+        """Options under which a row is no example, and whether they are on."""
+        return {n: bool(getattr(self, n, False)) for n in ("packing", "padding_free")}
+
+    def _check_screen(self) -> None:
+        """See that there are rows to look at, each an example."""
+        if not 0 <= self.screen_share < 1:
+            raise ConfigError("screen_share must lie in [0, 1)", got=repr(self.screen_share))
+        if not self.screen_share:
+            return
+        _refuse(
+            {"preference pairs": self.FAMILY == "preference", "packing": self._packed()["packing"]},
+            "screen_share leaves out tokens or rows before training",
+            why="a pair is no example without its branch, and a packed row holds several",
+            remedy="SFT without packing, or screen_share=0",
+        )
 
     def _check_combinations(self) -> None:
         if self.objective == "stability" and self.retention == "none":
@@ -319,6 +434,9 @@ class AlphaOptions:
                 why="the pairwise products exist for one micro-batch at a time",
             )
         self._check_unit()
+        self._check_harmless()
+        self._check_scale()
+        self._check_rows()
         if self.reuse_values and (self.keep_scope == "global" or self.interaction_weight > 0):
             raise ConfigError(
                 "reuse_values works with keep_scope='batch' or 'sequence' and without interaction",
@@ -354,6 +472,7 @@ class AlphaOptions:
             stability_weight=self.stability_weight
             if stability_weight is None
             else stability_weight,
+            stability_units=self.stability_units,
             head_reduction=self.head_reduction,
             causal_position=self.causal_position,
             preconditioner=self.preconditioner,
@@ -362,6 +481,7 @@ class AlphaOptions:
             parameters=self.value_parameters,
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,
+            standard_errors=self.policy == "harmless",
             offload="stream" if self.fisher_offload else "none",
         )
 
@@ -375,6 +495,22 @@ class AlphaOptions:
         )
 
     @property
+    def validation_rows_at_once(self) -> int | None:
+        """Rows of one validation forward; None for all of a process."""
+        if self.validation_micro_batch_size is None and self.policy == "harmless":
+            return -(-self.validation_batch_size // 8)
+        return self.validation_micro_batch_size
+
+    @property
     def needs_values(self) -> bool:
         """Whether tokens are valued at all: not under 'random', nor 'all' without an export."""
-        return self.policy in ("top", "bottom") or (self.policy == "all" and self.export_values)
+        return self.policy in ("top", "harmless", "bottom") or (
+            self.policy == "all" and self.export_values
+        )
+
+
+def _refuse(reasons: Mapping[str, bool], what: str, *, remedy: str, why: str = "") -> None:
+    """Raise if any of the reasons is given, and name those that are."""
+    obstacles = [name for name, present in reasons.items() if present]
+    if obstacles:
+        raise ConfigError(what, got=", ".join(obstacles), why=why, remedy=remedy)

@@ -1,4 +1,4 @@
-"""What a run would do, without weights, data or network: the plan that ``--dry-run`` prints."""
+"""What a run would do, without weights, data or network: the plan that ``--dry_run`` prints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Plan", "make_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that ``--dry-run`` prints.
+    """Everything that ``--dry_run`` prints.
 
     Attributes:
         command: "sft" or "dpo".
@@ -178,7 +178,7 @@ def _kept_share(args: Any) -> float | None:
     policy = chosen_policy(args, None, args.FAMILY)
     if policy is not None and policy.settings.mode == "native":
         return policy.native_ratio
-    return 1.0 if args.policy == "all" else float(args.keep_ratio)
+    return 1.0 if args.policy in ("all", "harmless") else float(args.keep_ratio)
 
 
 def _validation_part(args: Any, share: float) -> dict[str, Any]:

@@ -20,11 +20,12 @@ __all__ = [
     "trainer_fields",
 ]
 
-TRAINER_POLICIES = ("top", "random", "bottom", "all")
+TRAINER_POLICIES = ("top", "harmless", "random", "bottom", "all")
 """Policies of the trainers themselves, by value."""
 
 _ONLY_VALUES: Mapping[str, Any] = {
     "value_unit": "token",
+    "value_scale": "none",
     "weighting": "mask",
     "keep_scope": "batch",
     "interaction_weight": 0.0,

@@ -24,7 +24,14 @@ from alphatoken.train.identity import option_values
 from alphatoken.train.layouts import layout
 from alphatoken.train.policy import PolicyStage, TokenPolicy
 
-__all__ = ["TrainingRows", "copied", "kept_random_state", "make_stage", "select_rows"]
+__all__ = [
+    "TrainingRows",
+    "cache_folder",
+    "copied",
+    "kept_random_state",
+    "make_stage",
+    "select_rows",
+]
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 _ROW = ("input_ids", "labels", "seq_lengths")
@@ -132,7 +139,7 @@ def make_stage(
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
         reference_model=reference_model,
-        folder=_folder(options),
+        folder=cache_folder(options),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
@@ -145,7 +152,8 @@ def _tokenizer(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def _folder(options: Any) -> Path:
+def cache_folder(options: Any) -> Path:
+    """Where static passes keep what they found."""
     if options.policy_cache is not None:
         return Path(options.policy_cache)
     return Path(str(options.output_dir)).absolute().parent / "policies"
@@ -236,10 +244,11 @@ def _train_copy(
     """
     from datasets import Dataset
 
-    own_folder = _folder(trainer.args) / f"run-{secrets.token_hex(4)}"
+    own_folder = cache_folder(trainer.args) / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
         "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
+        "screen_share": 0.0,  # its rows are those that the screen has left
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "output_dir": str(own_folder),
     }  # fmt: skip

@@ -74,16 +74,20 @@ def scoring_flops(
 
     A token costs a forward, and errors through the scored layers with their contraction; or for
     label values one more forward for the tangents of activations, and one for those of weights.
-    A validation token costs a forward, errors, and their gradient.
+    A validation token costs a forward, errors, and their gradient. With standard errors each
+    validation batch is contracted, or sent forward, by itself.
     """
+    parts = validation.count if config.standard_errors else 1
     layers = tuple(range(scope.first, len(work.linear)))
     # Of all parameters the embeddings are looked up, which is no product.
     scored = work.weights if config.parameters == "all" else 2.0 * scored_numbers(scope)
     gradient = work.forward + work.errors(layers) + work.head + scored
-    values = gradient
+    values = gradient + (parts - 1) * scored
     if config.estimator == "label":
         below = sum(work.linear[i] + 3 * work.attention[i] for i in layers)
-        values = work.forward + below + work.head + scored
+        # Each further tangent takes its own forward of the scored layers along.
+        again = sum(work.linear[i] + work.attention[i] for i in layers) + work.head
+        values = work.forward + parts * (below + work.head + scored) + (parts - 1) * again
     objective = 0.0 if config.objective == "stability" else gradient
     return values * train.tokens + objective * validation.tokens
 
@@ -118,6 +122,7 @@ def scoring_memory(
     streamed = config.offload == "stream"
     held = 0.0 if fisher is None or streamed else _bytes(fisher)
     sides = adapts + (fisher is not None and not streamed)
+    sides += validation.count if config.standard_errors else 0
     building = 0.0
     if adapts:
         graph = _graph(adapter, scope, validation)

@@ -56,7 +56,9 @@ class Valuation:
     ) -> None:
         self.options, self.pool, self.ranks = options, pool, ranks
         self._validation, self._retention = validation, retention
-        self._sharded, self._size = sharding is not None, options.validation_micro_batch_size
+        self._sharded, self._size = sharding is not None, options.validation_rows_at_once
+        # Parts of G are summed over processes one by one: each process must have equally many.
+        self._even = self._sharded or options.policy == "harmless"
         self.running = RunningMean(options.running_mean) if options.running_mean > 0 else None
         self._step: int | None = None
         self._built: int | None = None
@@ -85,7 +87,7 @@ class Valuation:
     def _batches(self, batches: Batches, rows: Sequence[int]) -> list[Any]:
         """This process's share of the rows, in micro-batches."""
         rank, world, size = self.ranks.rank, self.ranks.world, self._size
-        if self._sharded:
+        if self._even:
             return [batches(part) for part in even_micro_batches(rows, rank, world, size)]
         own = ValidationPool.share_of(rows, rank, world)
         size = size or max(len(own), 1)

@@ -29,6 +29,7 @@ from torch import Tensor
 from alphatoken.direction.objective import scoring_forward
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.scorer import Observed
+from alphatoken.select.confidence import select_harmless
 from alphatoken.select.interaction import select_diverse
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.select.weights import token_weights
@@ -42,10 +43,12 @@ from alphatoken.train.micro_batch import (
     Scored,
     draw_seed,
     normalised,
+    of_rows,
     undivided,
 )
 from alphatoken.train.records import RunRecords
 from alphatoken.train.valuation import Valuation
+from alphatoken.values import standard_error
 
 __all__ = ["ValueWeigher"]
 
@@ -193,7 +196,7 @@ class ValueWeigher:
         with self._observing() as observed:
             loss = gated_loss(self._trainer, gate, batch)
             coefficients = gate.coefficients(loss)
-            if self._takes_errors:
+            if self.valuation.scorer.builder.sharding is None:  # the head is whole in this process
                 gate.share_head(batch.labels)
             scored = self._score(observed, gate, coefficients, batch)
         weights = self.choose(batch, scored)
@@ -204,8 +207,28 @@ class ValueWeigher:
     ) -> Tensor:
         """Train with weights that are known before the forward."""
         gate = TokenGate(model)
-        loss = gated_loss(self._trainer, gate, batch)
-        return self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights)
+        rows = self._kept_rows(batch, weights)
+        loss = gated_loss(self._trainer, gate, batch if rows is None else of_rows(batch, rows))
+        total = self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights, rows)
+        if rows is None or scored is None or scored.loss is None:
+            return total
+        # What is reported is of all rows: the scoring pass has met them.
+        return total + (scored.loss.to(total) - loss).detach()
+
+    def _kept_rows(self, batch: MicroBatch, weights: Tensor) -> Tensor | None:
+        """The rows that have a token of weight, where others are skipped; None for all rows.
+
+        Without transformers' count of the step's tokens the trainer would divide by those of the
+        rows that are left.
+        """
+        if not self._options.skip_dropped_rows or batch.num_items is None:
+            return None
+        kept = (weights != 0).any(-1)
+        if bool(kept.all()):
+            return None
+        # One at least: other processes may wait for this one's forward.
+        first = kept.new_zeros(1, dtype=torch.int64)
+        return kept.nonzero().squeeze(-1) if bool(kept.any()) else first
 
     def _surrogate(
         self,
@@ -215,11 +238,17 @@ class ValueWeigher:
         batch: MicroBatch,
         scored: Scored | None,
         weights: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
+        """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient.
+
+        ``rows`` are those that the gate's forward has seen; None for all of the batch.
+        """
         self._records.micro_batch(batch, scored, weights)
         kind = self._options.kept_normalization
         divided = normalised(weights.to(coefficients), batch, kind, batch.planned(_Plan).kept_share)
+        if rows is not None:
+            divided, weights, batch = divided[rows], weights[rows], of_rows(batch, rows)
         final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)
         return gate.surrogate(loss, final, divided)
 
@@ -233,15 +262,10 @@ class ValueWeigher:
         where it is new.
         """
         started = time.perf_counter()
-        with self.valuation.scorer.observe(interaction=self._interacts) as observed:
+        interaction = self._interacts or self._options.value_scale == "norm"
+        with self.valuation.scorer.observe(interaction=interaction) as observed:
             self._records.monitor.direction(time.perf_counter() - started)
             yield observed
-
-    @property
-    def _takes_errors(self) -> bool:
-        """Whether values need errors below the head, and the head is whole in this process."""
-        builder = self.valuation.scorer.builder
-        return builder.captured and builder.sharding is None
 
     def _score(
         self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
@@ -272,7 +296,8 @@ class ValueWeigher:
         if empty:
             return Scored(torch.zeros_like(values.total))
         gram = observed.interaction() if self._interacts else None
-        return Scored(values.total, values, gram, time.perf_counter() - started)
+        norms = observed.norms() if self._options.value_scale == "norm" else None
+        return Scored(values.total, values, gram, time.perf_counter() - started, norms)
 
     def _own_pass(self, batch: MicroBatch) -> Scored:
         """Score one micro-batch without training on it (dropout off)."""
@@ -281,7 +306,8 @@ class ValueWeigher:
         with _untouched_metrics(self._trainer), self._observing() as observed:
             with scoring_forward(self.valuation.adapter, builder.first):
                 loss = gated_loss(self._trainer, gate, batch)
-            return self._score(observed, gate, gate.coefficients(loss), batch)
+            scored = self._score(observed, gate, gate.coefficients(loss), batch)
+            return replace(scored, loss=loss.detach())
 
     def _step_weights(self, coefficients: Tensor, batch: MicroBatch) -> Tensor | None:
         """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
@@ -316,6 +342,8 @@ class ValueWeigher:
 
     def choose(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
         """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
+        if self._options.policy == "harmless":
+            return self._harmless(batch, scored)
         mask, totals = batch.mask, self._ranked(batch, scored)
         generator = torch.Generator().manual_seed(draw_seed(self._trainer, batch))
         if scored is None or scored.gram is None:
@@ -336,12 +364,30 @@ class ValueWeigher:
             parts.append(mask_of_pool.to(totals.dtype))
         return torch.cat(parts)
 
+    def _harmless(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+        """1 at tokens (of responses, by their mean) that are not harmful beyond doubt."""
+        values = None if scored is None else scored.values
+        if values is None:  # no response here
+            return torch.zeros(batch.mask.shape, device=batch.mask.device)
+        assert values.parts is not None
+        assert values.part_shares is not None
+        totals, parts = self._ranked(batch, scored), values.parts
+        if self._options.value_unit == "response":
+            parts = torch.stack([response_values(p, batch.mask) for p in parts.unbind(-1)], -1)
+        errors = standard_error(parts, values.part_shares)
+        level, count = self._options.confidence, parts.shape[-1]
+        keep = select_harmless(totals, errors, batch.mask, parts=count, confidence=level)
+        return keep.to(totals.dtype)
+
     def _ranked(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
         """(b, t) by which tokens are ranked."""
         if scored is None:
             return torch.zeros(batch.mask.shape, device=batch.mask.device)
+        totals = scored.totals
+        if scored.norms is not None:  # a gradient of length 0 has the value 0
+            totals = totals / scored.norms.to(totals).clamp(min=torch.finfo(totals.dtype).tiny)
         by_response = self._options.value_unit == "response"
-        return response_values(scored.totals, batch.mask) if by_response else scored.totals
+        return response_values(totals, batch.mask) if by_response else totals
 
     def _weigh(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Weights of tokens that are ranked together."""

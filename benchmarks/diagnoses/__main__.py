@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alphatoken.errors import AlphaTokenError
-from alphatoken.support.storage import replacing
-from benchmarks.diagnoses.figures import collect, load, save
+from alphatoken.support.storage import replacing, write_json
+from benchmarks.diagnoses.figures import collect
 from benchmarks.diagnoses.page import sentences, with_tables
 from benchmarks.diagnoses.subjects import SUBJECTS
-from benchmarks.frontier.figures import load as load_frontier
+from benchmarks.frontier.figures import load
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 figures = load(options.docs / "fidelity.json")
                 figures[key] = collect(subject, folder)
                 ordered = {name: figures[name] for name in SUBJECTS if name in figures}
-                save(ordered, options.docs / "fidelity.json")
+                write_json(options.docs / "fidelity.json", ordered)
         write_pages(options.docs)
     except AlphaTokenError as problem:
         print(problem, file=sys.stderr)
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def write_pages(docs: Path) -> None:
     """All pages that show figures of the diagnoses or of the frontier, from the figures alone."""
-    figures, frontier = load(docs / "fidelity.json"), load_frontier(docs / "frontier.json")
+    figures, frontier = load(docs / "fidelity.json"), load(docs / "frontier.json")
     written = {docs / "fidelity-measured.md": sentences(figures)}
     for page in (docs / "fidelity.md", docs / "estimators.md", docs.parent / "README.md"):
         if page.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -28,17 +28,16 @@ class Fact:
     diagnostic: str
     table: str
     column: str
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: Mapping[str, Any]
     percent: bool = False
 
 
-def _at_three(label: str, estimator: str, **where: Any) -> Fact:
-    found = {"estimator": estimator, "K": 3, **where}
-    return Fact(label, "estimators", "layers", "spearman", found)
+def _at_three(label: str, estimator: str) -> Fact:
+    return Fact(label, "estimators", "layers", "spearman", {"estimator": estimator, "K": 3})
 
 
-def _found(label: str, start: str, column: str = "auc") -> Fact:
-    return Fact(label, "estimators", "noise", column, {"score": start})
+def _found(label: str, score: str) -> Fact:
+    return Fact(label, "estimators", "noise", "auc", {"score": score})
 
 
 def _flow(label: str, part: str) -> Fact:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS
-from alphatoken.support.storage import write_json
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import Subject
 
-__all__ = ["collect", "load", "save"]
+__all__ = ["collect"]
 
 
 def collect(subject: Subject, folder: Path) -> dict[str, Any]:
@@ -42,16 +40,3 @@ def collect(subject: Subject, folder: Path) -> dict[str, Any]:
             for table, facts in FACTS.items()
         },
     }
-
-
-def load(path: Path) -> dict[str, Any]:
-    """What is there; nothing where there is no file."""
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def save(subjects: Mapping[str, Any], path: Path) -> None:
-    """Write whole or not at all."""
-    write_json(path, dict(subjects))

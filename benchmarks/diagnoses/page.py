@@ -7,12 +7,13 @@ is written anew from the figures.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.registry import DIAGNOSTICS
 from benchmarks.diagnoses.facts import FACTS
+from benchmarks.frontier.page import table
 
 __all__ = ["sentences", "with_tables"]
 
@@ -30,7 +31,7 @@ _RANKED = (
     ("`path`, all linears", "path, all linears"),
     ("`label`, all linears", "label, all linears"),
     ("`label`, norms and embedding", "label, all parameters but the linears"),
-    ("`label`, these and the layers that help most", "label, chosen for 0.75"),
+    ("`label`, parts and layers chosen for 0.75", "label, chosen for 0.75"),
     ("`label`, all parameters", "label, all parameters"),
 )
 """Label, and name of a setting of the frontier."""
@@ -43,29 +44,32 @@ def with_tables(text: str, subjects: Figures, frontier: Figures) -> str:
         ConfigError: it names a table that there is not.
     """
 
-    def table(match: re.Match[str]) -> str:
+    def anew(match: re.Match[str]) -> str:
         name = match[2]
         if name == "ranking":
-            lines = _ranking(frontier)
+            written = _ranking(frontier)
         elif name in FACTS:
-            lines = _side_by_side(name, subjects)
+            written = _side_by_side(name, subjects)
         else:
             raise ConfigError("the page names no table", got=name, remedy=", ".join(FACTS))
-        return match[1] + "\n".join(lines) + "\n" + match[3]
+        return match[1] + written + match[3]
 
-    return _PLACE.sub(table, text)
+    return _PLACE.sub(anew, text)
 
 
-def _side_by_side(name: str, subjects: Figures) -> Iterator[str]:
+def _side_by_side(name: str, subjects: Figures) -> str:
     """Facts one below the other, models beside each other."""
-    yield "| " + " | ".join(["", *(one["name"] for one in subjects.values())]) + " |"
-    yield "|---|" + "---:|" * len(subjects)
-    for fact in FACTS[name]:
-        cells = [
-            _estimate(one["facts"].get(name, {}).get(fact.label), percent=fact.percent)
-            for one in subjects.values()
+    rows = [
+        [
+            fact.label,
+            *(
+                _estimate(one["facts"].get(name, {}).get(fact.label), percent=fact.percent)
+                for one in subjects.values()
+            ),
         ]
-        yield "| " + " | ".join([fact.label, *cells]) + " |"
+        for fact in FACTS[name]
+    ]
+    return table(["", *(one["name"] for one in subjects.values())], rows)
 
 
 def _estimate(found: list[float] | None, *, percent: bool = False) -> str:
@@ -75,21 +79,22 @@ def _estimate(found: list[float] | None, *, percent: bool = False) -> str:
     return f"{value}{' %' if percent else ''} [{low}, {high}]"
 
 
-def _ranking(frontier: Figures) -> Iterator[str]:
+def _ranking(frontier: Figures) -> str:
     """Settings by price and rank correlation, from the frontier's figures."""
-    tables = [{r["name"]: r for r in one["records"]} for one in frontier.values()]
-    names = [one["name"] for one in frontier.values()]
-    yield "| " + " | ".join(["", *(f"{name}: steps | Spearman" for name in names)]) + " |"
-    yield "|---|" + "---:|" * (2 * len(names))
-    for label, name in _RANKED:
-        cells = []
-        for table in tables:
-            record = table.get(name)
-            cells.append(
-                " | " if record is None
-                else f"{record['price']:.2f} | {_estimate(record['spearman'])}"
-            )  # fmt: skip
-        yield "| " + " | ".join([label, *cells]) + " |"
+    found = [{r["name"]: r for r in one["records"]} for one in frontier.values()]
+    head = [word for one in frontier.values() for word in (f"{one['name']}: steps", "Spearman")]
+
+    def cells(record: Figures | None) -> tuple[str, str]:
+        return (
+            ("", "") if record is None
+            else (f"{record['price']:.2f}", _estimate(record["spearman"]))
+        )  # fmt: skip
+
+    rows = [
+        [label, *(cell for records in found for cell in cells(records.get(name)))]
+        for label, name in _RANKED
+    ]
+    return table(["", *head], rows)
 
 
 # --- all sentences -------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from alphatoken.errors import ConfigError
+from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
+from benchmarks.frontier.draws import data_folder
 
 __all__ = ["SUBJECTS", "Subject"]
 
@@ -55,28 +54,11 @@ class Subject:
         """The command line with the folders that the environment names.
 
         Raises:
-            ConfigError: it names none.
+            DataError: the folder of data is not there.
         """
-        places = _folders()
-        found = []
-        for word in self.command(str(out)):
-            for mark, folder in places.items():
-                word = word.replace(mark, folder)
-            found.append(word)
-        return found
-
-
-def _folders() -> Mapping[str, str]:
-    if "ALPHATOKEN_DATA" not in os.environ:
-        raise ConfigError(
-            "the data folder is not known",
-            got="ALPHATOKEN_DATA is not set",
-            remedy="export ALPHATOKEN_DATA=FOLDER",
-        )
-    return {
-        "$DATA": os.environ["ALPHATOKEN_DATA"],
-        "$MODELS": os.environ.get("ALPHATOKEN_MODELS", "models"),
-    }
+        data, models = str(data_folder()), str(models_folder())
+        words = self.command(str(out))
+        return [word.replace("$DATA", data).replace("$MODELS", models) for word in words]
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -97,15 +79,15 @@ SUBJECTS: dict[str, Subject] = {
     "smollm2": Subject(
         "SmolLM2-135M",
         "SmolLM2-135M-Instruct (30 layers, head tied to the embedding) on the same mathematics",
-        "$MODELS/SmolLM2-135M-Instruct",
+        f"$MODELS/{SMOLLM2.name}",
         "gsm8k/train.jsonl",
         ("--budget", "15m"),
     ),
-    "gemma": Subject(
-        "Gemma-3-270M",
+    "gemma3": Subject(
+        "Gemma 3 270M",
         "Gemma 3 270M (base; 18 layers, two thirds of its parameters in the tied embedding) on the "
         "same mathematics",
-        "$MODELS/gemma-3-270m",
+        f"$MODELS/{GEMMA3.name}",
         "gsm8k/train.jsonl",
     ),
 }

@@ -1,7 +1,7 @@
 """``python -m benchmarks.frontier``: how well tokens are ranked, at what price, on real models.
 
 Rows of gsm8k (with and without chat template), tinystories, mbpp and the standard library are
-valued by parts of the parameters on SmolLM2-135M-Instruct, Gemma-3-270M and a decoder of 260,032
+valued by parts of the parameters on SmolLM2-135M-Instruct, Gemma 3 270M and a decoder of 260,032
 parameters. What each setting of the scorer ranks at is then a sum of columns, and its price a
 count of FLOPs. Needs the models (``make models``, $ALPHATOKEN_MODELS) and the data
 ($ALPHATOKEN_DATA). Every draw is written when it is done; started again, the command goes on.

@@ -14,7 +14,7 @@ from alphatoken.data import Example, read_rows
 from alphatoken.data.encode import EncodeOptions, encode_rows
 from alphatoken.data.rows import Fields, Row
 from alphatoken.data.stdlib import code_rows
-from alphatoken.demo.models import models_folder
+from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from alphatoken.errors import DataError
 
 __all__ = ["FORMATS", "MODELS", "Draw", "Model", "draw_rows", "formats_of"]
@@ -63,8 +63,8 @@ class Model:
 MODELS = {
     model.key: model
     for model in (
-        Model("smollm2", "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
-        Model("gemma", "Gemma-3-270M", "gemma-3-270m"),
+        Model("smollm2", "SmolLM2-135M-Instruct", SMOLLM2.name),
+        Model("gemma3", "Gemma 3 270M", GEMMA3.name),
         Model("small", "decoder of 260,032 parameters", "stories260K/transformers", shared=True),
     )
 }

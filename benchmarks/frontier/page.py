@@ -11,7 +11,7 @@ from benchmarks.frontier.figures import worth
 from benchmarks.frontier.measure import RATE, STEPS
 from benchmarks.frontier.pictures import draw
 
-__all__ = ["write_page"]
+__all__ = ["table", "write_page"]
 
 Figures = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ and the head without the embedding, which are one matrix in these models.
 
 {subjects}
 
-Weights of both language models are rounded to four bits and back. Draws: {draws}.
+Weights of SmolLM2 and Gemma 3 270M are rounded to four bits and back. Draws: {draws}.
 """
 
 
@@ -58,7 +58,8 @@ def _page(models: Figures, pictures: Sequence[tuple[str, str]], folder: str) -> 
         "the layers. *Weighted*: a layer counts for those that it is nearest to. Random layers are "
         "drawn anew each step and counted as one over their chance, so that their mean over steps "
         "is the sum; ± is the spread of Spearman from step to step. *Chosen*: norms, closed parts "
-        "and the layers that help most for a price, chosen on the rows of all other formats.\n",
+        "and the layers that help most for a price. The figures are of layers chosen on the rows "
+        "of all other formats; the layers shown are the choice on all rows.\n",
         _chosen(models),
         _beside(models, _corrections),
         "## By kind of rows\n",
@@ -82,7 +83,8 @@ def _head(models: Figures) -> str:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown: names at the left, numbers at the right."""
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -121,9 +123,9 @@ def _front(one: Figures) -> str:
         for r in worth(said)
     ]  # fmt: skip
     return (
-        _table(head, rows)
+        table(head, rows)
         + "\nOf what the scorer's options can name:\n\n"
-        + _table((one["name"], "price", "Spearman", "overlap", "options"), own)
+        + table((one["name"], "price", "Spearman", "overlap", "options"), own)
     )
 
 
@@ -155,7 +157,7 @@ def _beside(models: Figures, wanted: Callable[[Figures], bool]) -> str:
 
     head = ["setting", *(w for m in tables for w in (f"{m}: price", "Spearman", "overlap"))]
     rows = [(n, *(c for table in tables.values() for c in cells(table, n))) for n in names]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _chosen(models: Figures) -> str:
@@ -169,7 +171,7 @@ def _chosen(models: Figures) -> str:
         for r in one["records"] if r["family"] == "label, chosen"
     ]  # fmt: skip
     head = ("model", "budget", "price", "Spearman", "overlap", "layers", "norms from layer")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _sizes(models: Figures) -> str:
@@ -181,7 +183,7 @@ def _sizes(models: Figures) -> str:
         norms = [f"{n.removeprefix('norms ')}: {x:.2f}" for n, x in sizes.items() if "norms" in n]
         rows.append((one["name"], *(f"{sizes[n]:.2f}" for n in shown), ", ".join(norms)))
     note = "Mean size of each part over the mean size of the values (parts cancel):\n\n"
-    return note + _table(("", *shown, "norms of layers"), rows)
+    return note + table(("", *shown, "norms of layers"), rows)
 
 
 def _layers(one: Figures) -> str:
@@ -204,7 +206,7 @@ def _layers(one: Figures) -> str:
         "alphatoken last", "spread", "path last", "spread",
     ]  # fmt: skip
     note = "Spearman (price) of the linears of K layers.\n\n"
-    return note + _table(head, [*rows, cells])
+    return note + table(head, [*rows, cells])
 
 
 def _short(record: Figures) -> str:
@@ -229,7 +231,7 @@ def _formats(one: Figures) -> str:
         return f"{mean:.2f}" if len(found) == 1 else f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
     rows = [[_name(by_name[n]), *(cell(by_name[n], kind) for kind in formats)] for n in wanted]
-    return "Spearman by kind of rows (lowest to highest draw).\n\n" + _table(
+    return "Spearman by kind of rows (lowest to highest draw).\n\n" + table(
         [one["name"], *formats], rows
     )
 
@@ -267,11 +269,11 @@ def _adam(models: Figures) -> list[str]:
         rows = [
             (_name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}") for r in chosen
         ]
-        parts.append(_table((one["name"], "price", "Spearman", "overlap"), rows))
+        parts.append(table((one["name"], "price", "Spearman", "overlap"), rows))
         front = [
             (_name(r), f"{r['price']:.2f}", _ranked(r), f"{r['overlap'][0]:.2f}")
             for r in worth([r for r in adam["records"] if r["family"] != "without the exact P"])
         ]
         parts.append("What is worth its price:\n")
-        parts.append(_table((one["name"], "price", "Spearman", "overlap"), front))
+        parts.append(table((one["name"], "price", "Spearman", "overlap"), front))
     return parts

@@ -53,7 +53,8 @@ class Setting:
         if not self.usable or (scope.norms and scope.norms != every):
             return ""
         count = len(scope.layers)
-        layers = "all" if scope.layers == every else ",".join(map(str, scope.layers))
+        layers = ",".join(map(str, scope.layers)) + ("," if count == 1 else "")
+        layers = "all" if scope.layers == every else layers
         if count and scope.layers == every[depth - count :] and count < depth:
             layers = str(count)
         norms = {(True, True): ["*norm*"], (True, False): ["*layers.*norm*"]}
@@ -62,7 +63,7 @@ class Setting:
         parts = parts if count else []
         parts += norms[bool(scope.norms), scope.final]
         parts += ["*embed_tokens*"] if scope.head else []
-        if count == depth and len(parts) == 3:
+        if count == depth and parts == ["linears", "*norm*", "*embed_tokens*"]:
             return "parameters=all"
         named = [] if parts == ["linears"] else [f"parameters={','.join(parts)}"]
         return " ".join([*([f"layers={layers}"] if count and not self.kind else []), *named])

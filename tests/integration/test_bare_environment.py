@@ -43,5 +43,12 @@ def test_every_property_is_collected_or_says_what_is_missing() -> None:
     assert int(found[1]) > 1500
 
 
-FREE = ("test_policies", "test_trainer", "test_fidelity_heatmap", "test_operator", "test_shapes")
+FREE = (
+    "test_policies",
+    "test_screen",
+    "test_trainer",
+    "test_fidelity_heatmap",
+    "test_operator",
+    "test_shapes",
+)
 """Files of properties of trainers, of policies in trainers, of pictures, of types at run time."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,76 +20,16 @@ from safetensors.torch import load_file, save_file
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
-from alphatoken.cli.common import FORMER
 from alphatoken.data import batches, encode_rows, read_rows, split_pools
 from alphatoken.data.stdlib import write_files
 from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.demo.world import draw_exchanges
 from alphatoken.estimate import contraction
 from alphatoken.report import ScoredExample, read_values, value_files
 from tests.integration.browser import Browser
+from tests.integration.small_world import World, write_rows
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
-
-@dataclass(frozen=True)
-class World:
-    """A saved tiny model, a moved copy of it, and data files."""
-
-    folder: Path
-
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
-
-    def score(self, out: Path, *more: object, **changed: object) -> int:
-        """Exit status of ``score`` on the small files; keyword arguments replace options."""
-        options = {
-            "model": self / "moved",
-            "train": self / "train.jsonl",
-            "validation": self / "validation.jsonl",
-            "out": out,
-            "batch_size": 4,
-            "shard_size": 8,
-        } | changed
-        words = [
-            w for key, value in options.items() if value is not None
-            for w in (f"--{FORMER.get(key, key)}", value)
-        ]  # fmt: skip
-        return main([str(word) for word in ("score", *words, "--quiet", *more)])
-
-
-def write_rows(path: Path, count: int, seed: int) -> Path:
-    exchanges = draw_exchanges(count, random.Random(seed))
-    rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = tmp_path_factory.mktemp("world")
-    tokenizer, model = make_tokenizer(), make_model(make_tokenizer())
-    for name in ("reference", "moved"):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
-    write_rows(folder / "train.jsonl", 20, seed=1)
-    write_rows(folder / "validation.jsonl", 6, seed=2)
-    write_rows(folder / "prompts.jsonl", 5, seed=3)
-    status = main(
-        [
-            "fisher", "--model_name_or_path", str(folder / "reference"),
-             "--data", str(folder / "prompts.jsonl"),
-            "--output_file", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
-            "--max_new_tokens", "8",
-        ]
-    )  # fmt: skip
-    assert status == 0
-    return World(folder)
 
 
 def load(folder: Path) -> list[ScoredExample]:

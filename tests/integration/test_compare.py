@@ -316,6 +316,10 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
     found = custom_method("sepo", {"policy_options": {"oracle": "@o"}})
     assert found.modes == ("native", "budget")
     assert found.options == {"policy": "sepo", "policy_options": {"oracle": "@o"}}
+    one = custom_method("sepo", {"modes": ["budget"]})
+    assert one.modes == ("budget",)
+    assert one.options == {"policy": "sepo", "policy_mode": "budget"}  # not the published rule
+    assert custom_method("random", {"modes": ["budget"]}).options == {"policy": "random"}
     assert custom_method("mine", {"policy": "top", "path": "direct"}).modes == ("budget",)
     assert custom_method("wise", {"merges": "stm", "alpha": 0.3}).kind == "merge"
     with pytest.raises(ConfigError, match="what it trains with"):

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -37,6 +38,8 @@ from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.support import machine
+from alphatoken.support.machine import Free
 from alphatoken.support.storage import weights_digest
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -357,7 +360,11 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = tmp_path_factory.mktemp("world")
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def make_world(folder: Path) -> World:
+    """Two models and rows, in a folder."""
     tokenizer = make_tokenizer()
     make_model(tokenizer).save_pretrained(folder / "model")
     make_model(tokenizer, seed=1).save_pretrained(folder / "other")
@@ -602,6 +609,12 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
         assert f"{name}:\n" in said
     assert said.count("(a forecast)") == len(NAMES) + 1
     assert not list(out.iterdir())
+    # What the run would refuse is refused here: without retention rows, two of them.
+    assert world.run(ALL, out, "--dry_run", tokens=None) == 1
+    said = capsys.readouterr().out
+    assert said.count("would not run: this diagnostic needs held-out retention rows") == 2
+    assert world.run("heatmap", out, "--dry_run", "--budget", "0.001s", tokens=200) == 2
+    assert "do not fit the budget given" in capsys.readouterr().err
 
 
 def test_a_plan_is_kept_and_said(
@@ -640,9 +653,36 @@ def test_sizes_and_a_budget_that_contradict_each_other_are_refused(
     assert "the sizes given do not fit the budget given (heatmap)" in error
     assert "tokens" in error
     assert "--budget none" in error
+    enough = re.search(r"--budget (\d+s),", error)
+    assert enough
     assert not Diagnosis.finished(out / "heatmap")
+    # What the message names as enough is enough, on a machine as busy as it was.
+    words = ("--budget", f"{2 * int(enough[1][:-1])}s", "--overwrite_output")
+    assert world.run("heatmap", out, *words, tokens=200) == 0
     assert world.run("heatmap", out, "--overwrite_output", tokens=200) == 0
     assert Diagnosis.load(out / "heatmap").settings["tokens"] == 200
+
+
+def test_what_will_not_fit_into_memory_is_refused(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it starts, one or all of them; the same command goes on when told so."""
+    monkeypatch.setattr(machine, "free_memory", lambda _: Free(2.0**20, "this machine"))
+    out = tmp_path / "out"
+    assert world.run("heatmap", out) == 2
+    error = capsys.readouterr().err
+    assert "this will not fit into memory" in error
+    assert world.run("heatmap", out, "--dry_run") == 2
+    assert "--no_memory_check goes on all the same" in error
+    assert not Diagnosis.finished(out / "heatmap")
+    assert world.run("heatmap", out, "--resume", "--no_memory_check") == 0
+    assert world.run(ALL, tmp_path / "all", *SMALL, *world.retention) == 1
+    run = json.loads((tmp_path / "all" / "run.json").read_text())
+    reasons = [run["diagnostics"][name]["failure"] for name in NAMES]
+    assert all("this will not fit into memory" in reason for reason in reasons)
 
 
 # --- interruption ---------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import pytest
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.registry import DIAGNOSTICS
 from benchmarks.diagnoses.__main__ import write_pages
 from benchmarks.diagnoses.facts import FACTS, cell
-from benchmarks.diagnoses.figures import load
 from benchmarks.diagnoses.page import with_tables
 from benchmarks.diagnoses.subjects import SUBJECTS
+from benchmarks.frontier.figures import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/fidelity-measured.md", "docs/fidelity.md", "docs/estimators.md", "README.md")
@@ -52,12 +53,12 @@ def test_a_table_that_there_is_not_is_refused() -> None:
 def test_every_subject_is_published_with_every_fact() -> None:
     """A fact whose row a diagnosis does not have would leave an empty cell."""
     figures = load(ROOT / "docs/fidelity.json")
-    assert set(figures) <= set(SUBJECTS)
+    assert set(figures) == set(SUBJECTS)
     for one in figures.values():
+        assert set(one["answers"]) == {entry.name for entry in DIAGNOSTICS}
         for table, facts in FACTS.items():
             for fact in facts:
-                if fact.diagnostic in one["answers"]:
-                    assert one["facts"][table][fact.label] is not None, (one["name"], fact.label)
+                assert one["facts"][table][fact.label] is not None, (one["name"], fact.label)
 
 
 def test_a_fact_is_the_cell_of_its_row() -> None:

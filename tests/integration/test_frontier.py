@@ -20,6 +20,7 @@ from alphatoken.data.rows import Turn
 from alphatoken.errors import ModelError, NumericalError
 from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import read_batch
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
 from benchmarks.floors import Shape
@@ -194,6 +195,29 @@ def test_a_setting_is_what_the_scorer_says(name: str, config: ScorerConfig) -> N
     model = llama(tied=True)
     found = settings_by_name()[name].values(shares_of(model))
     np.testing.assert_allclose(found, scored(model, config), rtol=1e-6, atol=1e-9)
+
+
+def test_the_options_that_the_page_names_give_what_it_ranks() -> None:
+    """Of every setting that the scorer's options can name; a reader types them as they stand."""
+    model = llama(tied=True)
+    shares = shares_of(model)
+    depth = model.config.num_hidden_layers
+    tried = 0
+    for setting in settings_by_name().values():
+        words = dict(word.split("=") for word in setting.options(depth).split())
+        if not words:
+            continue
+        config = ScorerConfig(
+            estimator=setting.scope.estimator,
+            layers=read_layers(words.get("layers", "3")),
+            parameters=words.get("parameters", "linears"),
+        )
+        found = scored(model, config)
+        np.testing.assert_allclose(
+            setting.values(shares), found, rtol=1e-6, atol=1e-9, err_msg=setting.name
+        )
+        tried += 1
+    assert tried > 20
 
 
 def test_adams_truth_is_the_scorers_with_the_full_preconditioner() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CohereConfig, CohereForCausalLM, PhiConfig, PhiForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from alphatoken.scorer import Observed
+import alphatoken.model.response_losses as response_losses_module
+from alphatoken.config import ScorerConfig
+from alphatoken.model.head import head_losses, watched_head
+from alphatoken.model.protocol import find_adapter
+from alphatoken.oracle import gradients
+from alphatoken.scorer import Observed, Scorer
 from alphatoken.train.fused_head import errors_only, shared_log_probs
 from alphatoken.train.gate import TokenGate
 from tests.integration import tiny_training as tiny
@@ -23,6 +29,8 @@ from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
 BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+INPUTS = {name: tensor for name, tensor in BATCH.items() if name != "labels"}
+VALIDATION = make_batch(("ppprrr..",), vocabulary=VOCABULARY, seed=2)
 WIDTHS = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
@@ -202,6 +210,32 @@ def test_values_and_a_selected_update_share_their_products() -> None:
         torch.autograd.grad(update, (hidden, head))
     n, kept = (int(x[:, 1:].sum()) for x in (BATCH["labels"] != -100, keep))
     assert counter.get_total_flops() / (2 * head.numel()) == 2 * n + 2 * kept
+
+
+@pytest.mark.parametrize("parameters", ["linears", "all"])
+@pytest.mark.parametrize("name", [*HEADS, "of logits"])
+def test_label_values_share_the_error_with_the_update(name: str, parameters: str) -> None:
+    """They are the oracle's, and their dual forward forms no product with the vocabulary."""
+    model = _of("plain" if name == "of logits" else name)
+    config = ScorerConfig(estimator="label", layers=1, parameters=parameters)
+    scorer = Scorer(model, VALIDATION, None, config)
+    direction = scorer.direction.total()
+    formed = mock.Mock(side_effect=head_losses)
+    with scorer.observe() as seen:
+        if name == "of logits":
+            gate = TokenGate(model)
+            gate.logits(INPUTS, BATCH["labels"])
+        else:
+            gate, _ = _forward(model)
+        gate.share_head(BATCH["labels"])
+        with mock.patch.object(response_losses_module, "head_losses", formed):
+            values = seen.values(gate.scores, BATCH["labels"]).total
+    forward = find_adapter(model).forward
+    expected = gradients.label_values(model, forward, BATCH, direction)
+    torch.testing.assert_close(values, expected.to(values), rtol=1e-4, atol=1e-6)
+    plain = name not in ("soft-capped", "scaled")
+    assert (watched_head(gate.scores) is not None) == plain
+    assert not (plain and formed.called)
 
 
 @pytest.mark.parametrize("name", ["soft-capped", "scaled"])

@@ -131,6 +131,10 @@ def test_score_by_the_other_estimators(model: Any, examples: list[Example], name
     assert torch.isfinite(values.total).all()
     assert values.total[values.mask].abs().min() > 0
     assert not values.total[~values.mask].any()
+    if name == "same_layer_hop":  # all hops inside one layer: at K = 1 those are all there are
+        config = ScorerConfig(estimator="path", layers=1)
+        path = Scorer(model, validation, config=config).score(batch)
+        assert relative(values.total, path.total) < 1e-4
     if name == "path":
         pairs = zip(
             gradient(model, batch, mean=False), gradient(model, validation, mean=True), strict=True

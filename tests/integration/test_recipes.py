@@ -418,6 +418,10 @@ def test_memory_is_split_as_the_layout_splits(tmp_path: Path) -> None:
     ahead = found("ddp", kind_of=AlphaDPOConfig, precompute_ref_log_probs=True)
     assert ahead.reference == 0
     assert found("ddp", running_mean=0.9).directions > found("ddp").directions
+    # G, and what each of the four validation forwards gives to it; no V beside them.
+    many = {"policy": "harmless", "validation_batch_size": 8, "validation_micro_batch_size": 2}
+    alone = found("ddp", retention="none").directions
+    assert found("ddp", retention="none", **many).directions == 5 * alone
     assert found("ddp", policy="random").valuation == 0
 
 

@@ -103,7 +103,7 @@ def test_a_given_reference_is_used_as_it_is() -> None:
 def test_fine_tuning_that_explodes_says_so() -> None:
     with pytest.raises(AlphaTokenError, match="does not converge") as caught:
         subject(tuning_rate=1e30, tuning_steps=20).before_and_after()
-    assert "--tuning-rate" in str(caught.value)
+    assert "--tuning_rate" in str(caught.value)
 
 
 def test_fishers_are_fitted_at_the_reference_and_kept() -> None:

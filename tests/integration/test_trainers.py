@@ -368,6 +368,9 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
         {"interaction_weight": 0.5},
         {"value_unit": "response"},
         {"value_unit": "response", "keep_scope": "global", "gradient_accumulation_steps": 2},
+        {"policy": "harmless", "confidence": 0.9},
+        {"policy": "harmless", "value_unit": "response", "preconditioner": "full"},
+        {"value_scale": "norm"},
         {"keep_ratio_start": 1.0, "keep_ratio": 0.3, "stability_weight_start": 0.0},
         {"kept_normalization": "kept"},
         {"direction_steps": 2, "reuse_values": 10, "num_train_epochs": 2},
@@ -426,6 +429,28 @@ def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None
                 assert kept == min(count, budget)
                 budget -= kept
             assert budget == 0
+
+
+def test_dropped_rows_take_no_part_in_the_training_forward(tmp_path: Path) -> None:
+    """Eight rows are scored a step, and a quarter of their tokens trained on: of two or three."""
+    trainer = sft(
+        tmp_path, max_steps=3, per_device_train_batch_size=8, value_unit="response",
+        keep_ratio=0.25, scoring_forward="own", skip_dropped_rows=True, retention="none",
+        estimator="direct",
+    )  # fmt: skip
+    rows: list[tuple[bool, int]] = []
+
+    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids")
+        if ids is not None:
+            rows.append((module.training, len(ids)))
+
+    trainer.model.register_forward_pre_hook(see, with_kwargs=True)
+    trainer.train()
+    trained = [count for training, count in rows if training]
+    assert len(trained) == 3
+    assert all(1 <= count <= 4 for count in trained)
+    assert [count for training, count in rows if not training].count(8) >= 3
 
 
 @pytest.mark.slow
@@ -534,6 +559,17 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"value_unit": "response", "keep_scope": "sequence"}, "whole responses"),
         ({"value_unit": "response", "policy": "random"}, "whole responses"),
         ({"value_unit": "response", "interaction_weight": 0.5}, "whole responses"),
+        ({"policy": "harmless", "confidence": 1.0}, "confidence must lie"),
+        ({"policy": "harmless", "kept_normalization": "kept"}, "kept_normalization='kept'"),
+        ({"policy": "harmless", "keep_scope": "global"}, "keep_scope='global'"),
+        ({"policy": "harmless", "running_mean": 0.5}, "running_mean"),
+        ({"policy": "harmless", "reuse_values": 2}, "reuse_values"),
+        ({"policy": "harmless", "validation_micro_batch_size": 99}, "two validation forwards"),
+        ({"value_scale": "length"}, "value_scale"),
+        ({"value_scale": "norm", "policy": "random"}, "policy='random'"),
+        ({"value_scale": "norm", "reuse_values": 2}, "reuse_values"),
+        ({"skip_dropped_rows": True}, "scoring_forward='auto'"),
+        ({"skip_dropped_rows": True, "scoring_forward": "own", "packing": True}, "packing"),
         ({"retention": "data"}, "retention dataset"),
         ({"score_layers": "9"}, "layers"),
     ],

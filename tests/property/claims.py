@@ -109,6 +109,7 @@ check_direct_only_is_the_direct_estimator | phi_tgt_dir | (the direct estimator)
 check_total_alone | phi_total | (values with parts) | exact
 check_total_alone_of_one_side | | (values with parts) | exact
 check_replaced_sides_equal_a_fresh_scorer | | (a fresh scorer) | exact
+check_stability_units | | (norms of both sides) | exact
 check_pinned_direction | | (a scorer at the pinned weights) | exact
 check_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
 check_reduced_gradient | | (one process with all batches) | exact
@@ -174,6 +175,11 @@ test_surrogate_with_all_masks_one_has_the_gradient_of_dpo | dpo_masked_loss | ma
 check_keep_count | | (decimal fractions) | exact
 check_selection | | (a sort of tuples) | exact
 check_response_values | | (loops) | exact
+check_norms_are_of_direct_gradients | | (outer products per token) | exact
+check_standard_errors | | standard_errors, (values against all batches but one) | exact
+check_errors_are_unbiased | | (variance over draws) | approximate
+check_screen | | token_losses | exact
+check_harmless | | (loops, quantile by bisection) | exact
 check_padding_never_ranks | | (the same without padding) | exact
 check_proportional_weights | | (loops) | exact
 check_probabilities | | (fractions) | exact

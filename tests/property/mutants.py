@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as attending
+from tests.property import properties_confidence as doubting
 from tests.property import properties_estimators as estimating
 from tests.property import properties_head as at_the_head
 from tests.property import properties_mutants as besides
 from tests.property import properties_optimizers as real
 from tests.property import properties_options as options
 from tests.property import properties_scorer as scoring
+from tests.property import properties_screen as screening
 from tests.property import properties_sharded as sharding
 from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
@@ -98,6 +100,12 @@ AFTER_PADDING = small(train=("..rrpr", "pprrr."), validations=((".rpr", "rr.."),
 """A label that only padding precedes, on both sides."""
 
 
+SEVERAL_BATCHES = small(validations=(("pprrr",), ("prr", "p.."), ("ppr",)))
+ERRORS = claim(doubting.check_standard_errors, SEVERAL_BATCHES, "direct", False)
+SCREENED = claim(screening.check_screen, st.integers(0, 99), 0.25, "response", examples=3)
+HARMLESS = claim(doubting.check_harmless, doubting.rule_cases(), 2, 0.95, examples=40)
+
+
 def alphatoken(
     cases: st.SearchStrategy[Setup],
     window: int | None = None,
@@ -137,6 +145,7 @@ FULL_STEP = claim(
     small(), 2, "AdamW", "linears", True, examples=6,
 )  # fmt: skip
 REPLACED = claim(options.check_replaced_sides_equal_a_fresh_scorer, small(), "path", examples=6)
+BALANCED = claim(options.check_stability_units, small(), "path", examples=6)
 PINNED = claim(options.check_pinned_direction, small(), "path", examples=6)
 STARTED = claim(
     options.check_label_starts_at_the_observed_hidden_states,
@@ -972,7 +981,7 @@ OWN = (
                 "+ update.eps).sqrt(",
             ),
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "1 / (root + update.eps)",
                 "1 / (root.square() + update.eps).sqrt()",
             ),
@@ -998,7 +1007,7 @@ OWN = (
         "the denominator's own dependence on the token is forgotten",
         (
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "update.slope * scale + n * scale_slope",
                 "update.slope * scale",
             ),
@@ -1010,7 +1019,7 @@ OWN = (
         "the second term's sign",
         (
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "-root_slope * scale.square()",
                 "root_slope * scale.square()",
             ),
@@ -1022,7 +1031,7 @@ OWN = (
         "v^ of the state before the step in the full form",
         (
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "second = update.rest + update.share * away.square()",
                 "second = update.rest + 0.0 * away.square()",
             ),
@@ -1034,7 +1043,7 @@ OWN = (
         "m^ of the state before the step in the full form",
         (
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "n = update.offset + update.slope * g",
                 "n = update.offset + 0.0 * g",
             ),
@@ -1058,7 +1067,7 @@ OWN = (
         "the running maximum does not hold the denominator",
         (
             Edit(
-                "direction.preconditioner.full_preconditioner",
+                "direction.preconditioner._derivative",
                 "second = torch.maximum(second, update.largest)",
                 "second = second.clone()",
             ),
@@ -1166,8 +1175,8 @@ OWN = (
         "P scales G but not V",
         (
             Edit(
-                "direction.current.DirectionBuilder.at_step",
-                "None if stability is None else precondition(stability, p)",
+                "direction.current._preconditioned",
+                "precondition(stability, p)",
                 "stability",
             ),
         ),
@@ -1283,6 +1292,120 @@ OWN = (
             ),
         ),
         (claim(algebra.check_response_values, algebra.selection_cases(), 50),),
+    ),
+    _own(
+        "state-of-another-kind-in-a-block",
+        "in blocks, the momentum is read where the second moment belongs",
+        (
+            Edit(
+                "direction.preconditioner.full_preconditioner",
+                "zip(entries, rest, strict=True)",
+                "zip(entries, reversed(rest), strict=True)",
+            ),
+        ),
+        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+    ),
+    _own(
+        "norm-of-the-error-alone",
+        "the length of a token's gradient lacks that of the inputs",
+        (
+            Edit(
+                "select.interaction.token_norms",
+                "product = product * (right * other_right).sum(-1)",
+                "pass",
+            ),
+        ),
+        (claim(weighing.check_norms_are_of_direct_gradients, small()),),
+    ),
+    _own(
+        "uses-of-one-weight-taken-apart",
+        "the length of a token's gradient leaves out products between two uses of one weight",
+        (
+            Edit(
+                "select.interaction.token_norms",
+                "for other_left, other_right in factors:",
+                "for other_left, other_right in [(left, right)]:",
+            ),
+        ),
+        (claim(weighing.check_norms_are_of_direct_gradients, TWICE),),
+    ),
+    _own(
+        "lambda-in-inverse-units",
+        "V is multiplied by its length over that of G",
+        (Edit("direction.algebra.unit_of_stability", "return g / v", "return v / g"),),
+        (BALANCED,),
+    ),
+    _own(
+        "jackknife-without-its-factor",
+        "the standard error of a value lacks (h - 1) / h",
+        (Edit("values.standard_error", "((count - 1) / count)", "1.0"),),
+        (ERRORS,),
+    ),
+    _own(
+        "validation-batches-taken-for-equal",
+        "the standard error takes every validation batch for one of as many tokens",
+        (
+            Edit(
+                "scoring.valuing.Valuer.values",
+                "by_batch.new_tensor(direction.shares)",
+                "by_batch.new_tensor([1 / len(parts)] * len(parts))",
+            ),
+        ),
+        (ERRORS,),
+    ),
+    _own(
+        "part-divided-by-its-own-tokens",
+        "with standard errors, G is the sum of the batches' means",
+        (
+            Edit(
+                "direction.current.DirectionBuilder._parts",
+                'self._mean("validation", sums, whole)',
+                'self._mean("validation", sums, count)',
+            ),
+        ),
+        (ERRORS,),
+    ),
+    _own(
+        "parts-without-the-preconditioner",
+        "P scales G but not what each validation batch gives to it",
+        (
+            Edit(
+                "direction.current._preconditioned",
+                "dict(precondition(part, p)) for part",
+                "part for part",
+            ),
+        ),
+        (claim(doubting.check_standard_errors, SEVERAL_BATCHES, "direct", True),),
+    ),
+    _own(
+        "lower-bound-for-the-upper",
+        "a token goes where it is not useful beyond doubt",
+        (
+            Edit(
+                "select.confidence.select_harmless",
+                "values.double() + quantile",
+                "values.double() - quantile",
+            ),
+        ),
+        (HARMLESS,),
+    ),
+    _own(
+        "screen-of-the-likeliest",
+        "the tokens go that the start model finds likeliest",
+        (Edit("policies.screen._highest", "losses.argsort(", "(-losses).argsort("),),
+        (SCREENED,),
+    ),
+    _own(
+        "token-before-the-screened-one",
+        "the label before the one that is screened goes",
+        (Edit("policies.screen._without", "places[gone]]", "places[gone] - 1]"),),
+        (claim(screening.check_screen, st.integers(0, 99), 0.25, "token", examples=3),),
+    ),
+    _own(
+        "one-degree-of-freedom-too-many",
+        "the quantile of a token's bound has as many degrees of freedom as there are parts",
+        (Edit("select.confidence.select_harmless", "parts - 1)", "parts)"),),
+        (HARMLESS,),
     ),
     _own(
         "last-of-equals-kept",
@@ -1663,7 +1786,7 @@ WEIGHTS = (
     _own(
         "bias-forgotten-in-the-gram-matrix",
         "bias gradients take no part in the products of tokens",
-        (Edit("select.interaction.token_gram", "if score_bias else []", "if False else []"),),
+        (Edit("select.interaction._factors", "if score_bias else []", "if False else []"),),
         (GRAM_OF_INTEGERS, gram_of(bias=True)),
     ),
     _own(

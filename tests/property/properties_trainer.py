@@ -330,7 +330,8 @@ def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
         given |= {"beta": asked.beta, "max_length": None}
     if asked.family == "sft":
         given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
-        given |= {"loss_type": asked.loss}
+        # Said, since TRL does not ask rows that are tokenised already for their completion_mask.
+        given |= {"loss_type": asked.loss, "completion_only_loss": True}
     return {
         **given,
         "output_dir": folder,

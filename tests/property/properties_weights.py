@@ -487,6 +487,17 @@ def recorded_gram(
     setup: Setup, model: ReferenceDecoder, batch: dict[str, Tensor], block: int = 512
 ) -> Tensor:
     """``token_gram`` of one recorded forward of a real decoder."""
+    return recorded(setup, model, batch, interaction.token_gram, block=block)
+
+
+def recorded(
+    setup: Setup,
+    model: ReferenceDecoder,
+    batch: dict[str, Tensor],
+    take: Callable[..., Tensor],
+    **options: Any,
+) -> Tensor:
+    """What ``take`` makes of the self-only errors of one recorded forward."""
     adapter = ReferenceAdapter(model)
     scope = capture.find_scope(adapter, setup.layers)
     mask = response_mask(gradients.known_labels(batch))
@@ -497,9 +508,7 @@ def recorded_gram(
         errors = estimators.token_errors(
             recorder, loss, "direct", window=None, head_reduction="per_head"
         )
-        return interaction.token_gram(
-            recorder.linears, errors.direct, mask, score_bias=setup.score_bias, block=block
-        )
+        return take(recorder.linears, errors.direct, mask, score_bias=setup.score_bias, **options)
 
 
 def direct_gradients(setup: Setup, model: ReferenceDecoder, batch: dict[str, Tensor]) -> Tensor:
@@ -542,6 +551,16 @@ def check_gram_is_the_product_of_direct_gradients(setup: Setup, block: int) -> N
     assert torch.equal(found, found.T)
     least = torch.linalg.eigvalsh(found).amin()
     assert float(least) >= -MODEL * float(found.diagonal().sum())
+
+
+def check_norms_are_of_direct_gradients(setup: Setup) -> None:
+    """||g_k|| with g_k the token's direct gradient by autograd, per parameter, uses summed."""
+    model, batch = setup.case.model(), setup.case.batch
+    found = recorded(setup, model, batch, interaction.token_norms)
+    j = direct_gradients(setup, model, batch)
+    mask = response_mask(gradients.known_labels(batch))
+    close(found[mask], j.norm(dim=-1), j.abs().sum(-1), MODEL, name="norms of direct gradients")
+    assert not found[~mask].any()
 
 
 def check_gram_of_one_position(setup: Setup) -> None:

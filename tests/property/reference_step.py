@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.oracle import gradients, influence, propagation
+from tests.property.properties_confidence import student
 
 __all__ = ["Asked", "Document", "Micro", "Replay", "Step", "Told", "plain_attention", "scored"]
 
@@ -52,14 +53,17 @@ class Asked:
     objective: str = "both"
     stability_weight: float = 1.5
     stability_weight_start: float | None = None
+    stability_units: str = "plain"
     window: int | None = 3
     policy: str = "top"
     weighting: str = "mask"
     keep_ratio: float = 0.5
+    confidence: float = 0.95
     keep_ratio_start: float | None = None
     schedule_share: float = 1.0
     keep_scope: str = "batch"
     value_unit: str = "token"
+    value_scale: str = "none"
     interaction_weight: float = 0.0
     kept_normalization: str = "response"
     shared_threshold: bool = False
@@ -77,6 +81,7 @@ class Asked:
     direction_steps: int = 1
     reuse_values: int = 0
     scoring_forward: str = "auto"
+    skip_dropped_rows: bool = False
     packing: bool = False
     max_grad_norm: float = 1.0
     learning_rate: float = 1e-2
@@ -144,7 +149,8 @@ class Step:
 
     ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
     order ("total" among them) and the sum of its absolute terms. ``grams`` hold inner products of
-    their direct gradients, where selection asks for them. ``gradient`` is what the optimizer
+    their direct gradients, where selection asks for them; ``without`` adaptation values with each
+    validation row left out. ``gradient`` is what the optimizer
     gets, ``parameters`` what it leaves; both flat, ``gradient_scale`` sums absolute terms.
     ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
     """
@@ -153,6 +159,7 @@ class Step:
     scales: list[dict[str, Tensor]] = field(default_factory=list)
     reused: list[bool] = field(default_factory=list)
     grams: list[Tensor] = field(default_factory=list)
+    without: list[list[Tensor]] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     norm: float = 0.0
@@ -298,11 +305,13 @@ class Replay:
             for document in everyone:
                 self.base[document] = -self.losses(document).detach()
         self.past: list[dict[str, Tensor]] = []  # validation gradients, for the running mean
+        self.left_out: list[dict[str, Tensor]] = []  # of all validation rows but one
         self.last: dict[Any, tuple[int, dict[str, Tensor]]] = {}
         self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
         self.visits: dict[Any, int] = {}
         self.gain: dict[str, Tensor] = {}
         self.keep: dict[str, Tensor] = {}
+        self.lambdas = 1.0
         self.built: int | None = None
         self.stale = False
         self.balance: dict[str, float] = {}  # as it was last measured
@@ -413,6 +422,7 @@ class Replay:
         assert rows is not None
         here = {n: self.parameters[n].detach().double() for n in self.names}
         self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
+        self.left_out = []
         self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
         if self.asked.objective != "stability":
             found = self.objective_gradient(self.told.validation[rows])
@@ -421,11 +431,23 @@ class Replay:
             for name in self.names:
                 mean = sum(p * g[name] for p, g in zip(powers, self.past, strict=True))
                 self.gain[name] = mean / sum(powers)
+        if self.asked.policy == "harmless":  # each validation row, or pair, is a forward of its own
+            rows_ = self.told.validation[rows]
+            size = 2 if self.asked.family == "dpo" else 1
+            for place in range(0, len(rows_), size):
+                rest = self.objective_gradient([*rows_[:place], *rows_[place + size :]])
+                self.left_out.append({n: rest[n].double() for n in self.names})
         if self.asked.objective != "adaptation":
             self.keep |= self.retention(rows, here)
+        # What lambda counts in: 1, or the length of G by that of V, before any preconditioner.
+        self.lambdas = 1.0
+        if self.asked.stability_units == "balance":
+            g, v = (float(self.flat(side).norm()) for side in (self.gain, self.keep))
+            self.lambdas = g / v if v else 0.0
         if self.asked.preconditioner == "frozen":
             scale = self.preconditioner(step, None)
             self.gain = {n: scale[n] * g for n, g in self.gain.items()}
+            self.left_out = [{n: scale[n] * g for n, g in one.items()} for one in self.left_out]
             self.keep = {n: scale[n] * v for n, v in self.keep.items()}
 
     def retention(self, step: int, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -568,10 +590,43 @@ class Replay:
         parts = totals.split([len(d.places) for d in micro])
         return torch.cat([part.mean().expand_as(part) for part in parts if len(part)])
 
+    def without(
+        self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Adaptation values against all validation rows, then against all but each of them."""
+        whole, found = self.gain, []
+        try:
+            for gain in (whole, *self.left_out) if self.left_out else ():
+                self.gain = dict(gain)
+                side, keep = self.sides(step, micro, rows, signs)
+                values, _ = self.values(micro, rows, signs, side, keep, 0.0)
+                found.append(values["total"])
+        finally:
+            self.gain = whole
+        return found
+
+    def harmless(
+        self, step: int, totals: Sequence[Tensor], without: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """1 where the value and so many jackknifed errors of it are not below zero."""
+        weights = []
+        for micro, total, (whole, *rest) in zip(
+            self.told.micro[step], totals, without, strict=True
+        ):
+            moved = [self.ranked(micro, one) - self.ranked(micro, whole) for one in rest]
+            count = len(rest)
+            error = torch.sqrt(torch.stack(moved).square().sum(0) * (count - 1) / count)
+            level = student(self.asked.confidence, count - 1)
+            weights.append((self.ranked(micro, total) + level * error >= 0).double())
+        return weights
+
     def select(self, step: int, totals: Sequence[Tensor], grams: Sequence[Tensor]) -> list[Tensor]:
         """Weight of each token of each micro-batch of the step; of a draw, its weight if drawn."""
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
+        if self.asked.value_scale == "norm":
+            lengths = [gram.diagonal().sqrt() for gram in grams]
+            totals = [t / size for t, size in zip(totals, lengths, strict=True)]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
         for group in self.groups(step):
             values = [float(ranked[i][t]) for i, t in group]
@@ -654,7 +709,11 @@ class Replay:
             out.logs |= self.watched(step)
             self.due(step)
             self.value_all(step, out, losses, rows)
-            out.weights = self.select(step, [v["total"] for v in out.values], out.grams)
+            totals = [v["total"] for v in out.values]
+            if self.asked.policy == "harmless":
+                out.weights = self.harmless(step, totals, out.without)
+            else:
+                out.weights = self.select(step, totals, out.grams)
         out.chosen = out.weights
         if self.told.weights:
             out.weights = list(self.told.weights[step])
@@ -673,7 +732,7 @@ class Replay:
     ) -> None:
         """Values of every micro-batch: made now, or those of an earlier visit."""
         asked = self.asked
-        weight = float(self.scheduled(asked.stability_weight_start, asked.stability_weight, step))
+        whole = float(self.scheduled(asked.stability_weight_start, asked.stability_weight, step))
         for micro, loss, gradient in zip(self.told.micro[step], losses, rows, strict=True):
             values = self.known(micro, step)
             scales = {n: v.abs() for n, v in (values or {}).items()}
@@ -682,9 +741,11 @@ class Replay:
                 self.build(step)
                 signs = self.signs(micro, loss, None)
                 gain, keep = self.sides(step, micro, gradient, signs)
+                weight = whole * self.lambdas
                 values, scales = self.values(micro, gradient, signs, gain, keep, weight)
+                out.without.append(self.without(step, micro, gradient, signs))
                 self.enter(micro, values, step)
-                if asked.interaction_weight:
+                if asked.interaction_weight or asked.value_scale == "norm":
                     out.grams.append(self.gram(micro, signs))
                 balances = self.balances(gain, keep, weight)
                 if balances:
@@ -761,6 +822,15 @@ class Replay:
         self.clip = min(1.0, asked.max_grad_norm / (out.norm + 1e-6))
         out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
         out.parameters = self.step_along(step, out.gradient)
+
+    def trained_on(self, micro: Micro, weights: Tensor) -> Sequence[Document]:
+        """Documents of the training forward: all, or where rows are skipped those with a weight,
+        and the first if there is none."""
+        if not self.asked.skip_dropped_rows:
+            return micro
+        of_each = weights.split([len(d.places) for d in micro])
+        kept = [d for d, w in zip(micro, of_each, strict=True) if bool(w.any())]
+        return kept or micro[:1]
 
     def rate(self, step: int) -> float:
         """The learning rate falls in a straight line to zero."""
@@ -840,11 +910,14 @@ class Replay:
             "alpha/response_tokens": float(count),
             "alpha/kept_share": float((weights > 0).double().mean()),
             "alpha/weight_share": float(weights.mean()),
-            "alpha/effective_share": float(weights.sum() ** 2 / (weights**2).sum() / count),
             "alpha/reused_share": reused / count,
         }
+        if bool(weights.any()):
+            effective = float(weights.sum() ** 2 / (weights**2).sum())
+            found["alpha/effective_share"] = effective / count
         if self.asked.family == "sft":  # TRL's count, which a pass of our own must not move
-            self.seen += sum(len(d.ids) for m in self.told.micro[step] for d in m)
+            for micro, weights in zip(self.told.micro[step], out.weights, strict=True):
+                self.seen += sum(len(d.ids) for d in self.trained_on(micro, weights))
             found["num_tokens"] = float(self.seen)
         fresh = [v for v, again in zip(out.values, out.reused, strict=True) if not again]
         if fresh:

@@ -248,6 +248,7 @@ SEEN = {
     "epsilon-inside-adams-root": FULL,
     "no-bias-correction-in-adam": FULL,
     "full-preconditioner-without-its-second-term": FULL,
+    "state-of-another-kind-in-a-block": FULL,
     "curvature-added-in-the-full-preconditioner": FULL,
     "gradient-left-out-of-the-second-moment": FULL,
     "gradient-left-out-of-the-first-moment": FULL,
@@ -255,6 +256,7 @@ SEEN = {
         "direction (adaptation)", "path", build=coupled
     ),
     "stability-counted-twice": TOTAL,
+    "lambda-in-inverse-units": trial("total", "path", stability_units="balance"),
     "summed-direction-without-lambda": TOTAL,
     "summed-direction-without-stability": TOTAL,
     "stability-in-spite-of-the-objective": trial(
@@ -306,6 +308,10 @@ UNSEEN = {
     "tangent-of-the-observed-heads-weight-forgotten": "as above",
     "errors-at-other-hidden-states": "as above",
     "capped-logits-taken-for-the-heads": "drawn decoders name no head",
+    "jackknife-without-its-factor": "no value takes part; standard errors are not certified",
+    "validation-batches-taken-for-equal": "as above",
+    "part-divided-by-its-own-tokens": "of scorers that are asked for standard errors",
+    "parts-without-the-preconditioner": "as above",
     "modes-not-put-back": "changes the user's model, no value",
     "self-only-mode-not-put-back": "changes what training sends back afterwards, no value",
 }
@@ -317,6 +323,7 @@ ELSEWHERE = {
     "select.masks": "selection starts from values",
     "select.weights": "soft weights start from values",
     "select.schedule": "schedules are the trainer's",
+    "select.confidence": "selection starts from values",
     "select.interaction": "products of token gradients are no part of a value",
     "train": "the trainer's own",
     "policies": "other methods",

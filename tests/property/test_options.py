@@ -152,6 +152,12 @@ def test_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> No
 
 
 @given(setups(), st.sampled_from(EVERY))
+@budget(0.2)
+def test_lambda_in_units_of_the_balance(setup: Setup, estimator: str) -> None:
+    claims.check_stability_units(setup, estimator)
+
+
+@given(setups(), st.sampled_from(EVERY))
 @budget(0.1)
 def test_a_pinned_version_decides_what_is_stale(setup: Setup, estimator: str) -> None:
     claims.check_pinned_direction(setup, estimator)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -378,11 +377,13 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
     dagger = torch.diag(flatten({name: arguments["retention_fisher"][name] for name in names}))
     f_ref = torch.diag(flatten({name: arguments["fisher"][name] for name in names}))
     diagonal = torch.diag(torch.diag(own))
-    # M_3: the largest slope of H between neighbours on the segment, by differences.
-    grid = torch.linspace(0, 1, 9).tolist()
-    hessians = [at(u, h)[:size] for u in grid]
-    length = float(step.norm())
-    slopes = [spectral(b - a) * 8 / length for a, b in pairwise(hessians)] if length else [0.0]
+    # M_3: the largest slope of H at nine points of the segment, by central differences.
+    near, length = 1e-4, float(step.norm())
+    slopes = [
+        spectral((at(u + near, h) - at(u - near, h))[:size]) / (2 * near * length)
+        for u in torch.linspace(0, 1, 9).tolist()
+        if length
+    ]
     return {
         "left": float((ideal[:size] - f_ref @ step[:size]).norm()),
         "residual": float(r_0[:size].norm()),
@@ -394,7 +395,7 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
         "other_drift": float(step[size:].norm()),
         # Taylor's theorem: from gradients, where the oracle integrates Hessians.
         "remainder": float((ideal - r_0 - curvature @ step)[:size].norm()),
-        "third_derivative": max(slopes),
+        "third_derivative": max(slopes, default=0.0),
     }
 
 
@@ -408,12 +409,10 @@ def check_every_term(seed: int, others: bool, own_data: bool, scale: float) -> N
     size = 1 + sum(wanted.values())
     for name, value in wanted.items():
         tolerance.close(getattr(bound, name), value, size, 1e-12, name=name)
-    # The difference of gradients loses digits to r_0 and H dtheta, the quadrature 1e-9 of itself.
+    # The difference of gradients loses digits to r_0 and H dtheta, the integral 1e-9 of itself.
     taylor = 1e-13 * (bound.left + bound.residual + size * (bound.drift + bound.other_drift))
     tolerance.close(bound.remainder, remainder, remainder + taylor / 1e-7, 1e-7, name="remainder")
-    # Differences over an eighth of the segment see the mean slope between nine points.
-    assert third <= bound.third_derivative * (1.02 if scale <= 1e-2 else 1.5)
-    assert third >= bound.third_derivative * (0.98 if scale <= 1e-2 else 0.5)
+    tolerance.close(bound.third_derivative, third, third, 1e-3, name="third_derivative")
     assert bound.left <= bound.right_integral * (1 + 1e-12)
     if scale <= 1e-2:  # on so short a segment nine points miss the supremum by little
         assert bound.remainder <= bound.cubic * 1.02
@@ -433,6 +432,7 @@ def check_every_term(seed: int, others: bool, own_data: bool, scale: float) -> N
     scale=st.sampled_from([1e-3, 1e-2, 0.5]),
 )
 @example(seed=1, others=True, own_data=False, scale=0.5)
+@example(seed=808972, others=True, own_data=False, scale=0.5)  # a norm layer's pole is near
 def test_the_bound_holds_and_each_term_is_what_its_name_says(seed, others, own_data, scale):
     check_every_term(seed, others, own_data, scale)
 
@@ -490,9 +490,9 @@ def test_no_term_of_the_bound_can_be_smaller(name: str) -> None:
 
 WRONG_BOUNDS = {
     "the remainder's Hessian at theta_ref forgotten": (
-        "taylor_remainder", "total = -curved(0.0)", "total = torch.zeros_like(step)"),
-    "nodes of [-1, 1] on [0, 1]": ("taylor_remainder", "(point + 1) / 2", "point"),
-    "weights of [-1, 1] on [0, 1]": ("taylor_remainder", "weight / 2", "weight"),
+        "taylor_remainder", "curved(u) - at_start", "curved(u)"),
+    "half of the segment": ("taylor_remainder", "        1.0,\n", "        0.5,\n"),
+    "a remainder from 21 nodes": ("taylor_remainder", "epsrel=1e-9", "epsrel=1e9"),
     "Taylor's 1/2 in the remainder": ("taylor_remainder", "first @ step", "first @ step / 2"),
     "sign of the proxy": ("proxy_bound", "ideal - f_ref", "ideal + f_ref"),
     "gradient at theta_ref for the ideal": (
@@ -528,6 +528,7 @@ def test_an_error_in_the_bound_is_seen(error: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(retention, name, edited(retention, name, old, new))
     with pytest.raises(AssertionError), tolerance.unrecorded():  # noqa: PT012
         check_every_term(1, True, False, 0.5)
+        check_every_term(808972, True, False, 0.5)
         for term in ATTAINED:
             test_no_term_of_the_bound_can_be_smaller(term)
 

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.direction import optimizers
+from alphatoken.support import precision
 from tests.property import optimizer_steps as steps
 from tests.property import properties_algebra as algebra
 from tests.property import properties_optimizers as real
@@ -157,3 +158,12 @@ def test_one_update_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch, frozen: b
     assert found is not None
     assert list(found) == list(parameters)
     assert most <= 2  # the one before lives until its successor is read
+
+
+@pytest.mark.parametrize("kind", [*steps.TORCH, *steps.OTHERS], ids=str)
+def test_full_is_the_same_in_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of more numbers than a block holds, the last block not full: the same bits."""
+    case = Case(kind, 6, 7, (4, 7))
+    whole = real.full(case)
+    monkeypatch.setattr(precision, "_BLOCK", 5)
+    assert torch.equal(real.full(case), whole)

@@ -93,6 +93,21 @@ def drawn(seen: Seen, replay: Replay) -> bool:
     )
 
 
+def some_dropped(seen: Seen, replay: Replay) -> bool:
+    """Some step dropped tokens, and none dropped most."""
+    kept = [float(torch.cat(of_step).mean()) for of_step in seen.weights]
+    return min(kept) < 1 and max(kept) > 0.5
+
+
+def whole_rows_dropped(seen: Seen, replay: Replay) -> bool:
+    """Some micro-batch kept no token of a row, and tokens of another."""
+    return any(
+        0 < sum(bool(w.any()) for w in weights.split([len(d.places) for d in micro])) < len(micro)
+        for micros, of_step in zip(replay.told.micro, seen.weights, strict=True)
+        for micro, weights in zip(micros, of_step, strict=True)
+    )
+
+
 def kept_less(seen: Seen, replay: Replay) -> bool:
     """The ratio has fallen."""
     return replay.ratio(0) == 1 and replay.ratio(2) < 0.6
@@ -115,6 +130,41 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     ),
     "full preconditioner, DPO, one threshold": (
         Asked("dpo", preconditioner="full", shared_threshold=True, max_grad_norm=0.02), clipped
+    ),
+    "all but the harmful": (Asked(policy="harmless", confidence=0.7), some_dropped),
+    "all but the harmful, full preconditioner": (
+        Asked(policy="harmless", confidence=0.6, preconditioner="full", estimator="alphatoken"),
+        some_dropped,
+    ),
+    "all but harmful responses, LoRA": (
+        Asked(policy="harmless", value_unit="response", confidence=0.8, lora=True, rows=3),
+        some_dropped,
+    ),
+    "all but the harmful, DPO": (
+        Asked("dpo", policy="harmless", confidence=0.6, preconditioner="frozen"), some_dropped
+    ),
+    "by value over length": (
+        Asked(value_scale="norm", estimator="alphatoken", layers=2), crowded_out
+    ),
+    "by value over length, DPO with LoRA, over the step": (
+        Asked("dpo", value_scale="norm", lora=True, keep_scope="global", seed=1), crowded_out
+    ),
+    "whole responses by value over length": (
+        Asked(value_scale="norm", value_unit="response", estimator="direct", rows=3), moved
+    ),
+    "dropped rows are skipped": (
+        Asked(
+            value_unit="response", keep_ratio=0.3, rows=3, scoring_forward="own",
+            skip_dropped_rows=True, kept_normalization="kept", max_grad_norm=1e9,
+        ),
+        whole_rows_dropped,
+    ),
+    "rows of harmless responses alone, LoRA": (
+        Asked(
+            policy="harmless", value_unit="response", confidence=0.7, lora=True, rows=3,
+            scoring_forward="own", skip_dropped_rows=True,
+        ),
+        whole_rows_dropped,
     ),
     "kept normalisation": (Asked(kept_normalization="kept", max_grad_norm=1e9, seed=4), uneven),
     "kept normalisation, DPO": (Asked("dpo", kept_normalization="kept", max_grad_norm=1e9), uneven),
@@ -148,6 +198,16 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked(retention="data", stability_weight=0.7, running_mean=0.5), moved
     ),
     "retention by pairs": (Asked("dpo", retention="data"), unequal),
+    "lambda in units of the balance": (
+        Asked(stability_units="balance", stability_weight=0.4, estimator="alphatoken"), moved
+    ),
+    "lambda in units of the balance, on its way, full preconditioner, DPO": (
+        Asked(
+            "dpo", stability_units="balance", stability_weight_start=0.0, preconditioner="full",
+            retention="kronecker",
+        ),
+        moved,
+    ),
     "whole responses, the worst": (Asked(value_unit="response", policy="bottom"), moved),
     "schedules": (
         Asked(keep_ratio=0.3, keep_ratio_start=1.0, stability_weight_start=0.0), kept_less
@@ -198,8 +258,13 @@ def runs(draw: st.DrawFn) -> Asked:
     weighting = pick("mask", "mask", "mask", "proportional", "unbiased")
     divisors = ("response", "sum") if family != "dpo" else ("response",)
     policy = pick("top", "top", "bottom") if weighting == "mask" else "top"
+    judged = weighting == "mask" and objective != "stability" and scope == "batch" and not reuse
+    policy = "harmless" if judged and pick(False, False, True) else policy
+    harmless = policy == "harmless"
     ranked = weighting == "mask" and policy == "top" and scope != "global"
     interacts = ranked and not whole and not reuse and pick(False, True)
+    skips = not dpo and not packing and pick(False, False, True)
+    scaled = not harmless and not interacts and not reuse and pick(False, False, True)
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
@@ -211,26 +276,32 @@ def runs(draw: st.DrawFn) -> Asked:
         layers=pick(1, 2),
         objective=objective,
         stability_weight_start=pick(None, 0.0),
+        stability_units=pick("plain", "plain", "balance") if objective == "both" else "plain",
         window=pick(None, 1, 3),
         policy=policy,
         interaction_weight=pick(0.5, 1.0, 2.0) if interacts else 0.0,
         keep_ratio=pick(0.5, 0.3, 0.7, 1.0),
-        keep_ratio_start=pick(None, None, 0.9),
+        keep_ratio_start=None if harmless else pick(None, None, 0.9),
+        confidence=pick(0.5, 0.7, 0.95),
         keep_scope=scope,
         value_unit="response" if whole else "token",
-        kept_normalization=pick(*divisors, *(() if weighting == "unbiased" else ("kept",))),
-        shared_threshold=dpo and draw(st.booleans()),
+        value_scale="norm" if scaled else "none",
+        kept_normalization=pick(
+            *divisors, *(() if weighting == "unbiased" or harmless else ("kept",))
+        ),
+        shared_threshold=dpo and not harmless and draw(st.booleans()),
         masked_logit=dpo and draw(st.booleans()),
         retention=pick(*kinds) if objective == "stability" else pick("none", *kinds),
         preconditioner=preconditioner,
         precondition_after=pick(1, 2),
         validation_mode=pick("fixed", "pool"),
-        validation_micro_batch_size=pick(None, 2),
-        running_mean=pick(0.0, 0.6),
+        validation_micro_batch_size=None if harmless else pick(None, 2),
+        running_mean=0.0 if harmless else pick(0.0, 0.6),
         held_out_steps=pick(0, 1, 2),
         direction_steps=pick(1, 1, 2),
         reuse_values=reuse,
-        scoring_forward=pick("auto", "own"),
+        scoring_forward="own" if skips else pick("auto", "own"),
+        skip_dropped_rows=skips,
         packing=packing,
         max_grad_norm=pick(0.05, 1e9),
         seed=draw(st.integers(0, 99)),
@@ -267,6 +338,12 @@ HARD: dict[str, Callable[[Asked], bool]] = {
         a.validation_mode == "pool" and a.running_mean > 0 and a.direction_steps > 1
     ),
     "reused values of whole responses": lambda a: a.reuse_values > 0 and a.value_unit == "response",
+    "harmless responses under the full preconditioner, by LoRA": lambda a: (
+        a.policy == "harmless"
+        and a.value_unit == "response"
+        and a.preconditioner == "full"
+        and a.lora
+    ),
     "masked logit, one threshold, divided by the kept": lambda a: (
         a.masked_logit and a.shared_threshold and a.kept_normalization == "kept"
     ),

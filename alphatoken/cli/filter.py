@@ -1,0 +1,98 @@
+"""``alphatoken filter``: its options; ``filter_run`` does the work, and loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from alphatoken.cli.common import (
+    EarlierOptions,
+    MemoryOptions,
+    ModelOptions,
+    ReadingOptions,
+    RunningOptions,
+    TrainingRowOptions,
+    ValuationOptions,
+)
+from alphatoken.cli.options import option, read_options
+
+__all__ = ["FilterOptions", "run"]
+
+_ABOUT = """\
+Value whole rows: how much training on a response lowers the loss on the validation rows, how sure
+that is, and whether to keep it. JSONL in, the same rows with three more fields out.
+
+usage: alphatoken filter --model_name_or_path PATH --train_file FILE --output_file FILE
+           (--validation_file FILE | --validation_rows N) [options]"""
+
+_MORE = """\
+output
+  Every row of the input as it was, in its order, with
+    value          mean of the values of its response tokens; null where it was not valued
+    value_error    standard error of that over the draw of the validation rows
+    verdict        "keep"; "drop": its value is below zero beyond doubt, or with --ratio, it is not
+                   among the best; or why it was not valued: "held out", "leak", "empty", "too long"
+
+  Without --ratio a row is dropped only where value + t * value_error < 0, one-sided at
+  --confidence; with it the best rows by value are kept until they hold this share of the response
+  tokens.
+  --kept_only writes the rows to keep alone, without the fields.
+
+examples
+  alphatoken filter --model_name_or_path ./model --train_file train.jsonl \\
+      --validation_file dev.jsonl --output_file judged.jsonl
+  alphatoken filter --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
+      --ratio 0.5 --kept_only --output_file best.jsonl
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What to judge."""
+
+    train_file: str = option(help="rows to judge")
+    validation_file: str | None = option(
+        None, "rows that define the objective", either="validation", required=True
+    )
+    validation_rows: int | None = option(
+        None, "draw them from the training rows", least=2, either="validation"
+    )
+    fisher_file: str | None = option(None, "of the reference model; without it: no stability")
+    output_file: str = option(help="JSONL file for the result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """How to judge."""
+
+    confidence: float = option(0.95, "drop a row only where its value is below zero so surely")
+    ratio: float | None = option(None, "keep the best rows with this share of the tokens instead")
+    validation_batches: int = option(8, "parts of the validation rows, for the errors", least=2)
+    kept_only: bool = option(False, "write the rows to keep, without the fields")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterOptions(
+    ModelOptions,
+    _Rows,
+    ValuationOptions,
+    _Rule,
+    ReadingOptions,
+    TrainingRowOptions,
+    EarlierOptions,
+    MemoryOptions,
+    RunningOptions,
+):
+    """Everything that ``alphatoken filter`` is told."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run what ``words``, the arguments after ``alphatoken filter``, ask for; the exit status.
+
+    Raises:
+        AlphaTokenError: wrong arguments or input, with what and where.
+    """
+    options = read_options("filter", FilterOptions, words, description=_ABOUT, epilog=_MORE)
+    import_module("alphatoken.cli.filter_run").run(options)
+    return 0

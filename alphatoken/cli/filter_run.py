@@ -1,0 +1,346 @@
+"""``alphatoken filter``: value rows one batch at a time, judge them, write them out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alphatoken import FisherDrift, Scorer
+from alphatoken.cli.expecting import expect_scoring
+from alphatoken.cli.filter import FilterOptions
+from alphatoken.cli.folder import examples_digest, file_digest, same_settings
+from alphatoken.cli.reading import (
+    encode_some,
+    encoding,
+    on_device,
+    read_file,
+    read_model,
+    read_pools,
+    read_tokenizer,
+    scorer_config,
+)
+from alphatoken.data import Example, Pools, Row, batches, read_records
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.select.confidence import select_harmless
+from alphatoken.select.masks import keep_count, response_values
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import replacing, weights_digest
+from alphatoken.values import standard_error
+
+__all__ = ["run"]
+
+FIELDS = ("value", "value_error", "verdict")
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One valued row: its index in the file, what it is worth, and how many tokens it has."""
+
+    row: int
+    value: float
+    error: float
+    tokens: int
+
+
+def run(options: FilterOptions) -> None:
+    """Judge ``options.train_file`` and write ``options.output_file``.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
+    """
+    out = Path(options.output_file)
+    _check(options, out)
+    records = _records(options)
+    tokenizer = read_tokenizer(options)
+    rows = read_file(options.train_file, options, limit=options.limit)
+    fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
+    pools = read_pools(rows, fisher, options)
+    model = read_model(options)
+    how = encoding(options, model)
+    examples, _ = encode_some(pools.train, tokenizer, how, "training")
+    validation, _ = encode_some(pools.validation, tokenizer, how, "validation")
+    parts = min(options.validation_batches, len(validation))
+    if parts < 2:
+        raise DataError(
+            "errors of values need at least two validation rows",
+            got=f"{len(validation)} with a response",
+            remedy="more rows in --validation_file, or a larger --validation_rows",
+        )
+    config = scorer_config(options, standard_errors=True)
+    held = [
+        on_device(batch, model)
+        for k in range(parts)
+        for batch in batches(validation[k::parts], len(validation))
+    ]
+    scorer = Scorer(model, validation=held, retention=fisher, config=config)
+    settings = {
+        "config": repr(config),
+        "model": weights_digest(model),
+        "train": examples_digest(examples),
+        "validation": examples_digest(validation),
+        "fisher": "none" if options.fisher_file is None else file_digest(options.fisher_file),
+        "parts": parts,
+        "batch_size": options.batch_size,
+    }
+    journal = Journal(
+        _journal(out),
+        settings,
+        resume=options.resume,
+        overwrite=options.overwrite_output,
+    )
+    if left := examples[len(journal.found) :]:
+        expect_scoring(
+            model,
+            config,
+            left,
+            validation,
+            fisher,
+            batch_size=options.batch_size,
+            held_size=-(-len(validation) // parts),
+            check=options.memory_check,
+            quiet=options.quiet,
+        )
+    found = _valued(scorer, examples, journal, options)
+    verdicts = _verdicts(found, parts, options)
+    others = _others(rows, pools, examples, how.max_length)
+    _write(out, records, {one.row: one for one in found}, verdicts, others, options)
+    journal.path.unlink()
+    _say(out, verdicts, others, options)
+
+
+# --- before the work ------------------------------------------------------------------------------
+
+
+def _check(options: FilterOptions, out: Path) -> None:
+    """What can be said before a model is loaded."""
+    if options.ratio is not None:
+        keep_count(options.ratio, 1)
+    if not 0.5 <= options.confidence < 1:
+        raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
+    if not out.parent.is_dir():
+        raise ConfigError("the folder of --output_file is not there", got=str(out.parent))
+    if out.resolve() == Path(options.train_file).resolve():
+        raise ConfigError(
+            "--output_file is the input",
+            got=str(out),
+            why="the rows that were judged would be gone",
+            remedy="another file",
+        )
+    if out.is_dir():
+        raise ConfigError("--output_file is a folder", got=str(out), remedy="name a file in it")
+    goes_on = options.resume and _journal(out).exists()
+    if out.exists() and not options.overwrite_output and not goes_on:
+        raise ConfigError(
+            "the output file is there already",
+            got=str(out),
+            remedy="--overwrite_output to replace it, or another --output_file",
+        )
+
+
+def _records(options: FilterOptions) -> list[Mapping[str, Any]]:
+    """The rows as they are in the file."""
+    found: list[Mapping[str, Any]] = []
+    for place, record in read_records(options.train_file):
+        if options.limit is not None and len(found) >= options.limit:
+            break
+        taken = [name for name in FIELDS if name in record]
+        if taken and not options.kept_only:
+            raise DataError(
+                "a row has a field of ours already",
+                got=f"{place}: {', '.join(taken)}",
+                why="it would be overwritten",
+                remedy="rename it, or --kept_only",
+            )
+        try:
+            json.dumps(record)
+        except TypeError as error:
+            raise DataError(
+                "a row cannot be written as JSON",
+                got=f"{place}: {error}",
+                remedy="turn dates, decimals and bytes into text first",
+            ) from None
+        found.append(record)
+    return found
+
+
+def _journal(out: Path) -> Path:
+    """Where rows are kept until all are valued."""
+    return out.with_name(f".{out.name}.partial")
+
+
+# --- the work -------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Lines of rows that are valued, beside the output, so that an interrupted run goes on.
+
+    Args:
+        path: of the file.
+        settings: what values depend on.
+        resume: keep what an earlier run left, if its settings were the same.
+        overwrite: begin anew.
+
+    Raises:
+        ConfigError: an earlier run and no word on it, or one with other settings.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
+    ) -> None:
+        self.path, self.found = path, list[_Judged]()
+        if path.exists() and not resume and not overwrite:
+            raise ConfigError(
+                "an earlier run was interrupted here",
+                got=str(path),
+                remedy="--resume to go on with it, or --overwrite_output to begin anew",
+            )
+        if path.exists() and resume:
+            head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+            try:
+                earlier = json.loads(head)
+            except ValueError:
+                earlier, lines = dict(settings), []  # killed before it had written a line
+            same_settings(earlier, settings)
+            # The last line of a process that was killed may be half a line.
+            self.found = [_Judged(**json.loads(line)) for line in lines if line.endswith("\n")]
+        with replacing(path) as temporary:
+            self._write(temporary, "w", [settings, *(vars(one) for one in self.found)])
+
+    def add(self, found: Sequence[_Judged]) -> None:
+        """Rows that are valued now."""
+        self.found += found
+        self._write(self.path, "a", [vars(one) for one in found])
+
+    @staticmethod
+    def _write(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        with path.open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(dict(line)) + "\n" for line in lines)
+
+
+def _valued(
+    scorer: Scorer, examples: Sequence[Example], journal: Journal, options: FilterOptions
+) -> list[_Judged]:
+    """Every example, those that the journal holds first."""
+    tracker = Tracker("Valuing rows", len(examples), not options.quiet)
+    tracker.resume(len(journal.found))
+    try:
+        for start in range(len(journal.found), len(examples), options.batch_size):
+            some = examples[start : start + options.batch_size]
+            journal.add(list(_of_batch(scorer, some)))
+            tracker.report(len(journal.found))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{len(journal.found)} of {len(examples)} rows are valued and kept; the same command "
+            "with --resume goes on after them"
+        ) from None
+    return journal.found
+
+
+def _of_batch(scorer: Scorer, examples: Sequence[Example]) -> Iterator[_Judged]:
+    """Mean value of each response, and its standard error."""
+    (batch,) = batches(examples, len(examples))
+    values = scorer.score(on_device(batch, scorer.adapter.model))
+    assert values.parts is not None
+    assert values.part_shares is not None
+    mask = values.mask
+    totals = response_values(values.total, mask)
+    parts = torch.stack([response_values(p, mask) for p in values.parts.unbind(-1)], -1)
+    errors = standard_error(parts, values.part_shares)
+    for index, example in enumerate(examples):
+        first = int(mask[index].nonzero()[0])  # a response has one value, at all of its tokens
+        value, error = float(totals[index, first]), float(errors[index, first])
+        yield _Judged(example.row.index, value, error, int(mask[index].sum()))
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def _verdicts(found: Sequence[_Judged], parts: int, options: FilterOptions) -> dict[int, str]:
+    """By row: keep or drop."""
+    if options.ratio is not None:
+        kept = _best(found, options.ratio)
+    else:
+        values, errors = (
+            torch.tensor([[getattr(one, name) for one in found]], dtype=torch.float64)
+            for name in ("value", "error")
+        )
+        everywhere = torch.ones_like(values, dtype=torch.bool)
+        harmless = select_harmless(
+            values, errors, everywhere, parts=parts, confidence=options.confidence
+        )
+        kept = {one.row for one, keep in zip(found, harmless[0].tolist(), strict=True) if keep}
+    return {one.row: "keep" if one.row in kept else "drop" for one in found}
+
+
+def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
+    """Best rows by value, of equals the first, as long as they fit the budget; at least one."""
+    budget = keep_count(ratio, sum(one.tokens for one in found))
+    kept: set[int] = set()
+    for one in sorted(found, key=lambda one: (-one.value, one.row)):
+        if one.tokens > budget and kept:
+            break
+        budget -= one.tokens
+        kept.add(one.row)
+    return kept
+
+
+def _others(
+    rows: Sequence[Row], pools: Pools, examples: Sequence[Example], longest: int | None
+) -> dict[int, str]:
+    """By row: why it was not valued."""
+    valued = {example.row.index for example in examples}
+    left = {row.index for row in pools.train}
+    # Rows of a validation file have numbers of their own; drawn ones are the very rows.
+    drawn = {id(row) for row in pools.validation}
+    found = {}
+    for row in rows:
+        if row.index in valued:
+            continue
+        if id(row) in drawn:
+            found[row.index] = "held out"
+        elif row.index not in left:
+            found[row.index] = "leak"
+        else:
+            found[row.index] = "too long" if row.response.strip() else "empty"
+    return found
+
+
+def _write(
+    out: Path,
+    records: Sequence[Mapping[str, Any]],
+    found: Mapping[int, _Judged],
+    verdicts: Mapping[int, str],
+    others: Mapping[int, str],
+    options: FilterOptions,
+) -> None:
+    with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for number, record in enumerate(records):
+            verdict = verdicts.get(number) or others[number]
+            one = found.get(number)
+            if options.kept_only and verdict != "keep":
+                continue
+            more: dict[str, Any] = {}
+            if not options.kept_only:
+                more = {
+                    "value": None if one is None else one.value,
+                    "value_error": None if one is None else one.error,
+                    "verdict": verdict,
+                }
+            file.write(json.dumps({**record, **more}, ensure_ascii=False) + "\n")
+
+
+def _say(
+    out: Path, verdicts: Mapping[int, str], others: Mapping[int, str], options: FilterOptions
+) -> None:
+    kept = sum(verdict == "keep" for verdict in verdicts.values())
+    print(f"{len(verdicts)} rows valued, {kept} to keep: {out}")
+    if others and not options.quiet:
+        kinds = {kind: list(others.values()).count(kind) for kind in dict.fromkeys(others.values())}
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        print(f"note: {said}: not valued", file=sys.stderr)

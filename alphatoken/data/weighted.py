@@ -1,0 +1,98 @@
+"""Float weights on token losses, beside the labels, through any trainer's collator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import DataError
+from alphatoken.model.batch import IGNORE
+
+__all__ = ["WeightedCollator"]
+
+
+class WeightedCollator:
+    """Brings the column ``loss_weights`` into the batch, laid out as ``labels`` are.
+
+    Args:
+        inner: the collator that makes ``input_ids`` and ``labels`` of rows, such as TRL's
+            ``DataCollatorForLanguageModeling``. It may pad each row on the right, or join all rows
+            of the batch into one (``padding_free``).
+        max_length: rows are cut there first, weights and all; None cuts nothing.
+
+    Called with rows that have ``input_ids``, ``labels`` and ``loss_weights``, unshifted and of one
+    length (packed rows too), it returns the inner collator's batch and ``loss_weights``, float32
+    in the shape of ``labels``, 0 wherever no label is.
+
+    Raises:
+        DataError: a row without weights, or columns of different lengths; a batch of another form.
+
+    The loss is then ``sum(w_i l_i) / n``, n the labelled tokens of the step. Oracle: the same sum
+    row by row, in the tests.
+    """
+
+    def __init__(
+        self, inner: Callable[[list[dict[str, Any]]], Any], max_length: int | None = None
+    ) -> None:
+        self.inner, self.max_length = inner, max_length
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate some rows."""
+        cut = [self._cut(row, number) for number, row in enumerate(rows)]
+        weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in cut]
+        batch: dict[str, Any] = self.inner(cut)
+        labels = batch["labels"]
+        batch["loss_weights"] = self._laid_out(weights, labels).masked_fill(labels == IGNORE, 0.0)
+        return batch
+
+    def _cut(self, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        columns = ("input_ids", "labels", "loss_weights")
+        missing = [name for name in columns if row.get(name) is None]
+        lengths = {name: len(row[name]) for name in columns if name not in missing}
+        if missing or len(set(lengths.values())) > 1:
+            raise DataError(
+                "a row has no weight for each of its tokens",
+                got=f"row {number} of the batch: {lengths}, without {', '.join(missing) or 'none'}",
+                why="a weight would fall onto another token",
+                remedy="remove_unused_columns=False, and dataset_kwargs={'skip_prepare_dataset': "
+                "True} for TRL, which cuts the other columns alone",
+            )
+        whole = dict(row)
+        if self.max_length is not None and lengths["input_ids"] > self.max_length:
+            whole |= {name: list(row[name])[: self.max_length] for name in columns}
+            whole.pop("attention_mask", None)
+            if "seq_lengths" in row:
+                whole["seq_lengths"] = _lengths_within(row["seq_lengths"], self.max_length)
+        return whole
+
+    @staticmethod
+    def _laid_out(weights: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Padded on the right, or joined, whichever the labels are."""
+        found = torch.zeros(labels.shape, dtype=torch.float32)
+        if len(labels) == len(weights) and all(len(one) <= labels.shape[1] for one in weights):
+            for line, one in zip(found, weights, strict=True):
+                line[: len(one)] = one
+            return found
+        joined = torch.cat(list(weights))
+        if labels.shape[0] != 1 or len(joined) > labels.shape[1]:
+            raise DataError(
+                "the batch is neither padded nor joined rows",
+                got=f"labels {tuple(labels.shape)} of {[len(one) for one in weights]} tokens",
+                remedy="a collator that keeps rows in their order, padded on the right",
+            )
+        found[0, : len(joined)] = joined
+        return found
+
+
+def _lengths_within(lengths: Sequence[int], limit: int) -> list[int]:
+    """Lengths of packed documents of which the first ``limit`` tokens are left."""
+    found: list[int] = []
+    for length in lengths:
+        left = limit - sum(found)
+        if left <= 0:
+            break
+        found.append(min(length, left))
+    return found

@@ -1,0 +1,142 @@
+"""Scored sequences as a data set that any trainer reads: ids, labels with -100, float weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.report.examples import ScoredExample
+from alphatoken.report.files import pyarrow_modules, read_values, value_files
+from alphatoken.support.storage import replacing, write_json
+
+__all__ = ["CARD", "DatasetCounts", "Weigh", "write_dataset"]
+
+_IGNORE = -100
+
+Weigh = Callable[[Sequence[ScoredExample]], list[NDArray[np.float32]]]
+"""Sequences that are ranked together -> the weight of each token's loss, (t,) for each of them."""
+
+CARD = """# Rows with token weights
+
+Written by `alphatoken score --write_dataset`. One row an example, unshifted:
+
+| column | what |
+|---|---|
+| `input_ids` | tokens |
+| `attention_mask` | 1 at all of them: nothing is padded |
+| `labels` | the token where it is trained on; -100 at prompts and at dropped response tokens |
+| `loss_weights` | factor on each token's loss; 0 where the label is -100 |
+| `row` | number of the row in the training file, from 0 |
+
+A row without any weight is left out. Read it with
+`datasets.load_dataset("parquet", data_files="{folder}/*.parquet", split="train")`. Trainers that
+know -100 need nothing else while the weights are 0 and 1; `alphatoken.data.WeightedCollator` brings
+other weights to the loss.
+"""
+
+
+@dataclass
+class DatasetCounts:
+    """What was written."""
+
+    rows: int = 0
+    rows_without_weight: int = 0
+    response_tokens: int = 0
+    trained_tokens: int = 0
+    weight: float = 0.0
+
+
+def write_dataset(
+    values: Path, folder: Path, weigh: Weigh, *, together: int | None
+) -> DatasetCounts:
+    """Write ``part-*.parquet``, ``README.md`` and ``dataset.json``; each whole or not at all.
+
+    Args:
+        values: folder of value files; each becomes a file of the data set.
+        folder: is made; files of an earlier data set of the same name are replaced.
+        weigh: weights of sequences that are ranked together.
+        together: how many of a file's sequences are; None for all of all files.
+
+    Raises:
+        ConfigError: pyarrow is missing. DataError: a value file cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # First, so that what a killed process leaves is known for ours.
+    write_json(folder / "dataset.json", {"finished": False})
+    counts, digest = DatasetCounts(), hashlib.sha256()
+    whole = None if together is not None else iter(weigh(list(read_values(values))))
+    written = set()
+    for path in value_files(values):
+        rows = []
+        for example, weights in _weighed(read_values(path), weigh, together, whole):
+            counts.response_tokens += int(example.response.sum())
+            row = _row(example, weights)
+            if row is None:
+                counts.rows_without_weight += 1
+                continue
+            counts.rows += 1
+            counts.trained_tokens += int((weights != 0).sum())
+            counts.weight += float(weights.sum(dtype=np.float64))
+            rows.append(row)
+            digest.update(repr(sorted(row.items())).encode())
+        part = folder / f"{path.stem}.parquet"
+        _write(part, rows)
+        written.add(part)
+    for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
+        left.unlink()
+    with replacing(folder / "README.md") as temporary:
+        temporary.write_text(CARD.format(folder=folder.name), encoding="utf-8")
+    write_json(folder / "dataset.json", {**vars(counts), "sha256": digest.hexdigest()})
+    return counts
+
+
+def _weighed(
+    examples: Iterable[ScoredExample],
+    weigh: Weigh,
+    together: int | None,
+    whole: Iterator[NDArray[np.float32]] | None,
+) -> Iterator[tuple[ScoredExample, NDArray[np.float32]]]:
+    """Each sequence of a file with its weights."""
+    if whole is not None:
+        for example in examples:
+            yield example, next(whole)
+        return
+    rest = iter(examples)
+    while batch := list(islice(rest, together)):
+        yield from zip(batch, weigh(batch), strict=True)
+
+
+def _row(example: ScoredExample, weights: NDArray[np.float32]) -> dict[str, Any] | None:
+    """A row of the data set; None if nothing of it is trained on."""
+    weights = np.where(example.response, weights, 0).astype(np.float32)
+    if not weights.any():
+        return None
+    return {
+        "input_ids": list(map(int, example.ids)),
+        "attention_mask": [1] * len(example.ids),
+        "labels": np.where(weights != 0, example.labels, _IGNORE).tolist(),
+        "loss_weights": weights.tolist(),
+        "row": example.row,
+    }
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    pa, pq = pyarrow_modules()
+    schema = pa.schema(
+        {
+            "input_ids": pa.list_(pa.int64()),
+            "attention_mask": pa.list_(pa.int64()),
+            "labels": pa.list_(pa.int64()),
+            "loss_weights": pa.list_(pa.float32()),
+            "row": pa.int64(),
+        }
+    )
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), temporary)

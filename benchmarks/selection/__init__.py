@@ -1,0 +1,1 @@
+"""What selection buys on real language models: the grid behind docs/selection.md."""

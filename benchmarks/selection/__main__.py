@@ -1,0 +1,71 @@
+"""``python -m benchmarks.selection run|find|list|report [GRID]``: resumed where it was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
+from benchmarks.selection.report import MODELS, write_report
+from benchmarks.selection.rows import write_rows
+from benchmarks.training.tasks import data_folder
+
+HERE = Path(__file__).parent
+FOLDERS = {"smollm2": SMOLLM2.name, "gemma3": GEMMA3.name}
+
+
+def main() -> None:
+    """Parse the command line and go."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
+    parser.add_argument("command", choices=["run", "find", "list", "report"])
+    parser.add_argument("grid", choices=[*MODELS], nargs="?", default="smollm2")
+    parser.add_argument("--work", type=Path, default=Path("build/selection"), help="work folder")
+    parser.add_argument(
+        "--draw", type=int, default=0, help="of rows and dirt; others than 0 confirm the first"
+    )
+    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    options, more = parser.parse_known_args()
+    work = options.work.resolve()
+    # The report is of all draws; each names its own rows.
+    prepare(work, 0 if options.command == "report" else options.draw)
+    folder = f"{options.grid}{_suffix(options.draw)}"
+    if options.command == "report":
+        print(write_report(work))
+        return
+    if options.command == "find":
+        from benchmarks.selection.finding import main as find
+
+        model = str(models_folder() / FOLDERS[options.grid])
+        find(model, Path(os.environ["SELECTION_ROWS"]), work / f"finding-{folder}.json")
+        return
+    from alphatoken.cli import main as alphatoken
+
+    config = str(HERE / f"{options.grid}.yaml")
+    words = ["compare", "--config", config, "--output_dir", str(work / folder)]
+    words += ["--dry_run"] if options.command == "list" else [f"--processes={options.processes}"]
+    raise SystemExit(alphatoken([*words, *more]))
+
+
+def _suffix(draw: int) -> str:
+    return f"-draw{draw}" if draw else ""
+
+
+def prepare(work: Path, draw: int = 0) -> None:
+    """Rows, written once, and the environment that the grids' files read."""
+    os.environ["ALPHATOKEN_DATA"] = str(data_folder())
+    os.environ["ALPHATOKEN_MODELS"] = str(models_folder())
+    rows = Path(os.environ.setdefault("SELECTION_ROWS", str(work / f"rows{_suffix(draw)}")))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if rows.is_dir():
+        return
+    partial = rows.with_name("rows.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_rows(partial, draw)
+    partial.rename(rows)
+
+
+if __name__ == "__main__":
+    main()

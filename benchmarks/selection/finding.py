@@ -1,0 +1,186 @@
+"""Who finds the dirt: how well each number of a token or a row tells the planted from the real.
+
+On the start model, before any step: area under the curve of "the planted is lower" for values, of
+"the planted is higher" for the loss; 0.5 is a coin. Intervals by drawing rows anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_rows
+from alphatoken.fidelity.metrics import auc
+from alphatoken.model.batch import label_mask
+from alphatoken.model.response_losses import response_losses
+
+__all__ = ["ROWS", "find_dirt"]
+
+ROWS, HELD, PARTS, BATCH, DRAWS = 96, 32, 8, 4, 500
+LENGTH = 160
+
+SETTINGS: dict[str, Mapping[str, Any]] = {
+    "alphatoken, K = 3 (the paper)": {"estimator": "alphatoken"},
+    "label, K = 3": {"estimator": "label"},
+    "label, all parameters": {"estimator": "label", "layers": "all", "parameters": "all"},
+}
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Of the response tokens of one row: which were planted, and each number by name."""
+
+    planted: NDArray[np.bool_]
+    numbers: dict[str, Array]
+
+
+def find_dirt(
+    model: Any, tokenizer: Any, rows: Path, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Areas under the curve by task and number, each with a 95 % interval.
+
+    Args:
+        model: the start model, in float32.
+        tokenizer: of the model.
+        rows: folder that ``rows.write_rows`` has filled.
+        say: gets a line when something is done.
+    """
+    held = _examples(rows / "validation.jsonl", tokenizer)[:HELD]
+    parts = [next(batches(held[k::PARTS], HELD)) for k in range(PARTS)]
+    found: dict[str, Any] = {}
+    for task, marked in (("noisy-words", _replaced), ("noisy-responses", _exchanged)):
+        examples = _examples(rows / f"{task}.jsonl", tokenizer)[:ROWS]
+        lines = (rows / f"{task}-marks.jsonl").read_text(encoding="utf-8").splitlines()
+        marks = [json.loads(lines[one.row.index]) for one in examples]
+        planted = [marked(one, mark, tokenizer) for one, mark in zip(examples, marks, strict=True)]
+        numbers = _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
+        each = [_Row(p, {k: v[i] for k, v in numbers.items()}) for i, p in enumerate(planted)]
+        if task == "noisy-responses":  # whole rows: one number each
+            each = [_mean(row) for row in each]
+        found[task] = _areas(each)
+    return found
+
+
+def _examples(path: Path, tokenizer: Any) -> list[Example]:
+    options = EncodeOptions(max_length=LENGTH, chat_template=False, on_empty="skip")
+    return encode_rows(read_rows(path), tokenizer, options)[0]
+
+
+def _replaced(example: Example, mark: Mapping[str, Any], tokenizer: Any) -> NDArray[np.bool_]:
+    """Tokens with a character of a word that was replaced; the end token is no word's."""
+    text = example.row.response
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    bad, at = np.zeros(len(text), bool), 0
+    for word, replaced in zip(text.split(), mark["replaced"], strict=True):
+        at = text.index(word, at)
+        bad[at : at + len(word)] = bool(replaced)
+        at += len(word)
+    ids = [label for label in example.labels if label != -100]
+    spans = whole["offset_mapping"]
+    agree = sum(a == b for a, b in zip(ids, whole["input_ids"], strict=False))
+    if agree < min(len(ids), len(spans)):
+        raise RuntimeError(f"{example.row.place}: the response is tokenised in another way")
+    found = [bool(bad[a:b].any()) for a, b in spans][: len(ids)]
+    return np.asarray([*found, *[False] * (len(ids) - len(found))])
+
+
+def _exchanged(example: Example, mark: Mapping[str, Any], _: Any) -> NDArray[np.bool_]:
+    return np.full(example.response_tokens, bool(mark["exchanged"]))
+
+
+def _numbers(
+    model: Any, examples: Sequence[Example], parts: Sequence[Any], say: Callable[[str], None]
+) -> dict[str, list[Array]]:
+    """By name: of each example the numbers of its response tokens."""
+    found: dict[str, list[Array]] = {"loss": _losses(model, examples)}
+    say("losses")
+    for name, options in SETTINGS.items():
+        scorer = Scorer(model, parts, config=ScorerConfig(standard_errors=True, **options))
+        scorer.warn = False
+        found |= {name: [], f"{name}, over its error": []}
+        for batch in batches(examples, BATCH):
+            values = scorer.score(batch)
+            error = values.standard_error().clamp(min=torch.finfo(torch.float32).tiny)
+            found[name] += _by_row(values.total, values.mask)
+            found[f"{name}, over its error"] += _by_row(values.total / error, values.mask)
+        say(name)
+    scorer = Scorer(model, parts[:1], config=ScorerConfig(estimator="direct"))
+    lengths: list[Array] = []
+    for batch in batches(examples, BATCH):
+        with scorer.observe(interaction=True) as observed:
+            scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            values = observed.values(scores.logits, batch["labels"])
+            lengths += _by_row(observed.norms(), values.mask)
+    name = next(iter(SETTINGS))
+    found[f"{name}, over its length"] = [v / n for v, n in zip(found[name], lengths, strict=True)]
+    found["length of the gradient, K = 3"] = [-n for n in lengths]
+    say("lengths")
+    return found
+
+
+def _losses(model: Any, examples: Sequence[Example]) -> list[Array]:
+    """Turned round, so that the planted is lower as with values."""
+    from alphatoken.model.protocol import find_adapter
+
+    adapter, found = find_adapter(model), list[Array]()
+    for batch in batches(examples, BATCH):
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            losses = response_losses(adapter, batch, labels)
+        found += _by_row(-losses, label_mask(labels))
+    return found
+
+
+def _by_row(values: Tensor, mask: Tensor) -> list[Array]:
+    return [
+        line[kept].detach().double().cpu().numpy() for line, kept in zip(values, mask, strict=True)
+    ]
+
+
+def _mean(row: _Row) -> _Row:
+    return _Row(row.planted[:1], {k: np.asarray([v.mean()]) for k, v in row.numbers.items()})
+
+
+def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    draws = [generator.integers(len(rows), size=len(rows)) for _ in range(DRAWS)]
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "planted": float(np.concatenate([row.planted for row in rows]).mean()),
+    }
+    for name in rows[0].numbers:
+
+        def area(chosen: Sequence[int], name: str = name) -> float:
+            marked = np.concatenate([rows[i].planted for i in chosen])
+            numbers = np.concatenate([rows[i].numbers[name] for i in chosen])
+            return float("nan") if marked.all() or not marked.any() else auc(-numbers, marked)
+
+        again = np.asarray([area(draw) for draw in draws])
+        low, high = np.nanquantile(again, [0.025, 0.975])
+        found[name] = {"auc": area(range(len(rows))), "low": float(low), "high": float(high)}
+    return found
+
+
+def main(model: str, rows: Path, out: Path) -> None:
+    """Measure one model and write ``out``."""
+    from alphatoken.support.storage import write_json
+    from alphatoken.train.loading import load_with_tokenizer
+
+    loaded, tokenizer = load_with_tokenizer(model)
+    write_json(out, find_dirt(loaded.float().eval(), tokenizer, rows, _say))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,305 @@
+"""docs/selection.md, its data and its picture, from the folders of the grids."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alphatoken.cli.compare import parse
+from alphatoken.cli.compare_grid import read_grid
+from alphatoken.compare.folder import GridFolder
+from alphatoken.compare.grid import Cell, Grid, all_cells
+from alphatoken.compare.methods import START
+from alphatoken.compare.page import collect
+from alphatoken.compare.tables import Line, lines_of, markdown
+from alphatoken.report.drawing import COLOURS, canvas, save
+from alphatoken.support.storage import write_json
+from benchmarks.selection.paired import Difference, Each, difference
+
+__all__ = ["MODELS", "write_report"]
+
+DOCS = Path(__file__).parents[2] / "docs"
+CONCLUSIONS = Path(__file__).with_name("conclusions.md")
+
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+"""Grid -> its model, as the page has it."""
+
+BASELINES = ("standard", "random")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of one task, over its seeds."""
+
+    method: str
+    share: float | None
+    tokens: float | None
+    seconds: float | None
+    rate: float | None
+    target: float | None
+    retention: float | None
+    against: dict[str, dict[str, Difference | None]]
+
+
+def write_report(work: Path, docs: Path = DOCS) -> Path:
+    """The page from whatever is finished.
+
+    Args:
+        work: with a folder of cells for each grid, and ``finding-GRID.json``.
+        docs: where page, data and picture go.
+    """
+    found: dict[str, Any] = {"grids": {}, "finding": {}}
+    text = [INTRODUCTION]
+    if CONCLUSIONS.exists():
+        text.append(CONCLUSIONS.read_text(encoding="utf-8"))
+    drawn: dict[str, list[Entry]] = {}
+    for name, model in _folders(work).items():
+        grid, tasks, missing = _grid(name, work / name)
+        found["grids"][name] = {
+            "model": model,
+            "cells": len(all_cells(grid)),
+            "missing": missing,
+            "tasks": {
+                task: [asdict(entry) for entry in entries] for task, entries in tasks.items()
+            },
+        }
+        text.append(f"## {model}\n")
+        for task, entries in tasks.items():
+            text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
+            drawn[f"{model}: {task}"] = entries
+        if missing:
+            text.append(
+                f"{len(missing)} of the grid's {len(all_cells(grid))} cells have not run.\n"
+            )
+        finding = work / f"finding-{name}.json"
+        if finding.exists():
+            found["finding"][name] = json.loads(finding.read_text(encoding="utf-8"))
+            text += [f"### Who finds the dirt on {model}\n", FINDING]
+            text.append(_finding(found["finding"][name]))
+    draw(drawn, docs / "selection.svg")
+    write_json(docs / "selection.json", found)
+    page = docs / "selection.md"
+    page.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+    return page
+
+
+def _folders(work: Path) -> dict[str, str]:
+    """Folder of each grid that has run, other draws of rows after the first, and its title."""
+    found = {}
+    for name, model in MODELS.items():
+        for folder in sorted(work.glob(f"{name}*")):
+            draw = folder.name.removeprefix(name)
+            if folder.is_dir() and re.fullmatch(r"(-draw\d+)?", draw):
+                title = f", other rows and dirt ({draw[1:]})" if draw else ""
+                found[folder.name] = model + title
+    return found
+
+
+def _grid(name: str, folder: Path) -> tuple[Grid, dict[str, list[Entry]], list[str]]:
+    base, _, draw = name.partition("-")
+    config = str(Path(__file__).with_name(f"{base}.yaml"))
+    before = os.environ["SELECTION_ROWS"]
+    if draw:  # cells of another draw name its rows
+        os.environ["SELECTION_ROWS"] = str(folder.with_name(f"rows-{draw}"))
+    grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
+    os.environ["SELECTION_ROWS"] = before
+    cells, place = all_cells(grid), GridFolder(folder)
+    found = collect(cells, place)
+    tasks = {}
+    for task in grid.tasks:
+        lines = [line for line in lines_of(found, task.name) if line.values("target")]
+        losses = _losses(cells, place, task.name)
+        tasks[task.name] = [_entry(line, losses) for line in lines]
+    missing = [f"{r['task']}/{r['policy']}-seed{r['seed']}" for r in found if r["status"] != "done"]
+    # Nothing can be said of a task before its plain training.
+    begun = {k: v for k, v in tasks.items() if any(entry.method == "standard" for entry in v)}
+    return grid, begun, missing
+
+
+Losses = dict[str, dict[str, dict[int, Each]]]
+"""Method -> "target" or "retention" -> seed -> losses of the rows."""
+
+
+def _losses(cells: Sequence[Cell], folder: GridFolder, task: str) -> Losses:
+    """Of chosen cells."""
+    found: Losses = {}
+    tried: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.task == task:
+            tried.setdefault(f"{cell.policy} {cell.seed}", []).append(cell)
+    for group in tried.values():
+        done = [cell for cell in group if folder.of(cell).result() is not None]
+        if len(done) < len(group):
+            continue
+        best = group[0].name if len(group) == 1 else folder.best([cell.name for cell in group])
+        cell = next(one for one in group if one.name == best)
+        rows = (folder.of(cell).result() or {})["rows"]
+        for kind in ("target", "retention"):
+            found.setdefault(cell.policy, {}).setdefault(kind, {})[cell.seed] = rows[kind]
+    return found
+
+
+def _entry(line: Line, losses: Losses) -> Entry:
+    own = losses.get(line.policy, {})
+    against = {
+        kind: {
+            other: difference(own.get(kind, {}), losses.get(other, {}).get(kind, {}))
+            for other in BASELINES
+            if other != line.policy
+        }
+        for kind in ("target", "retention")
+    }
+    tried = [r["tried"] for r in line.records if r.get("tried")]
+    rates = [float(one["learning_rate"]) for one in tried if "learning_rate" in one]
+    kept, seen = line.mean("kept_tokens"), line.mean("response_tokens")
+    return Entry(
+        method=line.policy,
+        share=None if not seen or kept is None else kept / seen,
+        tokens=kept,
+        seconds=line.mean("time"),
+        rate=rates[0] if rates else None,
+        target=line.mean("target_loss"),
+        retention=line.mean("retention_loss"),
+        against=against,
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _table(entries: Sequence[Entry]) -> str:
+    standard = next((e.seconds for e in entries if e.method == "standard"), None)
+    heads = [
+        "method", "seeds", "rate", "tokens", "time", "target", "− standard", "− random",
+        "retention", "− standard",
+    ]  # fmt: skip
+    rows = []
+    for e in entries:
+        seeds = _seeds(e)
+        time = None if not e.seconds or not standard else e.seconds / standard
+        rows.append([
+            f"`{e.method}`",
+            str(seeds) if seeds else "–",
+            "–" if e.rate is None else f"{e.rate:g}",
+            "–" if not e.tokens else f"{e.tokens:,.0f}",
+            "–" if time is None else f"{time:.1f}",
+            _number(e.target),
+            *(_gap(e.against["target"].get(name)) for name in BASELINES),
+            _number(e.retention),
+            _gap(e.against["retention"].get("standard")),
+        ])  # fmt: skip
+    return markdown(heads, rows)
+
+
+def _seeds(entry: Entry) -> int:
+    gaps = [d.seeds for by in entry.against.values() for d in by.values() if d is not None]
+    return max(gaps, default=0)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _gap(gap: Difference | None) -> str:
+    if gap is None:
+        return "–"
+    said = f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
+    return f"**{said}**" if gap.apart else said
+
+
+def _finding(found: Mapping[str, Any]) -> str:
+    tasks = list(found)
+    names = [name for name in found[tasks[0]] if isinstance(found[tasks[0]][name], dict)]
+    rows = []
+    for name in names:
+        areas = [found[task][name] for task in tasks]
+        rows.append([name, *(f"{a['auc']:.2f} [{a['low']:.2f}, {a['high']:.2f}]" for a in areas)])
+    heads = ["number", *(f"{task} ({found[task]['planted']:.0%} planted)" for task in tasks)]
+    return markdown(heads, rows)
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+
+def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
+    """Target loss minus that of training on all tokens, by method, one panel a task."""
+    shown = {
+        title: [e for e in entries if e.against["target"].get("standard") and e.method != START]
+        for title, entries in tasks.items()
+    }
+    shown = {title: entries for title, entries in shown.items() if entries}
+    if not shown:
+        return
+    height = 0.9 + 0.24 * max(len(entries) for entries in shown.values())
+    with canvas(4.3 * len(shown), height) as figure:
+        panels = figure.subplots(1, len(shown), squeeze=False)[0]
+        for axes, (title, entries) in zip(panels, shown.items(), strict=True):
+            for place, entry in enumerate(reversed(entries)):
+                gap = entry.against["target"]["standard"]
+                assert gap is not None
+                colour = COLOURS[0] if gap.apart else "#888888"
+                axes.plot([gap.low, gap.high], [place, place], color=colour, lw=2)
+                axes.plot([gap.mean], [place], "o", color=colour, ms=5)
+            axes.axvline(0, color="black", lw=0.8, ls="--")
+            axes.set_yticks(range(len(entries)), [e.method for e in reversed(entries)])
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel("target loss minus that of all tokens, nats")
+        save(figure, path)
+
+
+ABOUT = {
+    "noisy-words": "30 % of the words of each response are replaced by words drawn from all "
+    "responses. `oracle` trains on the same rows as they were.\n",
+    "noisy-responses": "30 % of the responses belong to other rows. `oracle` trains on the rows "
+    "that have their own.\n",
+    "mixed": "Half of the rows are general instructions; the target is mathematics. `oracle` "
+    "trains on the mathematics alone.\n",
+    "clean": "Nothing is planted.\n",
+}
+
+FINDING = """Before any step: the chance that a planted token (`noisy-words`) or row
+(`noisy-responses`) has a lower number than a real one; 0.5 is a coin, 95 % interval over rows. The
+loss is turned round, and so is the length: a high one marks the planted.
+"""
+
+INTRODUCTION = """# Does selection pay?
+
+Written by `python -m benchmarks.selection report` from measured runs; do not edit by hand. The
+figures are in [selection.json](selection.json).
+
+![Target loss of each method minus that of training on all tokens, by task](selection.svg)
+
+## What was run
+
+```
+make models
+export ALPHATOKEN_DATA=...                      # GSM8K, dolly, TinyStories
+python -m benchmarks.selection run smollm2      # hours; started again it goes on
+python -m benchmarks.selection run smollm2 --draw 1      # other rows and other dirt
+python -m benchmarks.selection find smollm2
+python -m benchmarks.selection report
+```
+
+`run` is `alphatoken compare --config benchmarks/selection/GRID.yaml` on rows that it writes
+first. AdamW, float32, one thread a cell: 12 steps of 4 rows (of at most 160 tokens; `standard-
+twice` takes 24 steps, `rows-of-two` draws 8 rows), 2 steps of warm-up, a linearly falling rate.
+All parameters of SmolLM2 are trained, Gemma by LoRA. Training, validation, choosing, target and
+retention rows share none; only `on-validation` and the reference of `rho-1` and `token-cleaning`
+train on the validation rows. Each method tries the same three learning rates at the first seed,
+and the one with the lowest loss on 16 choosing rows is taken at all seeds; `mixed` and `clean`
+take what was chosen on `noisy-responses`, and methods without a rate in the tables have a fixed
+one. Values are taken against 8 of 96 validation rows, drawn anew every second step. Target: 40
+mathematics problems of the data's own test file; retention: 20 general instructions and 8
+stories. Weights are the dequantised ones (see [Benchmarks](benchmarks.md)).
+
+"Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of
+that on all tokens, measured beside other work and good to some ten percent. Differences are
+paired by row and seed: mean and 95 % interval in nats, negative is better, rows and seeds both
+drawn anew; **bold** where three seeds leave 0 outside. With three seeds, intervals over seeds are
+rough.
+"""

@@ -1,0 +1,198 @@
+"""Rows of the tasks: real ones, of which no two parts of a task share any, written as JSONL.
+
+    clean            mathematics (GSM8K)
+    noisy-words      the same, 30 % of the words of each response replaced by words of others
+    noisy-responses  the same, 30 % of the responses exchanged between rows
+    mixed            half of the rows, and as many general instructions (dolly)
+    code             Python problems (MBPP)
+    pairs            preferences (alpaca_eval), and with 25 % of them flipped
+    oracle-*         what of a dirty task is clean: the most that any selection could find
+
+Every task keeps its target, validation and selection rows clean. Retention is measured on general
+instructions and stories that nothing is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training.tasks import read
+
+__all__ = ["DIRT", "LETTERS", "SIZES", "exchanged", "replaced", "write_rows"]
+
+Row = dict[str, Any]
+
+LETTERS = 480
+"""Longest prompt and response together: some 130 tokens, so that nothing is cut at 160."""
+
+SIZES = {"train": 320, "validation": 96, "choosing": 16}
+"""Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
+
+TARGET, GENERAL, STORIES = 40, 20, 8
+DIRT = 0.3
+FLIPPED = 0.25
+
+
+def write_rows(folder: Path, seed: int = 0) -> None:
+    """All files of the grid, anew; another seed draws other rows and other dirt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(f"selection {seed}")
+    mathematics = _cut(_shuffled(_mathematics("train"), generator), **SIZES)
+    general = _cut(_shuffled(_general(), generator), retention=GENERAL, train=SIZES["train"] // 2)
+    target = _cut(_shuffled(_mathematics("test"), generator), target=TARGET)
+    for name in ("validation", "choosing"):
+        _write(folder / f"{name}.jsonl", mathematics[name])
+    _write(folder / "target.jsonl", target["target"])
+    rows = mathematics["train"]
+    half = len(rows) // 2
+    words, marks = replaced(rows, DIRT, generator)
+    swapped, dirty = exchanged(rows, DIRT, generator)
+    clean = [row for row, bad in zip(rows, dirty, strict=True) if not bad]
+    mixed = _shuffled([*rows[:half], *general["train"]], generator)
+    _write(folder / "clean.jsonl", rows)
+    _write(folder / "noisy-words.jsonl", words)
+    _write(folder / "noisy-words-marks.jsonl", marks)
+    _write(folder / "noisy-responses.jsonl", swapped)
+    _write(folder / "noisy-responses-marks.jsonl", ({"exchanged": int(bad)} for bad in dirty))
+    _write(folder / "oracle-noisy-responses.jsonl", clean)
+    _write(folder / "mixed.jsonl", mixed)
+    _write(folder / "oracle-mixed.jsonl", rows[:half])
+    for name in ("clean", "noisy-words"):
+        _write(folder / f"oracle-{name}.jsonl", rows)
+    _write(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
+    _code(folder, generator)
+    _pairs(folder, generator)
+
+
+def replaced(
+    rows: Sequence[Row], share: float, generator: random.Random
+) -> tuple[list[Row], list[Row]]:
+    """Each word of each response replaced with this chance by a word of any response.
+
+    Also which words were: ``{"replaced": [0, 1, ...]}`` a row.
+    """
+    every = [word for row in rows for word in row["response"].split()]
+    found, marks = [], []
+    for row in rows:
+        parts = re.split(r"(\s+)", row["response"])
+        bad = [bool(part.strip()) and generator.random() < share for part in parts]
+        text = "".join(
+            generator.choice(every) if b else part for part, b in zip(parts, bad, strict=True)
+        )
+        found.append({**row, "response": text})
+        words = [int(b) for part, b in zip(parts, bad, strict=True) if part.strip()]
+        marks.append({"replaced": words})
+    return found, marks
+
+
+def exchanged(
+    rows: Sequence[Row], share: float, generator: random.Random
+) -> tuple[list[Row], list[bool]]:
+    """This share of the rows with one another's responses, and which; none keeps its own."""
+    chosen = generator.sample(range(len(rows)), round(share * len(rows)))
+    found = [dict(row) for row in rows]
+    for at, other in zip(chosen, [*chosen[1:], chosen[0]], strict=True):
+        found[at]["response"] = rows[other]["response"]
+    dirty = set(chosen)
+    return found, [i in dirty for i in range(len(rows))]
+
+
+def _mathematics(part: str) -> list[Row]:
+    rows = read(f"gsm8k/{part}.jsonl")
+    return _fitting({"prompt": r["question"], "response": _answer(r["answer"])} for r in rows)
+
+
+def _answer(text: str) -> str:
+    """Without the calculator's marks, such as ``<<48/2=24>>``, which no reader sees."""
+    return re.sub(r"<<.*?>>", "", text)
+
+
+def _general() -> list[Row]:
+    found = []
+    for row in read("dolly_hhrlhf/train.jsonl"):
+        _, _, rest = row["prompt"].partition("### Instruction:\n")
+        instruction, marked, _ = rest.partition("### Response:")
+        if marked and len(row["response"]) > 40:
+            found.append({"prompt": instruction.strip(), "response": row["response"].strip()})
+    return _fitting(found)
+
+
+def _stories(generator: random.Random) -> list[Row]:
+    rows = _shuffled(read("tinystories/stories.jsonl"), generator)
+    return [{"text": row["text"][:LETTERS]} for row in rows[:STORIES]]
+
+
+def _code(folder: Path, generator: random.Random) -> None:
+    """MBPP's own training and test files."""
+
+    def of(part: str) -> list[Row]:
+        return _fitting(
+            {
+                "prompt": f"{r['text']}\nYour code should pass: {r['test_list'][0]}",
+                "response": r["code"].replace("\r\n", "\n"),
+            }
+            for r in read(f"mbpp/{part}.jsonl")
+        )
+
+    parts = _cut(_shuffled(of("train"), generator), choosing=16, validation=64, train=None)
+    for name, rows in parts.items():
+        _write(folder / f"code-{name}.jsonl", rows)
+    tests = _shuffled(of("test"), generator)
+    _write(folder / "code-target.jsonl", tests[:TARGET])
+
+
+def _pairs(folder: Path, generator: random.Random) -> None:
+    """Pairs with a clear preference: 1 and 2 name the better output."""
+    found = []
+    for row in _shuffled(read("alpaca_eval/pairs.jsonl"), generator):
+        both = row["output_1"].strip(), row["output_2"].strip()
+        better = int(row["preference"]) - 1
+        if row["preference"] in (1, 2) and all(both) and len(max(both, key=len)) < LETTERS:
+            found.append(
+                {
+                    "prompt": row["instruction"].strip(),
+                    "chosen": both[better],
+                    "rejected": both[1 - better],
+                }
+            )
+    parts = _cut(found, choosing=20, validation=32, target=48, train=None)
+    for name, rows in parts.items():
+        _write(folder / f"pairs-{name}.jsonl", rows)
+    flipped = set(
+        generator.sample(range(len(parts["train"])), round(FLIPPED * len(parts["train"])))
+    )
+    turned = [
+        {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if i in flipped else row
+        for i, row in enumerate(parts["train"])
+    ]
+    _write(folder / "pairs-flipped.jsonl", turned)
+    straight = [row for i, row in enumerate(parts["train"]) if i not in flipped]
+    _write(folder / "oracle-pairs-flipped.jsonl", straight)
+
+
+def _fitting(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if len(row["prompt"]) + len(row["response"]) <= LETTERS]
+
+
+def _shuffled(rows: Sequence[Row], generator: random.Random) -> list[Row]:
+    return generator.sample(list(rows), len(rows))
+
+
+def _cut(rows: Sequence[Row], **sizes: int | None) -> dict[str, list[Row]]:
+    """Parts one after the other; None takes what is left."""
+    found, at = {}, 0
+    for name, size in sizes.items():
+        end = len(rows) if size is None else at + size
+        if end > len(rows):
+            raise RuntimeError(f"{name}: {size} rows are asked for, {len(rows) - at} are left")
+        found[name], at = list(rows[at:end]), end
+    return found
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""A tiny saved model with rows, a moved copy and a Fisher, as the command line finds them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from alphatoken.cli import main
+from alphatoken.cli.common import FORMER
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.world import draw_exchanges
+
+
+@dataclass(frozen=True)
+class World:
+    """A saved tiny model, a moved copy of it, and data files."""
+
+    folder: Path
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def score(self, out: Path, *more: object, **changed: object) -> int:
+        """Exit status of ``score`` on the small files; keyword arguments replace options."""
+        options = {
+            "model": self / "moved",
+            "train": self / "train.jsonl",
+            "validation": self / "validation.jsonl",
+            "out": out,
+            "batch_size": 4,
+            "shard_size": 8,
+        } | changed
+        words = [
+            w for key, value in options.items() if value is not None
+            for w in (f"--{FORMER.get(key, key)}", value)
+        ]  # fmt: skip
+        return main([str(word) for word in ("score", *words, "--quiet", *more)])
+
+
+def write_rows(path: Path, count: int, seed: int) -> Path:
+    """Rows of the demonstration's world as JSONL."""
+    exchanges = draw_exchanges(count, random.Random(seed))
+    rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_world(folder: Path) -> World:
+    """Everything saved in a folder, a Fisher fitted by the command among it."""
+    tokenizer, model = make_tokenizer(), make_model(make_tokenizer())
+    for name in ("reference", "moved"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    write_rows(folder / "train.jsonl", 20, seed=1)
+    write_rows(folder / "validation.jsonl", 6, seed=2)
+    write_rows(folder / "prompts.jsonl", 5, seed=3)
+    status = main(
+        [
+            "fisher", "--model_name_or_path", str(folder / "reference"),
+             "--data", str(folder / "prompts.jsonl"),
+            "--output_file", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
+            "--max_new_tokens", "8",
+        ]
+    )  # fmt: skip
+    assert status == 0
+    return World(folder)

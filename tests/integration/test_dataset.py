@@ -1,0 +1,235 @@
+"""``score --write_dataset``: rows that plain TRL trains on, float weights that reach its loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken import DataError
+from alphatoken.data import WeightedCollator
+from alphatoken.oracle.gradients import token_losses
+from alphatoken.report import read_values
+from alphatoken.select.weights import token_weights
+from tests.integration.small_world import World
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+
+PAGE = Path(__file__).parents[2] / "docs" / "datasets.md"
+OPTIONS = {
+    "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1,
+    "disable_tqdm": True, "dataloader_pin_memory": False, "max_steps": 2, "learning_rate": 0.0,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+
+
+def load(folder: Path) -> Any:
+    return datasets.load_dataset(
+        "parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(folder / "cache")
+    )
+
+
+def model_of(world: World) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = world / "moved"
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
+    """Loss of each labelled token, by the oracle; 0 elsewhere."""
+    ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        return token_losses(model(input_ids=ids).logits.double(), labels)[0]
+
+
+def by_hand(model: Any, rows: list[dict[str, Any]]) -> float:
+    """sum w l / n over the rows."""
+    total = sum(float(losses_of(model, row) @ torch.tensor(row["loss_weights"]).double())
+                for row in rows)  # fmt: skip
+    return total / sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+
+
+def page_code() -> dict[str, Any]:
+    """What the page shows, run."""
+    (code,) = re.findall(r"<!-- tested: .*? -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+def seen_batches(trainer: Any) -> list[dict[str, Any]]:
+    """The rows of each step, in the order of the trainer's own loader."""
+    return [dict(batch) for batch in trainer.get_train_dataloader()]
+
+
+def logged(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
+    assert world.score(tmp_path / "v", "--ratio", 0.3, "--write_dataset", tmp_path / "d") == 0
+    rows = {row["row"]: row for row in load(tmp_path / "d")}
+    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
+    kept = 0
+    for example in read_values(tmp_path / "v" / "values"):
+        kept += int(example.kept.sum())
+        if not example.kept.any():
+            assert example.row not in rows
+            continue
+        row = rows[example.row]
+        assert row["input_ids"] == list(example.ids)
+        assert row["attention_mask"] == [1] * len(example.ids)
+        expected = [i if k else -100 for i, k in zip(example.ids, example.kept, strict=True)]
+        assert row["labels"] == expected
+        assert row["loss_weights"] == [float(k) for k in example.kept]
+    assert counts["trained_tokens"] == kept
+    assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
+    summary = json.loads((tmp_path / "v" / "summary.json").read_text())
+    assert summary["dataset"] == {k: v for k, v in counts.items() if k != "sha256"}
+    # Once more, over an earlier one: the same bytes.
+    again = world.score(tmp_path / "w", "--ratio", 0.3, "--write_dataset", tmp_path / "d")
+    assert again == 0
+    assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "dataset"])
+def test_soft_weights_are_the_librarys(world: World, tmp_path: Path, scope: str) -> None:
+    words = ("--write_dataset", tmp_path / "d", "--weighting", "proportional", "--scope", scope)
+    assert world.score(tmp_path / "v", *words) == 0
+    examples = list(read_values(tmp_path / "v" / "values"))
+    rows = {row["row"]: row for row in load(tmp_path / "d")}
+    size = {"batch": 4, "sequence": 1, "dataset": len(examples)}[scope]
+    for start in range(0, len(examples), size):
+        group = examples[start : start + size]
+        width = max(len(e.ids) for e in group)
+        values, mask = (
+            torch.zeros(len(group), width).double(),
+            torch.zeros(len(group), width).bool(),
+        )
+        for i, e in enumerate(group):
+            values[i, : len(e.ids)] = torch.from_numpy(e.values["total"])
+            mask[i, : len(e.ids)] = torch.from_numpy(e.response)
+        expected = token_weights(values, mask, 0.5, weighting="proportional")
+        for line, e in zip(expected, group, strict=True):
+            found = rows.get(e.row, {"loss_weights": [0.0] * len(e.ids)})["loss_weights"]
+            assert torch.allclose(torch.tensor(found), line[: len(e.ids)].float())
+
+
+def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
+    assert world.score(tmp_path / "v", "--ratio", 0.4, "--write_dataset", tmp_path / "d") == 0
+    model, tokenizer = model_of(world)
+    rows = load(tmp_path / "d")
+    args = trl.SFTConfig(str(tmp_path / "o"), per_device_train_batch_size=3, **OPTIONS)
+    trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    by_ids = {tuple(row["input_ids"]): row for row in rows}
+    batches = seen_batches(trainer)[:2]
+    expected = [
+        by_hand(model, [
+            by_ids[tuple(ids[: int(mask.sum())].tolist())]
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ])
+        for batch in batches
+    ]  # fmt: skip
+    assert logged(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_float_weights_reach_the_loss(
+    world: World,
+    tmp_path: Path,
+    packed: bool,
+    accumulation: int,
+) -> None:
+    words = ("--write_dataset", tmp_path / "d", "--weighting", "proportional")
+    assert world.score(tmp_path / "v", *words) == 0
+    rows = load(tmp_path / "d")
+    lengths = [len(row["input_ids"]) for row in rows]
+    limit = sorted(lengths)[len(lengths) // 2]  # half of the rows are cut
+    cut = [
+        {name: row[name][:limit] for name in ("input_ids", "labels", "loss_weights")}
+        for row in rows
+    ]
+    model, tokenizer = model_of(world)
+    data = rows
+    if packed:
+        columns = ["input_ids", "labels", "loss_weights"]
+        whole = datasets.Dataset.from_list(cut)
+        data = trl.pack_dataset(whole.select_columns(columns), seq_length=3 * limit)
+    trainer = page_code()["weighted_trainer"](
+        model, data, tokenizer, packed=packed, max_length=None if packed else limit,
+        output_dir=str(tmp_path / "o"), per_device_train_batch_size=1 if packed else 2,
+        gradient_accumulation_steps=accumulation, **OPTIONS,
+    )  # fmt: skip
+    by_ids = {tuple(row["input_ids"]): row for row in cut}
+    batches = [
+        [by_ids[ids] for ids in documents(batch)] for batch in seen_batches(trainer)
+    ][: 2 * accumulation]  # fmt: skip
+    steps = [
+        [row for batch in batches[i : i + accumulation] for row in batch]
+        for i in range(0, len(batches), accumulation)
+    ]
+    expected = [by_hand(model, step) for step in steps]
+    assert len({w for row in cut for w in row["loss_weights"]}) > 3  # soft ones
+    assert logged(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+def documents(batch: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Ids of each example of a batch, padded or joined."""
+    if "position_ids" not in batch:
+        pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        return [tuple(ids[: int(mask.sum())].tolist()) for ids, mask in pairs]
+    ids, starts = batch["input_ids"][0], (batch["position_ids"][0] == 0).nonzero().flatten()
+    ends = [*starts[1:].tolist(), len(ids)]
+    return [tuple(ids[a:b].tolist()) for a, b in zip(starts.tolist(), ends, strict=True)]
+
+
+ROW = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "loss_weights": [0.0, 0.5, 2.0]}
+
+
+def test_the_collator_pads_joins_and_cuts() -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    rows = [ROW, {"input_ids": [4, 5], "labels": [-100, 5], "loss_weights": [7.0, 3.0]}]
+    padded = WeightedCollator(DataCollatorForLanguageModeling(0))(rows)
+    assert padded["loss_weights"].tolist() == [[0.0, 0.5, 2.0], [0.0, 3.0, 0.0]]
+    joined = WeightedCollator(DataCollatorForLanguageModeling(0, padding_free=True))(rows)
+    assert joined["loss_weights"].tolist() == [[0.0, 0.5, 2.0, 0.0, 3.0]]
+    cut = WeightedCollator(DataCollatorForLanguageModeling(0), max_length=2)(rows)
+    assert cut["input_ids"].tolist() == [[1, 2], [4, 5]]
+    assert cut["loss_weights"].tolist() == [[0.0, 0.5], [0.0, 3.0]]
+    packed = {**ROW, "seq_lengths": [1, 2]}
+    inner = DataCollatorForLanguageModeling(0, padding_free=True)
+    found = WeightedCollator(inner, max_length=2)([packed])
+    assert found["position_ids"].tolist() == [[0, 0]]
+    assert ROW["loss_weights"] == [0.0, 0.5, 2.0]  # the row is left as it was
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{k: v for k, v in ROW.items() if k != "loss_weights"}, {**ROW, "loss_weights": [1.0]}],
+)
+def test_a_row_without_its_weights_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="weight for each"):
+        WeightedCollator(lambda rows: {})([row])
+
+
+def test_a_folder_of_something_else_is_refused(
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.txt").write_text("mine")
+    assert world.score(tmp_path / "v", "--write_dataset", tmp_path / "d") == 2
+    assert "holds something else" in capsys.readouterr().err
+    assert not (tmp_path / "v").exists()
+    assert world.score(tmp_path / "v", "--weighting", "proportional") == 2
+    assert "--write_dataset" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""The grid behind docs/selection.md: its rows, intervals and files; no model is trained here."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.selection.paired import difference
+from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, exchanged, replaced, write_rows
+
+GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder)
+    return folder
+
+
+def test_no_two_parts_share_a_row(rows: Path) -> None:
+    held = ["validation", "choosing", "target", "retention"]
+    for name in ("clean", "mixed", "noisy-words", "noisy-responses"):
+        parts = [name, *held]
+        seen: dict[str, str] = {}
+        for part in parts:
+            for row in lines(rows / f"{part}.jsonl"):
+                key = row.get("prompt", row.get("text"))
+                assert seen.setdefault(key, part) == part, f"{part} and {seen[key]}: {key[:60]}"
+    for kind in ("code", "pairs"):
+        names = [f"{kind}-{part}" for part in ("train", "validation", "choosing", "target")]
+        prompts = [{row["prompt"] for row in lines(rows / f"{name}.jsonl")} for name in names]
+        assert sum(map(len, prompts)) == len(set.union(*prompts))
+
+
+def test_the_dirt_is_what_it_is_said_to_be(rows: Path) -> None:
+    clean = lines(rows / "clean.jsonl")
+    words, marks = lines(rows / "noisy-words.jsonl"), lines(rows / "noisy-words-marks.jsonl")
+    count = total = 0
+    for before, after, mark in zip(clean, words, marks, strict=True):
+        assert before["prompt"] == after["prompt"]
+        pairs = zip(before["response"].split(), after["response"].split(), mark["replaced"],
+                    strict=True)  # fmt: skip
+        assert all(a == b for a, b, bad in pairs if not bad)
+        count, total = count + sum(mark["replaced"]), total + len(mark["replaced"])
+    assert count / total == pytest.approx(DIRT, abs=0.02)
+    swapped = lines(rows / "noisy-responses.jsonl")
+    dirty = [mark["exchanged"] for mark in lines(rows / "noisy-responses-marks.jsonl")]
+    assert sum(dirty) == round(DIRT * len(clean))
+    assert sorted(r["response"] for r in swapped) == sorted(r["response"] for r in clean)
+    for before, after, bad in zip(clean, swapped, dirty, strict=True):
+        assert (before["response"] != after["response"]) == bool(bad)
+    oracle = lines(rows / "oracle-noisy-responses.jsonl")
+    assert oracle == [row for row, bad in zip(clean, dirty, strict=True) if not bad]
+    pairs_, flipped = lines(rows / "pairs-train.jsonl"), lines(rows / "pairs-flipped.jsonl")
+    turned = sum(a["chosen"] != b["chosen"] for a, b in zip(pairs_, flipped, strict=True))
+    assert turned == round(FLIPPED * len(pairs_))
+    assert all(len(r["prompt"]) + len(r["response"]) <= LETTERS for r in clean)
+
+
+def test_another_seed_draws_other_rows(rows: Path, data_dir: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "same")
+    write_rows(tmp_path / "other", seed=1)
+    for path in sorted(rows.glob("*.jsonl")):
+        assert path.read_bytes() == (tmp_path / "same" / path.name).read_bytes()
+    for name in ("clean", "noisy-words", "noisy-responses", "target", "validation"):
+        assert lines(rows / f"{name}.jsonl") != lines(tmp_path / "other" / f"{name}.jsonl")
+
+
+def test_exchange_and_replacement_by_hand() -> None:
+    made = [{"prompt": str(i), "response": f"w{i} x{i}\n y{i}"} for i in range(10)]
+    found, dirty = exchanged(made, 0.5, random.Random(0))
+    assert sum(dirty) == 5
+    assert [r["prompt"] for r in found] == [r["prompt"] for r in made]
+    same, marks = replaced(made, 0.0, random.Random(0))
+    assert same == made
+    assert not any(any(mark["replaced"]) for mark in marks)
+    other, _ = replaced(made, 1.0, random.Random(0))
+    assert all("\n " in row["response"] for row in other)  # white space stays
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def each(losses: Any, tokens: Any) -> dict[str, list[float]]:
+    return {"loss": list(map(float, losses)), "tokens": list(map(float, tokens))}
+
+
+def test_a_difference_is_weighted_by_tokens_and_paired() -> None:
+    tokens = [1, 3]
+    one = {0: each([1, 2], tokens), 1: each([2, 2], tokens), 7: each([9, 9], tokens)}
+    other = {0: each([1, 1], tokens), 1: each([1, 1], tokens)}
+    found = difference(one, other)
+    assert found is not None
+    assert found.mean == pytest.approx((0.75 + 1.0) / 2)
+    assert found.seeds == 2
+    assert not found.apart  # two seeds say nothing
+    assert difference(one, {5: other[0]}) is None
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """Gaps of rows and of seeds drawn around a known one; methods share each row's difficulty."""
+    generator, covered, trials = np.random.default_rng(0), 0, 50
+    for _ in range(trials):
+        hard = generator.normal(3, 2, 40)
+        tokens = generator.integers(20, 60, 40)
+        seeds = range(3)
+        gap = {s: 0.1 + generator.normal(0, 0.01) + generator.normal(0, 0.2, 40) for s in seeds}
+        one = {s: each(hard + gap[s], tokens) for s in seeds}
+        found = difference(one, {s: each(hard, tokens) for s in seeds})
+        assert found is not None
+        covered += found.low <= 0.1 <= found.high
+        # 40 rows of spread 0.2 by three seeds: four standard errors are 0.08. Drawing rows and
+        # seeds counts what belongs to both of them twice, so that intervals are rather too wide.
+        assert 0.04 < found.high - found.low < 0.2
+    assert 0.8 <= covered / trials <= 1.0
+
+
+def test_a_clear_gap_is_seen_and_a_shared_difficulty_is_not() -> None:
+    generator = np.random.default_rng(1)
+    hard, tokens = generator.normal(3, 2, 40), np.full(40, 30)
+    base = {s: each(hard, tokens) for s in range(3)}
+    better = {s: each(hard - 0.02 + generator.normal(0, 0.01, 40), tokens) for s in range(3)}
+    found = difference(better, base)
+    assert found is not None
+    assert found.apart
+    assert found.high < 0
+    same = {s: each(hard + generator.normal(0, 0.01, 40), tokens) for s in range(3)}
+    noise = difference(same, base)
+    assert noise is not None
+    assert abs(noise.mean) < 0.005
+
+
+# --- the grids ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda path: path.stem)
+def test_a_grid_can_be_read_and_every_try_is_counted(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from alphatoken.cli.compare import parse
+    from alphatoken.cli.compare_grid import read_grid
+    from alphatoken.compare.grid import all_cells
+
+    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    found = read_grid(*parse(["--config", str(grid)]))
+    tried: dict[tuple[str, str], int] = {}
+    for cell in all_cells(found):
+        if cell.tried:
+            tried[cell.task, cell.policy] = tried.get((cell.task, cell.policy), 0) + 1
+    (values,) = found.tune.values()
+    assert set(tried.values()) == {len(values)}

@@ -1,0 +1,101 @@
+"""Who finds the dirt: marks on tokens, areas by hand, and a whole run on a small trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alphatoken.data import Example, Row, Turn
+from benchmarks.selection import finding
+from benchmarks.selection.finding import _areas, _replaced, _Row, find_dirt
+
+
+def example(text: str, tokenizer: Any) -> Example:
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    row = Row(0, "here", (Turn("user", "q"), Turn("assistant", text)))
+    return Example(row, [1, *ids], [-100, *ids])
+
+
+def test_tokens_of_replaced_words_are_marked(library_decoder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    text = "return value of the value"
+    one = example(text, tokenizer)
+    marked = _replaced(one, {"replaced": [0, 1, 0, 0, 1]}, tokenizer)
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    inside = {*range(7, 12), *range(20, 25)}
+    expected = [bool(inside & set(range(a, b))) for a, b in spans["offset_mapping"]]
+    assert marked.tolist() == [*expected, False]
+    assert 0 < sum(expected) < len(expected)
+    with pytest.raises(RuntimeError, match="another way"):
+        _replaced(one, {"replaced": [0] * 5}, tokenizer_of(text))
+
+
+def tokenizer_of(text: str) -> Any:
+    """One that tokenises everything differently."""
+
+    def call(_: str, **more: Any) -> dict[str, Any]:
+        return {"input_ids": [9, 9], "offset_mapping": [(0, 1), (1, 2)]}
+
+    return call
+
+
+def test_areas_by_hand() -> None:
+    low, high = np.asarray([1.0, 5.0]), np.asarray([2.0, 9.0])
+    rows = [
+        _Row(np.asarray([True, False]), {"found": low, "turned": -low, "blind": np.zeros(2)}),
+        _Row(np.asarray([True, False]), {"found": high, "turned": -high, "blind": np.zeros(2)}),
+    ]
+    areas = _areas(rows)
+    assert areas["planted"] == 0.5
+    assert areas["found"]["auc"] == 1.0  # both planted tokens are lower than both real ones
+    assert areas["turned"]["auc"] == 0.0
+    assert areas["blind"] == {"auc": 0.5, "low": 0.5, "high": 0.5}
+
+
+@pytest.mark.slow
+def test_a_whole_run_finds_planted_words_by_loss(
+    library_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import random
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from alphatoken.data.stdlib import code_rows
+    from benchmarks.selection.rows import exchanged, replaced
+
+    rows = [{"prompt": row.prompt, "response": row.response[:120]} for row in code_rows(48)]
+    generator = random.Random(0)
+    words, marks = replaced(rows[:24], 0.3, generator)
+    for row, mark in zip(words, marks, strict=True):  # by what no model expects anywhere
+        old = row["response"].split()
+        new = ["zqxj" if bad else w for w, bad in zip(old, mark["replaced"], strict=True)]
+        row["response"] = " ".join(new)
+    swapped, dirty = exchanged(rows[:24], 0.3, generator)
+    files = {
+        "validation": rows[24:],
+        "noisy-words": words,
+        "noisy-words-marks": marks,
+        "noisy-responses": swapped,
+        "noisy-responses-marks": [{"exchanged": int(bad)} for bad in dirty],
+    }
+    for name, lines in files.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    monkeypatch.setattr(finding, "PARTS", 3)
+    model = AutoModelForCausalLM.from_pretrained(library_decoder)
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    said: list[str] = []
+    found = find_dirt(model, tokenizer, tmp_path, said.append)
+    assert set(found) == {"noisy-words", "noisy-responses"}
+    assert found["noisy-words"]["loss"]["auc"] > 0.75
+    for task in found.values():
+        numbers = [one for one in task.values() if isinstance(one, dict)]
+        assert len(numbers) == 2 + 2 * len(finding.SETTINGS) + 1
+        assert all(0 <= one["low"] <= one["auc"] <= one["high"] <= 1 for one in numbers)
+    assert len(said) == 2 * (2 + len(finding.SETTINGS))
