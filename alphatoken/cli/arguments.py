@@ -12,13 +12,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
 from alphatoken.cli.options import option
-from alphatoken.cli.recipes import Recipe, close_to, find_recipe, packaged_file
+from alphatoken.cli.recipes import Recipe, close_to, find_recipe, joined, packaged_file
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import AlphaOptions
 
@@ -182,7 +183,12 @@ def _parser(command: str, training: Any) -> _Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="RECIPE", help="YAML file, or name of a packaged one")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="RECIPE",
+        help="YAML file, or name of a packaged one; given again, the later one goes first",
+    )
     return parser
 
 
@@ -231,23 +237,22 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
 
 
 def _recipe(command: str, words: Sequence[str]) -> Recipe | None:
-    """The recipe that ``--config`` names."""
+    """What ``--config`` names; of several recipes a later one goes before an earlier one."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--config")
+    first.add_argument("--config", action="append", default=[])
     try:
-        name = first.parse_known_args(list(words))[0].config
+        names = first.parse_known_args(list(words))[0].config
     except argparse.ArgumentError as error:
         raise ConfigError(f"the command line cannot be read: {error}") from None
-    if name is None:
-        return None
-    recipe = find_recipe(name)
-    if recipe.command not in (None, command):
-        raise ConfigError(
-            "the recipe belongs to another command",
-            got=f"{recipe.name} is for `alphatoken {recipe.command}`",
-            remedy=f"alphatoken {recipe.command} --config {name}",
-        )
-    return recipe
+    recipes = [find_recipe(name) for name in names]
+    for name, recipe in zip(names, recipes, strict=True):
+        if recipe.command not in (None, command):
+            raise ConfigError(
+                "the recipe belongs to another command",
+                got=f"{recipe.name} is for `alphatoken {recipe.command}`",
+                remedy=f"alphatoken {recipe.command} --config {name}",
+            )
+    return reduce(joined, recipes) if recipes else None
 
 
 def _set_defaults(parser: _Parser, recipe: Recipe) -> None:

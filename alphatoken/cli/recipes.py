@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "accelerate_config",
     "close_to",
     "find_recipe",
+    "joined",
     "packaged_file",
     "packaged_recipes",
     "run",
@@ -96,6 +97,21 @@ def find_recipe(name: str) -> Recipe:
         "there is no such recipe",
         got=name,
         remedy=close_to(name, known) or "give a file, or a name that `alphatoken recipes` lists",
+    )
+
+
+def joined(first: Recipe, second: Recipe) -> Recipe:
+    """One recipe of two, where the second says something, it says so for both."""
+    own = {one.name: getattr(second, one.name) for one in fields(Recipe)}
+    said = {name: value for name, value in own.items() if value and name not in ("name", "path")}
+    return replace(
+        first,
+        **{
+            **said,
+            "name": f"{first.name}, {second.name}",
+            "options": {**first.options, **second.options},
+            "env": {**first.env, **second.env},
+        },
     )
 
 

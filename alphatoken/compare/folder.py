@@ -148,8 +148,9 @@ class GridFolder:
 
     def best(self, tries: Iterable[str]) -> str:
         """Of finished cells by name, the one with the lowest loss on the rows for choosing."""
-        results = {name: self.of(name).result() or {} for name in tries}
-        return min(tries, key=lambda name: float(results[name]["details"]["choosing_loss"]))
+        results = {name: self.of(name).result() for name in tries}
+        losses = {n: float(r["details"]["choosing_loss"]) for n, r in results.items() if r}
+        return min(losses, key=lambda name: losses[name])
 
     def done(self, cell: Cell) -> bool:
         """Whether its result is there, and its model where others need that.
@@ -180,7 +181,7 @@ class GridFolder:
         found: dict[str, Status] = {}
         for cell in cells:
             error = self.of(cell).error()
-            lost = [n for n in cell.needs if n in found and found[n].state in ("failed", "blocked")]
+            lost = cell.hopeless({n for n, s in found.items() if s.state in ("failed", "blocked")})
             if self.done(cell):
                 found[cell.name] = Status("done")
             elif lost:

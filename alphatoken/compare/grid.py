@@ -7,7 +7,7 @@ cell waits for it. So do merges for the cell whose model they merge.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -237,6 +237,16 @@ class Cell:
     def models(self) -> tuple[str, ...]:
         """Of ``needs``, cells whose models are loaded; of the others results are read."""
         return tuple(n for n in self.needs if self.kind == "merge" or n not in self.tries)
+
+    def ready(self, finished: Set[str], lost: Set[str]) -> bool:
+        """Whether all that it needs is there; of the tries some may be lost."""
+        return all(n in finished or (n in self.tries and n in lost) for n in self.needs)
+
+    def hopeless(self, lost: Set[str]) -> tuple[str, ...]:
+        """What of its needs is lost for good: of the tries only all of them together."""
+        gone = tuple(name for name in self.needs if name in lost)
+        others = tuple(name for name in gone if name not in self.tries)
+        return gone if len(gone) - len(others) == len(self.tries) else others
 
     @property
     def name(self) -> str:

@@ -117,11 +117,12 @@ class _Run:
     def _start_ready(self) -> None:
         """Cells whose models are there, as many as may run; drop those that wait in vain."""
         for cell in list(self.waiting):
-            if self.lost.intersection(cell.needs):
+            gone = cell.hopeless(self.lost)
+            if gone:
                 self.waiting.remove(cell)
                 self.lost.add(cell.name)
-                self._report(f"{cell.name} is left out: it needs {', '.join(cell.needs)}")
-            elif len(self.running) < self.processes and self.finished.issuperset(cell.needs):
+                self._report(f"{cell.name} is left out: it needs {', '.join(gone)}")
+            elif len(self.running) < self.processes and cell.ready(self.finished, self.lost):
                 self.waiting.remove(cell)
                 self._start(cell)
 

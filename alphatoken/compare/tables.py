@@ -54,7 +54,7 @@ def records(
     """
     found = []
     cells = [cell for cell in cells if cell.task != "references"]
-    chosen = _chosen(cells, results)
+    chosen = _chosen(cells, results, status)
     for cell in cells:
         result = results.get(cell.name) or {}
         state = status[cell.name]
@@ -69,8 +69,15 @@ def records(
     return found
 
 
-def _chosen(cells: Sequence[Cell], results: Mapping[str, Mapping[str, Any] | None]) -> set[str]:
-    """Of the cells that try something the best of each method; the first without a result."""
+def _chosen(
+    cells: Sequence[Cell],
+    results: Mapping[str, Mapping[str, Any] | None],
+    status: Mapping[str, Status],
+) -> set[str]:
+    """Of the cells that try something the best of each method; the first that is still to run.
+
+    A try that failed, such as a learning rate at which the loss diverged, is worse than any other.
+    """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell.tried:
@@ -78,7 +85,9 @@ def _chosen(cells: Sequence[Cell], results: Mapping[str, Mapping[str, Any] | Non
 
     def loss(name: str) -> float:
         found = results.get(name)
-        return float(found["details"]["choosing_loss"]) if found else -math.inf
+        if found:
+            return float(found["details"]["choosing_loss"])
+        return -math.inf if status[name].state == "missing" else math.inf
 
     return {min(names, key=loss) for names in groups.values()}
 

@@ -43,9 +43,13 @@ class WeightedCollator:
         """Collate some rows."""
         cut = [self._cut(row, number) for number, row in enumerate(rows)]
         weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in cut]
+        given = [torch.tensor(row["labels"]) for row in cut]
         batch: dict[str, Any] = self.inner(cut)
         labels = batch["labels"]
-        batch["loss_weights"] = self._laid_out(weights, labels).masked_fill(labels == IGNORE, 0.0)
+        there = labels != IGNORE
+        if bool((there & (_laid_out(given, labels) != labels)).any()):
+            raise _other_form(labels, given)
+        batch["loss_weights"] = _laid_out(weights, labels).masked_fill(~there, 0.0)
         return batch
 
     def _cut(self, row: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -68,23 +72,28 @@ class WeightedCollator:
                 whole["seq_lengths"] = _lengths_within(row["seq_lengths"], self.max_length)
         return whole
 
-    @staticmethod
-    def _laid_out(weights: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """Padded on the right, or joined, whichever the labels are."""
-        found = torch.zeros(labels.shape, dtype=torch.float32)
-        if len(labels) == len(weights) and all(len(one) <= labels.shape[1] for one in weights):
-            for line, one in zip(found, weights, strict=True):
-                line[: len(one)] = one
-            return found
-        joined = torch.cat(list(weights))
-        if labels.shape[0] != 1 or len(joined) > labels.shape[1]:
-            raise DataError(
-                "the batch is neither padded nor joined rows",
-                got=f"labels {tuple(labels.shape)} of {[len(one) for one in weights]} tokens",
-                remedy="a collator that keeps rows in their order, padded on the right",
-            )
-        found[0, : len(joined)] = joined
+
+def _laid_out(rows: Sequence[Tensor], labels: Tensor) -> Tensor:
+    """Padded on the right, or joined, whichever the labels are; 0 elsewhere."""
+    found = torch.zeros(labels.shape, dtype=rows[0].dtype)
+    if len(labels) == len(rows) and all(len(one) <= labels.shape[1] for one in rows):
+        for line, one in zip(found, rows, strict=True):
+            line[: len(one)] = one
         return found
+    joined = torch.cat(list(rows))
+    if labels.shape[0] != 1 or len(joined) > labels.shape[1]:
+        raise _other_form(labels, rows)
+    found[0, : len(joined)] = joined
+    return found
+
+
+def _other_form(labels: Tensor, rows: Sequence[Tensor]) -> DataError:
+    return DataError(
+        "the batch is neither padded nor joined rows",
+        got=f"labels {tuple(labels.shape)} of {[len(one) for one in rows]} tokens",
+        why="a weight would fall onto another token",
+        remedy="a collator that keeps rows in their order, padded on the right",
+    )
 
 
 def _lengths_within(lengths: Sequence[int], limit: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
 from alphatoken.policies.static import model_losses
+from alphatoken.policies.trained_weights import trained_copy
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable
 
@@ -23,15 +26,20 @@ class Rho1(TokenPolicy):
         keep the ceil(k N) tokens of the batch with the largest s;  L = mean of l over them
 
     Signed, a hard mask, ranked anew at every step with the current model. The reference is the
-    same base model after training on good rows (``policy_reference``); its losses are computed
-    once. Published for pre-training; on response tokens it is the analogue for fine-tuning.
+    same base model after training on good rows: a model that was named (``policy_reference``), or
+    one that is trained first on the validation rows. Its losses are computed once. Published for
+    pre-training; on response tokens it is the analogue for fine-tuning.
 
     Args:
         settings: see ``PolicySettings``.
         ratio: k, the published budget: 0.6 (1B) or 0.7 (7B).
+        reference_epochs: where no reference model was named: train one for so many epochs of the
+            validation rows, with the trainer's own options. None asks for a reference model.
+        reference_learning_rate: of that training; None takes the run's.
 
     Raises:
-        ConfigError: ratio outside (0, 1]; no reference model when the static pass begins.
+        ConfigError: ratio outside (0, 1]; epochs or rate not above 0; no reference model when the
+            static pass begins, or two.
 
     Source: Lin et al., arXiv 2404.07965; microsoft/rho has no training code.
     """
@@ -44,15 +52,52 @@ class Rho1(TokenPolicy):
     direction: ClassVar[str] = "tokens that the reference has learned and the model has not first"
     source: ClassVar[str] = "arXiv 2404.07965"
 
-    def __init__(self, settings: PolicySettings | None = None, *, ratio: float = 0.6) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings | None = None,
+        *,
+        ratio: float = 0.6,
+        reference_epochs: float | None = None,
+        reference_learning_rate: float | None = None,
+    ) -> None:
         super().__init__(settings)
         if not 0 < ratio <= 1:
             raise ConfigError("ratio must lie in (0, 1]", got=repr(ratio))
         self.native_ratio = ratio
+        self.reference_epochs = reference_epochs
+        self.reference_learning_rate = reference_learning_rate
+        if reference_epochs is None:
+            if reference_learning_rate is not None:
+                raise ConfigError(
+                    "no reference model is trained",
+                    got=f"reference_learning_rate={reference_learning_rate} alone",
+                    remedy="reference_epochs: how long it is trained on the validation rows",
+                )
+            return
+        for name in ("reference_epochs", "reference_learning_rate"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(given))
+        self.needs = replace(type(self).needs, scorer_model=False, validation=True)  # type: ignore[misc]
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses of all response tokens under the reference model."""
-        return model_losses(stage, stage.reference_model, _COLUMN, cache_key="reference-losses")
+        return model_losses(stage, self._reference(stage), _COLUMN, cache_key="reference-losses")
+
+    def _reference(self, stage: PolicyStage) -> Any:
+        if self.reference_epochs is None:
+            return stage.reference_model
+        asked = f"reference_epochs={self.reference_epochs}"
+        if stage.reference_model is not None:
+            raise ConfigError(
+                "a reference model was named, and one is to be trained",
+                got=f"policy_reference, {asked}",
+                remedy="leave one of the two out",
+            )
+        options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": self.reference_epochs}
+        if self.reference_learning_rate is not None:
+            options["learning_rate"] = self.reference_learning_rate
+        return trained_copy(stage, stage.validation, options, kind="rho-1-reference", asked=asked)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss."""

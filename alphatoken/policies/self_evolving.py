@@ -249,8 +249,9 @@ class RoundsBefore:
             )
         made_of = _made_of(stage, rounds, ratio, rounding, scope)
         folder = weights_folder(
-            stage, f"{rounds}-rounds", made_of["model"], made_of["data"], ratio, rounding, scope
-        )
+            stage, f"token-cleaning-{rounds}-rounds", made_of["model"], made_of["data"],
+            ratio, rounding, scope,
+        )  # fmt: skip
         done = _run_rounds(
             replace(stage, folder=folder), partial(_train_copy, stage), partial(load_copy, stage),
             made_of, until=rounds - 1,

@@ -12,16 +12,9 @@ from numpy.typing import NDArray
 from alphatoken.errors import ConfigError
 from alphatoken.policies.self_evolving import RoundsBefore, excess_losses
 from alphatoken.policies.static_mask import StaticMask, require_model
-from alphatoken.policies.trained_weights import (
-    has_weights,
-    load_copy,
-    load_weights,
-    save_weights,
-    weights_folder,
-)
-from alphatoken.support.storage import weights_digest
+from alphatoken.policies.trained_weights import load_copy, load_weights, trained_copy
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable, rows_fingerprint
+from alphatoken.train.token_table import TokenTable
 
 __all__ = ["TokenCleaning"]
 
@@ -137,20 +130,16 @@ class TokenCleaning(StaticMask):
     def _reference(self, stage: PolicyStage) -> Any:
         if stage.reference_model is not None or self.warmup_share is None:
             return require_model(stage, self.name)
-        if stage.train is None:
-            raise ConfigError(
-                "this trainer cannot train a reference model first",
-                got=f"warmup_share={self.warmup_share}",
-                remedy="train one on the warm-up rows and name it with policy_reference",
-            )
         count = max(1, int(self.warmup_share * len(stage.rows)))
         rows = [stage.rows[i] for i in range(count)]
-        folder = weights_folder(
-            stage, "warm-up", weights_digest(stage.model), rows_fingerprint(rows)
+        # Epochs, also where the run itself counts steps.
+        return trained_copy(
+            stage,
+            rows,
+            {"max_steps": -1},
+            kind="token-cleaning-warm-up",
+            asked=f"warmup_share={self.warmup_share}",
         )
-        if not has_weights(folder):  # epochs, also where the run itself counts steps
-            save_weights(stage.train(rows, {"max_steps": -1}), folder)
-        return load_copy(stage, folder)
 
     def static_scores(self, table: TokenTable) -> Array:
         """Loss under the base minus loss under the reference."""

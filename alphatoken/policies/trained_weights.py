@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import DataError
-from alphatoken.support.storage import read_tensors, write_tensors
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 from alphatoken.train.policy import PolicyStage
 from alphatoken.train.policy_stage import copied
+from alphatoken.train.token_table import rows_fingerprint
 
 __all__ = [
     "copy_weights",
@@ -23,10 +24,12 @@ __all__ = [
     "load_weights",
     "save_weights",
     "trainable",
+    "trained_copy",
     "weights_folder",
 ]
 
 _FILE = "trained.safetensors"
+_ROW = ("input_ids", "labels", "seq_lengths")
 
 
 def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settings: Any) -> Path:
@@ -41,7 +44,7 @@ def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settin
     """
     made_of = [model, data, settings, dict(stage.run)]
     digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Path(stage.folder) / f"token-cleaning-{kind}-{digest}"
+    return Path(stage.folder) / f"{kind}-{digest}"
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -88,6 +91,42 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     weights, _ = read_tensors(folder / _FILE)
     copy_weights(weights, trainable(model), f"remove the folder '{folder.parent}'")
+
+
+def trained_copy(
+    stage: PolicyStage,
+    rows: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    kind: str,
+    asked: str,
+) -> nn.Module:
+    """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
+
+    Args:
+        stage: of the run.
+        rows: tokenised, {input_ids, labels}.
+        options: arguments of the run that differ in this training.
+        kind: of training, for the folder's name.
+        asked: the option that asks for it, for the message.
+
+    Raises:
+        ConfigError: this trainer cannot train a copy.
+    """
+    if stage.train is None:
+        raise ConfigError(
+            "this trainer cannot train a reference model first",
+            got=asked,
+            why="only supervised fine-tuning in one process can",
+            remedy="train one with 'alphatoken sft --policy all' and name it with policy_reference",
+        )
+    rows = [{name: row[name] for name in _ROW if row.get(name) is not None} for row in rows]
+    folder = weights_folder(
+        stage, kind, weights_digest(stage.model), rows_fingerprint(rows), dict(options)
+    )
+    if not has_weights(folder):
+        save_weights(stage.train(rows, options), folder)
+    return load_copy(stage, folder)
 
 
 def load_copy(stage: PolicyStage, folder: Path) -> nn.Module:

@@ -10,6 +10,7 @@ from pathlib import Path
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from benchmarks.selection.report import MODELS, write_report
 from benchmarks.selection.rows import write_rows
+from benchmarks.selection.store import RESULTS, synchronised
 from benchmarks.training.tasks import data_folder
 
 HERE = Path(__file__).parent
@@ -38,14 +39,20 @@ def main() -> None:
         from benchmarks.selection.finding import main as find
 
         model = str(models_folder() / FOLDERS[options.grid])
-        find(model, Path(os.environ["SELECTION_ROWS"]), work / f"finding-{folder}.json")
+        reference = work / folder / "references" / "curated" / "model"
+        rows = Path(os.environ["SELECTION_ROWS"])
+        find(model, reference, rows, RESULTS / f"finding-{folder}.json")
         return
     from alphatoken.cli import main as alphatoken
 
     config = str(HERE / f"{options.grid}.yaml")
     words = ["compare", "--config", config, "--output_dir", str(work / folder)]
     words += ["--dry_run"] if options.command == "list" else [f"--processes={options.processes}"]
-    raise SystemExit(alphatoken([*words, *more]))
+    synchronised(work / folder)
+    try:
+        raise SystemExit(alphatoken([*words, *more]))
+    finally:
+        synchronised(work / folder)
 
 
 def _suffix(draw: int) -> str:

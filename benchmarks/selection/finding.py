@@ -2,6 +2,10 @@
 
 On the start model, before any step: area under the curve of "the planted is lower" for values, of
 "the planted is higher" for the loss; 0.5 is a coin. Intervals by drawing rows anew.
+
+The excess loss ``l(theta) - l(theta + Delta)`` is a value too: Delta is what training on the
+validation rows does to the parameters. Along a small part of Delta it is ``-<g, Delta>``:
+the exact value with Delta in place of the validation gradient's negative.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from alphatoken.model.response_losses import response_losses
 
 __all__ = ["ROWS", "find_dirt"]
 
-ROWS, HELD, PARTS, BATCH, DRAWS = 96, 32, 8, 4, 500
+ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
+SHORT = 0.02
 LENGTH = 160
 
 SETTINGS: dict[str, Mapping[str, Any]] = {
@@ -34,6 +39,9 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "label, K = 3": {"estimator": "label"},
     "label, all parameters": {"estimator": "label", "layers": "all", "parameters": "all"},
 }
+
+EXCESS = "excess loss against the reference"
+FIRST = "the same, to first order"
 
 Array = NDArray[np.float64]
 
@@ -47,12 +55,13 @@ class _Row:
 
 
 def find_dirt(
-    model: Any, tokenizer: Any, rows: Path, say: Callable[[str], None] = print
+    model: Any, reference: Any, tokenizer: Any, rows: Path, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Areas under the curve by task and number, each with a 95 % interval.
 
     Args:
         model: the start model, in float32.
+        reference: the same after training on the validation rows.
         tokenizer: of the model.
         rows: folder that ``rows.write_rows`` has filled.
         say: gets a line when something is done.
@@ -65,7 +74,8 @@ def find_dirt(
         lines = (rows / f"{task}-marks.jsonl").read_text(encoding="utf-8").splitlines()
         marks = [json.loads(lines[one.row.index]) for one in examples]
         planted = [marked(one, mark, tokenizer) for one, mark in zip(examples, marks, strict=True)]
-        numbers = _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
+        numbers = _excess(model, reference, examples)
+        numbers |= _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
         each = [_Row(p, {k: v[i] for k, v in numbers.items()}) for i, p in enumerate(planted)]
         if task == "noisy-responses":  # whole rows: one number each
             each = [_mean(row) for row in each]
@@ -143,6 +153,32 @@ def _losses(model: Any, examples: Sequence[Example]) -> list[Array]:
     return found
 
 
+def _excess(model: Any, reference: Any, examples: Sequence[Example]) -> dict[str, list[Array]]:
+    """The excess loss against the reference, and what of it is first order."""
+    both = list(zip(model.parameters(), reference.parameters(), strict=True))
+    steps = [(other - own).detach() for own, other in both]
+
+    def move(share: float) -> None:
+        with torch.no_grad():
+            for (own, _), step in zip(both, steps, strict=True):
+                own.add_(step, alpha=share)
+
+    start = _losses(model, examples)
+    kept = [own.detach().clone() for own, _ in both]
+    move(SHORT)
+    ahead = _losses(model, examples)
+    move(-2 * SHORT)
+    behind = _losses(model, examples)
+    with torch.no_grad():
+        for (own, _), before in zip(both, kept, strict=True):
+            own.copy_(before)
+    ends = _losses(reference, examples)
+    return {
+        EXCESS: [end - one for end, one in zip(ends, start, strict=True)],
+        FIRST: [(a - b) / (2 * SHORT) for a, b in zip(ahead, behind, strict=True)],
+    }
+
+
 def _by_row(values: Tensor, mask: Tensor) -> list[Array]:
     return [
         line[kept].detach().double().cpu().numpy() for line, kept in zip(values, mask, strict=True)
@@ -173,13 +209,17 @@ def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
     return found
 
 
-def main(model: str, rows: Path, out: Path) -> None:
-    """Measure one model and write ``out``."""
+def main(model: str, reference: Path, rows: Path, out: Path) -> None:
+    """Measure one model and write ``out``; the reference is the grid's, which has to be there."""
     from alphatoken.support.storage import write_json
     from alphatoken.train.loading import load_with_tokenizer
 
+    if not reference.is_dir():
+        raise SystemExit(f"{reference} is not there: run the grid first, which trains it")
     loaded, tokenizer = load_with_tokenizer(model)
-    write_json(out, find_dirt(loaded.float().eval(), tokenizer, rows, _say))
+    other, _ = load_with_tokenizer(str(reference))
+    found = find_dirt(loaded.float().eval(), other.float().eval(), tokenizer, rows, _say)
+    write_json(out, found)
 
 
 def _say(text: str) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.compare import parse
-from alphatoken.cli.compare_grid import read_grid
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.compare.methods import START
@@ -20,6 +17,7 @@ from alphatoken.compare.tables import Line, lines_of, markdown
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
 from benchmarks.selection.paired import Difference, Each, difference
+from benchmarks.selection.store import RESULTS, synchronised
 
 __all__ = ["MODELS", "write_report"]
 
@@ -50,7 +48,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
     """The page from whatever is finished.
 
     Args:
-        work: with a folder of cells for each grid, and ``finding-GRID.json``.
+        work: with a folder of cells for each grid, and what is kept in results/.
         docs: where page, data and picture go.
     """
     found: dict[str, Any] = {"grids": {}, "finding": {}}
@@ -59,7 +57,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
     drawn: dict[str, list[Entry]] = {}
     for name, model in _folders(work).items():
-        grid, tasks, missing = _grid(name, work / name)
+        grid, tasks, missing = _grid(work / name)
         found["grids"][name] = {
             "model": model,
             "cells": len(all_cells(grid)),
@@ -76,7 +74,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             text.append(
                 f"{len(missing)} of the grid's {len(all_cells(grid))} cells have not run.\n"
             )
-        finding = work / f"finding-{name}.json"
+        finding = RESULTS / f"finding-{name}.json"
         if finding.exists():
             found["finding"][name] = json.loads(finding.read_text(encoding="utf-8"))
             text += [f"### Who finds the dirt on {model}\n", FINDING]
@@ -89,25 +87,20 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
 
 
 def _folders(work: Path) -> dict[str, str]:
-    """Folder of each grid that has run, other draws of rows after the first, and its title."""
+    """Name of each grid that has run, other draws of rows after the first, and its title."""
     found = {}
     for name, model in MODELS.items():
-        for folder in sorted(work.glob(f"{name}*")):
-            draw = folder.name.removeprefix(name)
-            if folder.is_dir() and re.fullmatch(r"(-draw\d+)?", draw):
-                title = f", other rows and dirt ({draw[1:]})" if draw else ""
-                found[folder.name] = model + title
+        places = [p for p in work.glob(f"{name}*") if p.is_dir()]
+        names = {p.name for p in places} | {p.stem for p in RESULTS.glob(f"{name}*.jsonl")}
+        for one in sorted(names):
+            draw = one.removeprefix(name)
+            if re.fullmatch(r"(-draw\d+)?", draw):
+                found[one] = model + (f", other rows and dirt ({draw[1:]})" if draw else "")
     return found
 
 
-def _grid(name: str, folder: Path) -> tuple[Grid, dict[str, list[Entry]], list[str]]:
-    base, _, draw = name.partition("-")
-    config = str(Path(__file__).with_name(f"{base}.yaml"))
-    before = os.environ["SELECTION_ROWS"]
-    if draw:  # cells of another draw name its rows
-        os.environ["SELECTION_ROWS"] = str(folder.with_name(f"rows-{draw}"))
-    grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
-    os.environ["SELECTION_ROWS"] = before
+def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], list[str]]:
+    grid = synchronised(folder)
     cells, place = all_cells(grid), GridFolder(folder)
     found = collect(cells, place)
     tasks = {}
@@ -133,10 +126,11 @@ def _losses(cells: Sequence[Cell], folder: GridFolder, task: str) -> Losses:
         if cell.task == task:
             tried.setdefault(f"{cell.policy} {cell.seed}", []).append(cell)
     for group in tried.values():
-        done = [cell for cell in group if folder.of(cell).result() is not None]
-        if len(done) < len(group):
+        done = [cell.name for cell in group if folder.of(cell).result() is not None]
+        failed = [cell.name for cell in group if folder.of(cell).error() is not None]
+        if not done or len(done) + len(failed) < len(group):
             continue
-        best = group[0].name if len(group) == 1 else folder.best([cell.name for cell in group])
+        best = done[0] if len(group) == 1 else folder.best(done)
         cell = next(one for one in group if one.name == best)
         rows = (folder.of(cell).result() or {})["rows"]
         for kind in ("target", "retention"):

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 LETTERS = 480
 """Longest prompt and response together: some 130 tokens, so that nothing is cut at 160."""
 
-SIZES = {"train": 320, "validation": 96, "choosing": 16}
+SIZES = {"train": 320, "validation": 16, "choosing": 16}
 """Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
 
 TARGET, GENERAL, STORIES = 40, 20, 8

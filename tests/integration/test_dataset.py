@@ -221,6 +221,20 @@ def test_a_row_without_its_weights_is_refused(row: dict[str, Any]) -> None:
         WeightedCollator(lambda rows: {})([row])
 
 
+@pytest.mark.parametrize("order", ["padded on the left", "rows turned round"])
+def test_weights_never_fall_onto_other_tokens(order: str) -> None:
+    rows = [ROW, {"input_ids": [4, 5], "labels": [-100, 5], "loss_weights": [7.0, 3.0]}]
+
+    def inner(given: list[dict[str, Any]]) -> dict[str, Any]:
+        found = [row["labels"] for row in given]
+        if order == "padded on the left":
+            return {"labels": torch.tensor([[-100] * (3 - len(x)) + x for x in found])}
+        return {"labels": torch.tensor([x + [-100] * (3 - len(x)) for x in found[::-1]])}
+
+    with pytest.raises(DataError, match="padded on the right"):
+        WeightedCollator(inner)(rows)
+
+
 def test_a_folder_of_something_else_is_refused(
     world: World,
     tmp_path: Path,

@@ -213,6 +213,23 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert arguments.recipe.env == {"MINE": "1"}
 
 
+def test_a_later_recipe_goes_before_an_earlier_one(tmp_path: Path) -> None:
+    """And the command line before both."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("about: one\nlearning_rate: 3.0e-4\nkeep_ratio: 0.7\nseed: 1\nenv: {A: 1}\n")
+    second.write_text("keep_ratio: 0.6\nseed: 2\nscore_layers: 1\nenv: {B: 2}\n")
+    words = ["--config", str(first), f"--config={second}", "--seed", "3", "--use_cpu"]
+    found = read_arguments("sft", words, AlphaSFTConfig)
+    args, recipe = found.training, found.recipe
+    assert (args.learning_rate, args.keep_ratio, args.seed) == (3e-4, 0.6, 3)
+    assert recipe is not None
+    assert (recipe.about, recipe.env) == ("one", {"A": "1", "B": "2"})
+    assert recipe.name == "first, second"
+    second.write_text("command: dpo\n")
+    with pytest.raises(ConfigError, match="second is for `alphatoken dpo`"):
+        read_arguments("sft", words, AlphaSFTConfig)
+
+
 def test_json_holds_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dpo", "--config", "ultrafeedback-gemma", "--dry-run", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
-from alphatoken.policies import self_evolving
+from alphatoken.policies import self_evolving, trained_weights
 from alphatoken.policies.token_cleaning import TokenCleaning
 from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings
@@ -161,13 +161,13 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 def test_a_warm_up_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are kept; a second run reads them and comes to the same bits."""
-    kept, keep = [], self_evolving.save_weights
+    kept, keep = [], trained_weights.save_weights
 
     def counted(model: Any, folder: Path) -> None:
         kept.append(folder.name)
         keep(model, folder)
 
-    monkeypatch.setattr("alphatoken.policies.token_cleaning.save_weights", counted)
+    monkeypatch.setattr(trained_weights, "save_weights", counted)
     ends = [
         tiny.weights(
             run(tmp_path / "run", TokenCleaning(warmup_share=0.5), num_train_epochs=1).model

@@ -116,6 +116,35 @@ def test_unfinished_tries_are_no_result(model: Path, tmp_path: Path) -> None:
     assert line.records[0]["tried"] == cells[second].tried
 
 
+def test_a_try_that_fails_is_the_worst(model: Path, tmp_path: Path) -> None:
+    """Other seeds take the best of the rest; they are given up when all have failed."""
+    cells, folder = cells_of(tuned_grid(tmp_path, model)), GridFolder(tmp_path / "out")
+    first, second = cells["one/standard-native-seed4"].tries
+    later = cells["one/standard-native-seed4"]
+    result = {"spec": cells[second].spec(), "details": {"choosing_loss": 9.0}, "target": 5.0}
+    (folder.of(second).path / "model").mkdir(parents=True)
+    write_json(folder.of(second).path / "result.json", result)
+    assert not later.ready({second}, set())
+    (folder.of(first).path).mkdir(parents=True)
+    write_json(folder.of(first).path / "failed.json", {"error": "not finite", "exit_code": 2})
+    assert later.ready({second}, {first})
+    assert not later.hopeless({first})
+    assert folder.best(later.tries) == second
+    assert folder.resolved(later)["learning_rate"] == RATES[1]
+    status = folder.status(cells.values())
+    assert (status[first].state, status[later.name].state) == ("failed", "missing")
+    records = collect(list(cells.values()), folder)
+    (line,) = [one for one in lines_of(records, "one") if one.policy == "standard"]
+    assert line.values("target") == [5.0]
+    (folder.of(second).path / "result.json").unlink()
+    write_json(folder.of(second).path / "failed.json", {"error": "not finite", "exit_code": 2})
+    assert set(later.hopeless({first, second})) == {first, second}
+    assert folder.status(cells.values())[later.name].state == "blocked"
+    merge = cells["one/wise-ft-native-seed3"]
+    assert merge.ready({second}, {first})
+    assert merge.hopeless({first, second})
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -78,6 +78,7 @@ ADAM = by("test_policies_static::test_adam_update_by_hand")
 FILLING = by("test_policies_static::test_filling_by_tokens")
 LESS = by("test_policies_static::test_less_against_autograd_by_hand", FOLDER, "mean_of_cosines")
 RHO_1 = by("test_policies::test_rho_1_by_hand")
+OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
 TALR = by("test_policies::test_talr_by_hand")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
 HEADS = by("test_policies::test_prompt_attention_averages_heads")
@@ -179,6 +180,24 @@ MUTANTS = (
         "Rho-1 keeps what the reference has not learned",
         ("rho_1.Rho1.scores", "-batch.log_probs - batch", "-batch.log_probs + batch"),
         RHO_1,
+    ),
+    _policy(
+        "rho-1-reference-of-the-training-rows",
+        "Rho-1's reference learns the rows that are to be cleaned",
+        ("rho_1.Rho1._reference", "stage.validation", "stage.rows"),
+        OWN_REFERENCE,
+    ),
+    _policy(
+        "rho-1-reference-at-the-runs-rate",
+        "the reference's own learning rate is not read",
+        ("rho_1.Rho1._reference", "_learning_rate is not None", "_learning_rate is None"),
+        OWN_REFERENCE,
+    ),
+    _policy(
+        "rho-1-reference-as-long-as-the-run",
+        "the reference is trained for the run's steps",
+        ("rho_1.Rho1._reference", '"max_steps": -1, ', ""),
+        OWN_REFERENCE,
     ),
     _policy(
         "flow-by-the-mean",

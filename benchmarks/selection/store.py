@@ -1,0 +1,127 @@
+"""What has been measured, a line a cell, kept in the repository: a grid goes on on any machine.
+
+A line holds figures alone (losses of rows by number, tokens, seconds), no text of a row. It belongs
+to a cell by the digest of everything that the cell's result depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alphatoken.cli.compare import parse
+from alphatoken.cli.compare_grid import read_grid
+from alphatoken.compare.folder import GridFolder
+from alphatoken.compare.grid import Cell, Grid, all_cells
+from alphatoken.support.storage import replacing, write_json
+from benchmarks.selection.rows import DIRT, GENERAL, LETTERS, SIZES, STORIES, TARGET
+
+__all__ = ["RESULTS", "digest_of", "keep", "restore", "synchronised"]
+
+RESULTS = Path(__file__).with_name("results")
+
+PLACES = ("SELECTION_ROWS", "ALPHATOKEN_MODELS", "ALPHATOKEN_DATA")
+"""Variables whose folders differ between machines."""
+
+_FIGURES = (
+    "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
+    "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of", "seconds",
+    "target", "retention", "overall", "unit", "retention_unit", "details", "rows",
+)  # fmt: skip
+
+
+def synchronised(folder: Path) -> Grid:
+    """The grid of a folder (GRID or GRID-drawN), once folder and store hold the same results."""
+    base, _, draw = folder.name.partition("-")
+    config = str(Path(__file__).with_name(f"{base}.yaml"))
+    before = os.environ["SELECTION_ROWS"]
+    if draw:  # cells of another draw name its rows
+        os.environ["SELECTION_ROWS"] = str(folder.with_name(f"rows-{draw}"))
+    try:
+        grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
+        cells, place, path = all_cells(grid), GridFolder(folder), RESULTS / f"{folder.name}.jsonl"
+        restore(cells, place, path)
+        keep(cells, place, path)
+    finally:
+        os.environ["SELECTION_ROWS"] = before
+    return grid
+
+
+def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
+    """Of all that the result depends on, wherever the rows and models lie.
+
+    Args:
+        cell: of the grid.
+        others: cells by name, of which those count whose models are loaded.
+    """
+    parts = [cell, *(others[name] for name in cell.models)]
+    specs = [{k: v for k, v in part.spec().items() if k != "keep_model"} for part in parts]
+    text = json.dumps([specs, LETTERS, SIZES, TARGET, GENERAL, STORIES, DIRT], sort_keys=True)
+    for name in PLACES:
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], f"${name}")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def keep(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
+    """Write the lines of all finished cells; those of other cells stay.
+
+    Returns:
+        The number of lines.
+    """
+    found, others = _lines(path), {cell.name: cell for cell in cells}
+    for cell in cells:
+        result = folder.of(cell).result()
+        if result is not None and cell.task != "references" and folder.done(cell):
+            figures = {name: _short(result[name]) for name in _FIGURES if name in result}
+            digest = digest_of(cell, others)
+            found[digest] = {"cell": cell.name, "digest": digest, **figures}
+    order = sorted(found.values(), key=lambda line: (line["cell"], line["digest"]))
+    if order:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(
+                "".join(json.dumps(line) + "\n" for line in order), encoding="utf-8"
+            )
+    return len(order)
+
+
+def restore(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
+    """Results of cells that are kept and not in the folder; the number of them.
+
+    A model is not kept: a cell whose model others need runs again.
+    """
+    lines, count = _lines(path), 0
+    others = {cell.name: cell for cell in cells}
+    for cell in cells:
+        line = lines.get(digest_of(cell, others))
+        if line is None or cell.keep_model or folder.of(cell).result() is not None:
+            continue
+        own = {name: getattr(cell, name) for name in ("task", "policy", "mode", "seed", "kind")}
+        figures = {name: value for name, value in line.items() if name in _FIGURES}
+        result = {**own, "command": cell.command, "status": "done", **figures, "spec": cell.spec()}
+        target = folder.of(cell).path
+        target.mkdir(parents=True, exist_ok=True)
+        write_json(target / "result.json", result)
+        count += 1
+    return count
+
+
+def _lines(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line["digest"]: line for line in lines}
+
+
+def _short(value: Any) -> Any:
+    """Losses to five decimals: far below what seeds differ by."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else round(value, 5)
+    if isinstance(value, Mapping):
+        return {name: _short(one) for name, one in value.items()}
+    return [_short(one) for one in value] if isinstance(value, (list, tuple)) else value

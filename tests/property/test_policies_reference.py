@@ -1,0 +1,126 @@
+"""Rho-1 that trains its reference on the validation rows, against TRL's trainer on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from alphatoken.errors import ConfigError
+from alphatoken.policies import trained_weights
+from alphatoken.policies.rho_1 import Rho1
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from tests.integration import tiny_training as tiny
+
+OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
+EPOCHS, RATE = 2.0, 0.3
+
+
+def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> AlphaSFTTrainer:
+    """Trained on 16 rows, 8 others for validation."""
+    torch.manual_seed(11)
+    rows = tiny.sft_rows(24)
+    trainer = AlphaSFTTrainer(
+        model=tiny.model(layers=2),
+        args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
+        train_dataset=rows.select(range(16)),
+        validation_dataset=None if reference is not None else rows.select(range(16, 24)),
+        processing_class=tiny.tokenizer(),
+        policy=policy,
+        policy_reference=reference,
+    )
+    trainer.train()
+    return trainer
+
+
+def reference_by_hand(folder: Path) -> torch.nn.Module:
+    """TRL's own trainer on the validation rows."""
+    prepared = AlphaSFTTrainer(
+        model=tiny.model(layers=2),
+        args=AlphaSFTConfig(**tiny.options(folder / "rows", policy="all", export_values=False)),
+        train_dataset=tiny.sft_rows(24).select(range(16, 24)),
+        processing_class=tiny.tokenizer(),
+    )
+    rows = [
+        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+        for row in prepared.train_dataset
+    ]
+    options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
+    torch.manual_seed(11)
+    trainer = SFTTrainer(
+        model=tiny.model(layers=2),
+        args=SFTConfig(**tiny.options(folder / "hand", **options)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    found: torch.nn.Module = trainer.model
+    return found
+
+
+POLICY = {"reference_epochs": EPOCHS, "reference_learning_rate": RATE}
+
+
+def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
+    """The run is that with a reference which TRL trained on the same validation rows."""
+    own = run(tmp_path / "own" / "run", Rho1(**POLICY))
+    reference = reference_by_hand(tmp_path)
+    given = run(tmp_path / "given" / "run", Rho1(), reference=reference)
+    untrained = run(tmp_path / "other" / "run", Rho1(), reference=tiny.model(layers=2))
+    ends = [tiny.weights(trainer.model) for trainer in (own, given, untrained)]
+    assert furthest(ends[0], ends[1]) < 1e-6
+    assert furthest(ends[0], ends[2]) > 1e-3, "the reference matters"
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_a_reference_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are kept by all that they depend on, and read by a second run."""
+    kept, save = [], trained_weights.save_weights
+
+    def counted(model: Any, folder: Path) -> None:
+        kept.append(folder.name)
+        save(model, folder)
+
+    monkeypatch.setattr(trained_weights, "save_weights", counted)
+    ends = [tiny.weights(run(tmp_path / "run", Rho1(**POLICY)).model) for _ in range(2)]
+    assert len(kept) == 1
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    run(tmp_path / "run", Rho1(reference_epochs=1.0))
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "match"),
+    [
+        (lambda: Rho1(reference_epochs=0.0), {}, "above 0"),
+        (lambda: Rho1(reference_epochs=1.0, reference_learning_rate=-1.0), {}, "above 0"),
+        (lambda: Rho1(reference_learning_rate=1.0), {}, "no reference model is trained"),
+        (lambda: Rho1(reference_epochs=1.0), {"reference": True}, "needs a validation dataset"),
+    ],
+)
+def test_bad_input(tmp_path: Path, policy: Any, more: dict[str, Any], match: str) -> None:
+    if more:
+        more = {"reference": tiny.model(1, layers=2)}
+    with pytest.raises(ConfigError, match=match):
+        run(tmp_path / "run", policy(), **more)
+
+
+def test_two_references_are_refused(tmp_path: Path) -> None:
+    rows = tiny.sft_rows(8)
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        AlphaSFTTrainer(
+            model=tiny.model(layers=2),
+            args=AlphaSFTConfig(**tiny.options(tmp_path / "run")),
+            train_dataset=rows,
+            validation_dataset=rows,
+            processing_class=tiny.tokenizer(),
+            policy=Rho1(reference_epochs=1.0),
+            policy_reference=tiny.model(1, layers=2),
+        )
