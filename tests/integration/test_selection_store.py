@@ -168,4 +168,4 @@ def test_the_page_holds_what_was_measured(places: Path) -> None:
     (places / "results" / "small.jsonl").unlink()
     page = report.write_report(folder.parent, docs).read_text()
     assert "### noisy-words" not in page
-    assert "6 of the grid's 9 cells have not run." in page
+    assert "6 of the grid's 11 cells have not run." in page
