@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.policies.static import model_losses
 from alphatoken.policies.trained_weights import trained_copy
+from alphatoken.select.masks import response_values
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable
 
 __all__ = ["Rho1"]
 
+UNITS = ("token", "response")
 _COLUMN = "reference_losses"
 
 
@@ -30,18 +32,24 @@ class Rho1(TokenPolicy):
     one that is trained first on the validation rows. Its losses are computed once. Published for
     pre-training; on response tokens it is the analogue for fine-tuning.
 
+    With ``unit="response"`` a response has the mean of its tokens' scores and whole responses are
+    kept, of the last one what the budget leaves: RHO-LOSS by rows, which finds rows of another
+    kind where the tokens of each row are alike.
+
     Args:
         settings: see ``PolicySettings``.
         ratio: k, the published budget: 0.6 (1B) or 0.7 (7B).
+        unit: "token", or "response".
         reference_epochs: where no reference model was named: train one for so many epochs of the
             validation rows, with the trainer's own options. None asks for a reference model.
         reference_learning_rate: of that training; None takes the run's.
 
     Raises:
-        ConfigError: ratio outside (0, 1]; epochs or rate not above 0; no reference model when the
+        ConfigError: ratio outside (0, 1]; another unit; epochs or rate not above 0; no reference model when the
             static pass begins, or two.
 
-    Source: Lin et al., arXiv 2404.07965; microsoft/rho has no training code.
+    Source: Lin et al., arXiv 2404.07965; microsoft/rho has no training code. Of responses:
+        Mindermann et al., arXiv 2206.07137, whose examples have one loss each.
     """
 
     name: ClassVar[str] = "rho-1"
@@ -57,13 +65,16 @@ class Rho1(TokenPolicy):
         settings: PolicySettings | None = None,
         *,
         ratio: float = 0.6,
+        unit: str = "token",
         reference_epochs: float | None = None,
         reference_learning_rate: float | None = None,
     ) -> None:
         super().__init__(settings)
         if not 0 < ratio <= 1:
             raise ConfigError("ratio must lie in (0, 1]", got=repr(ratio))
+        require_choice("unit of Rho-1", unit, UNITS)
         self.native_ratio = ratio
+        self.unit = unit
         self.reference_epochs = reference_epochs
         self.reference_learning_rate = reference_learning_rate
         if reference_epochs is None:
@@ -100,5 +111,6 @@ class Rho1(TokenPolicy):
         return trained_copy(stage, stage.validation, options, kind="rho-1-reference", asked=asked)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
-        """``s_t``, the excess loss."""
-        return -batch.log_probs - batch.columns[_COLUMN]
+        """``s_t``, the excess loss; of a response the mean of its tokens'."""
+        excess = -batch.log_probs - batch.columns[_COLUMN]
+        return response_values(excess, batch.mask) if self.unit == "response" else excess

@@ -182,6 +182,12 @@ MUTANTS = (
         RHO_1,
     ),
     _policy(
+        "rho-1-responses-by-their-tokens",
+        "whole responses are asked for, and single tokens are ranked",
+        ("rho_1.Rho1.scores", 'self.unit == "response"', 'self.unit == "row"'),
+        by("test_policies::test_rho_1_by_response"),
+    ),
+    _policy(
         "rho-1-reference-of-the-training-rows",
         "Rho-1's reference learns the rows that are to be cleaned",
         ("rho_1.Rho1._reference", "stage.validation", "stage.rows"),

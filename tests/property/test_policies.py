@@ -99,6 +99,21 @@ def test_rho_1_by_hand() -> None:
     assert float(Rho1().kept_tokens(of)) == 3  # known before the forward
 
 
+def test_rho_1_by_response() -> None:
+    """Means 1, 2 and -1 of three responses: the second whole, then the first, up to the budget."""
+    of = batch(
+        [[3.0, 1.0, 2.0], [2.0, 4.0], [5.0]],
+        columns={"reference_losses": [[0.0, 2.0, 1.0], [1.0, 1.0], [6.0]]},
+    )
+    policy = Rho1(ratio=0.5, unit="response")
+    assert on_tokens(policy.scores(of), of) == [[1.0, 1.0, 1.0], [2.0, 2.0], [-1.0]]
+    assert on_tokens(policy.weights(of), of) == [[1, 0, 0], [1, 1], [0]]
+    assert float(policy.kept_tokens(of)) == 3
+    assert on_tokens(Rho1(ratio=0.8, unit="response").weights(of), of) == [[1, 1, 1], [1, 1], [0]]
+    with pytest.raises(ConfigError, match="unit of Rho-1"):
+        Rho1(unit="row")
+
+
 def test_talr_by_hand() -> None:
     """Sequence means 2 and 1, tau 1.5: weights exp(-l / 1.5), at least 0.01."""
     of = batch([[1.0, 3.0], [0.5, 0.5, 2.0], [9.0]])
