@@ -57,7 +57,7 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
-                "this policy looks at all training rows before training",
+                "all training rows are looked at before training",
                 got=f"a streamed data set, {type(dataset).__name__}",
                 why="a stream has no rows to go back to",
                 remedy="give a data set that is held on disk or in memory",

@@ -67,4 +67,13 @@ def check_screen(seed: int, share: float, unit: str) -> None:
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=_tokenizer(),
         )
+        read = [
+            line.tolist() for batch in trainer.get_train_dataloader() for line in batch["labels"]
+        ]
     assert [list(row) for row in trainer.train_dataset["labels"]] == expected
+    assert sorted(map(_kept, read)) == sorted(map(_kept, expected))
+
+
+def _kept(labels: list[int]) -> list[tuple[int, int]]:
+    """Place and id of what is learned, whatever the padding."""
+    return [(place, label) for place, label in enumerate(labels) if label != -100]
