@@ -39,9 +39,7 @@ def main() -> None:
         from benchmarks.selection.finding import main as find
 
         model = str(models_folder() / FOLDERS[options.grid])
-        reference = work / folder / "references" / "curated" / "model"
-        rows = Path(os.environ["SELECTION_ROWS"])
-        find(model, reference, rows, RESULTS / f"finding-{folder}.json")
+        find(model, Path(os.environ["SELECTION_ROWS"]), RESULTS / f"finding-{folder}.json")
         return
     from alphatoken.cli import main as alphatoken
 

@@ -4,12 +4,15 @@ On the start model, before any step: area under the curve of "the planted is low
 "the planted is higher" for the loss; 0.5 is a coin. Intervals by drawing rows anew.
 
 The excess loss ``l(theta) - l(theta + Delta)`` is a value too: Delta is what training on the
-validation rows does to the parameters. Along a small part of Delta it is ``-<g, Delta>``:
-the exact value with Delta in place of the validation gradient's negative.
+validation rows does to the parameters. Along a small part of Delta it is ``-<g, Delta>``: the exact
+value with Delta in place of the validation gradient's negative. It is taken after 1, 8 and 24
+steps, to see how far one has to walk.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +31,13 @@ from alphatoken.fidelity.metrics import auc
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
 
-__all__ = ["ROWS", "find_dirt"]
+__all__ = ["ROWS", "excess", "find_dirt", "walk"]
 
 ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
 SHORT = 0.02
 LENGTH = 160
+WALK, RATE = (1, 8, 24), 3e-5
+"""Steps of AdamW, of BATCH validation rows each, and their learning rate."""
 
 SETTINGS: dict[str, Mapping[str, Any]] = {
     "alphatoken, K = 3 (the paper)": {"estimator": "alphatoken"},
@@ -40,8 +45,8 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "label, all parameters": {"estimator": "label", "layers": "all", "parameters": "all"},
 }
 
-EXCESS = "excess loss against the reference"
-FIRST = "the same, to first order"
+FIRST = "label along {} AdamW steps on the validation rows"
+EXCESS = "excess loss after {} steps"
 
 Array = NDArray[np.float64]
 
@@ -55,27 +60,29 @@ class _Row:
 
 
 def find_dirt(
-    model: Any, reference: Any, tokenizer: Any, rows: Path, say: Callable[[str], None] = print
+    model: Any, tokenizer: Any, rows: Path, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Areas under the curve by task and number, each with a 95 % interval.
 
     Args:
-        model: the start model, in float32.
-        reference: the same after training on the validation rows.
+        model: the start model, in float32; left as it was.
         tokenizer: of the model.
         rows: folder that ``rows.write_rows`` has filled.
         say: gets a line when something is done.
     """
     held = _examples(rows / "validation.jsonl", tokenizer)[:HELD]
     parts = [next(batches(held[k::PARTS], HELD)) for k in range(PARTS)]
+    ends = walk(model, held)
+    say("the walk")
     found: dict[str, Any] = {}
     for task, marked in (("noisy-words", _replaced), ("noisy-responses", _exchanged)):
         examples = _examples(rows / f"{task}.jsonl", tokenizer)[:ROWS]
         lines = (rows / f"{task}-marks.jsonl").read_text(encoding="utf-8").splitlines()
         marks = [json.loads(lines[one.row.index]) for one in examples]
         planted = [marked(one, mark, tokenizer) for one, mark in zip(examples, marks, strict=True)]
-        numbers = _excess(model, reference, examples)
-        numbers |= _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
+        numbers = _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
+        numbers |= excess(model, ends, examples)
+        say(f"{task}: excess losses")
         each = [_Row(p, {k: v[i] for k, v in numbers.items()}) for i, p in enumerate(planted)]
         if task == "noisy-responses":  # whole rows: one number each
             each = [_mean(row) for row in each]
@@ -153,30 +160,45 @@ def _losses(model: Any, examples: Sequence[Example]) -> list[Array]:
     return found
 
 
-def _excess(model: Any, reference: Any, examples: Sequence[Example]) -> dict[str, list[Array]]:
-    """The excess loss against the reference, and what of it is first order."""
-    both = list(zip(model.parameters(), reference.parameters(), strict=True))
-    steps = [(other - own).detach() for own, other in both]
+def walk(model: Any, held: Sequence[Example]) -> dict[int, list[Tensor]]:
+    """The parameters after each number of steps in ``WALK`` of training on the held rows."""
+    walker = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(walker.parameters(), lr=RATE, weight_decay=0.0)
+    found: dict[int, list[Tensor]] = {}
+    drawn = itertools.chain.from_iterable(batches(held, BATCH) for _ in itertools.count())
+    for step, batch in zip(range(1, max(WALK) + 1), drawn, strict=False):
+        optimizer.zero_grad()
+        walker(**batch).loss.backward()
+        optimizer.step()
+        if step in WALK:
+            found[step] = [one.detach().clone() for one in walker.parameters()]
+    return found
 
-    def move(share: float) -> None:
+
+def excess(
+    model: Any, ends: Mapping[int, Sequence[Tensor]], examples: Sequence[Example]
+) -> dict[str, list[Array]]:
+    """To first order towards each end of a walk, and the whole excess over the furthest.
+
+    To first order: ``(l(theta - s Delta) - l(theta + s Delta)) / (2 s)``, s = ``SHORT``.
+    """
+    own = list(model.parameters())
+    start = [one.detach().clone() for one in own]
+
+    def losses(end: Sequence[Tensor], share: float) -> list[Array]:
         with torch.no_grad():
-            for (own, _), step in zip(both, steps, strict=True):
-                own.add_(step, alpha=share)
+            for one, before, after in zip(own, start, end, strict=True):
+                one.copy_(before + share * (after - before))
+        return _losses(model, examples)
 
-    start = _losses(model, examples)
-    kept = [own.detach().clone() for own, _ in both]
-    move(SHORT)
-    ahead = _losses(model, examples)
-    move(-2 * SHORT)
-    behind = _losses(model, examples)
-    with torch.no_grad():
-        for (own, _), before in zip(both, kept, strict=True):
-            own.copy_(before)
-    ends = _losses(reference, examples)
-    return {
-        EXCESS: [end - one for end, one in zip(ends, start, strict=True)],
-        FIRST: [(a - b) / (2 * SHORT) for a, b in zip(ahead, behind, strict=True)],
-    }
+    found = {}
+    for steps, end in ends.items():
+        both = zip(losses(end, SHORT), losses(end, -SHORT), strict=True)
+        found[FIRST.format(steps)] = [(a - b) / (2 * SHORT) for a, b in both]
+    furthest = max(ends)
+    both = zip(losses(ends[furthest], 1.0), losses(start, 0.0), strict=True)
+    found[EXCESS.format(furthest)] = [a - b for a, b in both]
+    return found
 
 
 def _by_row(values: Tensor, mask: Tensor) -> list[Array]:
@@ -209,17 +231,13 @@ def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
     return found
 
 
-def main(model: str, reference: Path, rows: Path, out: Path) -> None:
-    """Measure one model and write ``out``; the reference is the grid's, which has to be there."""
+def main(model: str, rows: Path, out: Path) -> None:
+    """Measure one model and write ``out``."""
     from alphatoken.support.storage import write_json
     from alphatoken.train.loading import load_with_tokenizer
 
-    if not reference.is_dir():
-        raise SystemExit(f"{reference} is not there: run the grid first, which trains it")
     loaded, tokenizer = load_with_tokenizer(model)
-    other, _ = load_with_tokenizer(str(reference))
-    found = find_dirt(loaded.float().eval(), other.float().eval(), tokenizer, rows, _say)
-    write_json(out, found)
+    write_json(out, find_dirt(loaded.float().eval(), tokenizer, rows, _say))
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from alphatoken.data import Example, Row, Turn
 from benchmarks.selection import finding
-from benchmarks.selection.finding import EXCESS, FIRST, _areas, _excess, _replaced, _Row, find_dirt
+from benchmarks.selection.finding import _areas, _replaced, _Row, excess, find_dirt, walk
 
 
 def example(text: str, tokenizer: Any) -> Example:
@@ -60,20 +59,10 @@ def test_areas_by_hand() -> None:
     assert areas["blind"] == {"auc": 0.5, "low": 0.5, "high": 0.5}
 
 
-def trained(model: Any, batch: Any, rate: float, steps: int) -> Any:
-    """A copy after steps of plain gradient descent."""
-    found = copy.deepcopy(model)
-    for _ in range(steps):
-        found.zero_grad()
-        found(**batch).loss.backward()
-        with torch.no_grad():
-            for one in found.parameters():
-                one -= rate * one.grad
-    return found
-
-
-def test_the_excess_is_an_exact_value_to_first_order(library_decoder: Path) -> None:
-    """After one small step of descent it is -<g_t, Delta>, by autograd token for token."""
+def test_the_excess_is_an_exact_value_to_first_order(
+    library_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Towards the ends of a walk it is -<g_t, Delta>, by autograd token for token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from alphatoken.data import batches
@@ -82,21 +71,30 @@ def test_the_excess_is_an_exact_value_to_first_order(library_decoder: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(library_decoder).double().eval()
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)
     rows = [example("return value of the value", tokenizer), example("def f(x):", tokenizer)]
-    batch = next(batches([example("class A: pass", tokenizer)], 1))
+    held = [example("class A: pass", tokenizer), example("import os", tokenizer)]
+    monkeypatch.setattr(finding, "WALK", (1, 3))
+    monkeypatch.setattr(finding, "BATCH", 1)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
-    other = trained(model, batch, 3e-3, 1)
-    found = _excess(model, other, rows)
+    ends = walk(model, held)
+    found = excess(model, ends, rows)
     for name, one in model.named_parameters():
         assert torch.equal(one, before[name])
-    ends = dict(other.named_parameters())
-    step = {name: (ends[name] - one).detach() for name, one in before.items()}
-    for i, row in enumerate(rows):
-        whole = next(batches([row], 1))
-        values = label_values(model, lambda b: model(**b).logits, whole, step)
-        expected = -values[0, whole["labels"][0] != -100].numpy()
-        # Losses are float32: 1e-7 of 5, over 2 x SHORT.
-        assert found[FIRST][i] == pytest.approx(expected, rel=1e-3, abs=3e-5)
-        assert found[EXCESS][i] == pytest.approx(expected, rel=0.05, abs=1e-3)
+    for steps, end in ends.items():
+        walked = zip(before.items(), end, strict=True)
+        step = {name: after - own for (name, own), after in walked}
+        # AdamW's first step is as long as its rate in every parameter with a gradient.
+        longest = max(float(one.abs().max()) for one in step.values())
+        assert longest == pytest.approx(steps * finding.RATE, rel=0.1)
+        for i, row in enumerate(rows):
+            whole = next(batches([row], 1))
+            values = label_values(model, lambda b: model(**b).logits, whole, step)
+            expected = -values[0, whole["labels"][0] != -100].numpy()
+            # Losses are float32: 1e-7 of 5, over 2 x SHORT.
+            first = found[finding.FIRST.format(steps)][i]
+            assert first == pytest.approx(expected, rel=1e-3, abs=3e-5)
+            if steps == max(ends):
+                whole_excess = found[finding.EXCESS.format(steps)][i]
+                assert whole_excess == pytest.approx(expected, rel=0.05, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -107,7 +105,6 @@ def test_a_whole_run_finds_planted_words_by_loss(
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from alphatoken.data import batches
     from alphatoken.data.stdlib import code_rows
     from benchmarks.selection.rows import exchanged, replaced
 
@@ -133,13 +130,11 @@ def test_a_whole_run_finds_planted_words_by_loss(
     model = AutoModelForCausalLM.from_pretrained(library_decoder)
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)
     said: list[str] = []
-    held = next(batches(finding._examples(tmp_path / "validation.jsonl", tokenizer), 24))
-    reference = trained(model, held, 0.05, 3)
-    found = find_dirt(model, reference, tokenizer, tmp_path, said.append)
+    found = find_dirt(model, tokenizer, tmp_path, said.append)
     assert set(found) == {"noisy-words", "noisy-responses"}
     assert found["noisy-words"]["loss"]["auc"] > 0.75
     for task in found.values():
         numbers = [one for one in task.values() if isinstance(one, dict)]
-        assert len(numbers) == 4 + 2 * len(finding.SETTINGS) + 1
+        assert len(numbers) == 3 + len(finding.WALK) + 2 * len(finding.SETTINGS) + 1
         assert all(0 <= one["low"] <= one["auc"] <= one["high"] <= 1 for one in numbers)
-    assert len(said) == 2 * (2 + len(finding.SETTINGS))
+    assert len(said) == 1 + 2 * (3 + len(finding.SETTINGS))
