@@ -27,7 +27,7 @@ CONCLUSIONS = Path(__file__).with_name("conclusions.md")
 MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 """Grid -> its model, as the page has it."""
 
-BASELINES = ("standard", "random")
+BASELINES = ("standard", "random", "after-validation")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _entry(line: Line, losses: Losses) -> Entry:
 def _table(entries: Sequence[Entry]) -> str:
     standard = next((e.seconds for e in entries if e.method == "standard"), None)
     heads = [
-        "method", "seeds", "rate", "tokens", "time", "target", "− standard", "− random",
+        "method", "seeds", "rate", "tokens", "time", "target", *(f"− {name}" for name in BASELINES),
         "retention", "− standard",
     ]  # fmt: skip
     rows = []
@@ -280,16 +280,28 @@ python -m benchmarks.selection report
 ```
 
 `run` is `alphatoken compare --config benchmarks/selection/GRID.yaml` on rows that it writes
-first. AdamW, float32, one thread a cell: 12 steps of 4 rows (of at most 160 tokens; `standard-
-twice` takes 24 steps, `rows-of-two` draws 8 rows), 2 steps of warm-up, a linearly falling rate.
-All parameters of SmolLM2 are trained, Gemma by LoRA. Training, validation, choosing, target and
-retention rows share none; only `on-validation` and the reference of `rho-1` and `token-cleaning`
-train on the validation rows. Each method tries the same three learning rates at the first seed,
-and the one with the lowest loss on 16 choosing rows is taken at all seeds; `mixed` and `clean`
-take what was chosen on `noisy-responses`, and methods without a rate in the tables have a fixed
-one. Values are taken against 8 of 96 validation rows, drawn anew every second step. Target: 40
-mathematics problems of the data's own test file; retention: 20 general instructions and 8
-stories. Weights are the dequantised ones (see [Benchmarks](benchmarks.md)).
+first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
+was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
+step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
+one thread. All parameters are trained. `standard-twice` takes 32 steps; `rows-of-two`,
+`rho-1-responses` and `rho-1-continued-responses` draw 8 rows a step and train on half of them.
+
+There are 320 training rows, 16 clean *validation rows* of the target (what values and references
+are made from), 16 *choosing rows* (each method tries the same three learning rates at the first
+seed and the one with the lowest loss on them is taken at all seeds; `noisy-responses` and `clean`
+take what was chosen on `mixed`, and methods without a rate in the tables have a fixed one), 40
+*target* problems of the data's own test file, and for *retention* 20 general instructions and 8
+stories. No two of these share a row. Values are taken against 8 of the validation rows, drawn anew
+every second step.
+
+Every method has the 16 validation rows. So the plain ways of using them stand beside the
+selecting ones:
+
+* `on-validation` trains on them alone, 16 steps;
+* `after-validation` trains on them for 24 steps, then 16 steps on all tokens of the task's rows;
+* the reference of `rho-1`, `rho-1-responses` and `token-cleaning` is the model after these 24;
+* `rho-1-continued` starts from that reference, and keeps what it gained most on;
+* `after-validation-rho-1` starts from it too, with `rho-1` as it is published.
 
 "Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of
 that on all tokens, measured beside other work and good to some ten percent. Differences are
