@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.policies.self_evolving import excess_losses
 from alphatoken.policies.static import model_losses
-from alphatoken.policies.trained_weights import copy_weights, trainable, trained_copy
+from alphatoken.policies.trained_weights import trained_copy
 from alphatoken.select.masks import response_values
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable
@@ -44,8 +43,6 @@ class Rho1(TokenPolicy):
         reference_epochs: where no reference model was named: train one for so many epochs of the
             validation rows, with the trainer's own options. None asks for a reference model.
         reference_learning_rate: of that training; None takes the run's.
-        continue_from_reference: start the run from the reference that was trained. Its excess over
-            itself is 0, so s_t is then that of the model before: l_t(theta_0) - l_t(theta_RM).
 
     Raises:
         ConfigError: ratio outside (0, 1]; another unit; epochs or rate not above 0; no reference
@@ -71,7 +68,6 @@ class Rho1(TokenPolicy):
         unit: str = "token",
         reference_epochs: float | None = None,
         reference_learning_rate: float | None = None,
-        continue_from_reference: bool = False,
     ) -> None:
         super().__init__(settings)
         if not 0 < ratio <= 1:
@@ -81,12 +77,11 @@ class Rho1(TokenPolicy):
         self.unit = unit
         self.reference_epochs = reference_epochs
         self.reference_learning_rate = reference_learning_rate
-        self.continue_from_reference = continue_from_reference
         if reference_epochs is None:
-            if reference_learning_rate is not None or continue_from_reference:
+            if reference_learning_rate is not None:
                 raise ConfigError(
                     "no reference model is trained",
-                    got="reference_learning_rate or continue_from_reference alone",
+                    got=f"reference_learning_rate={reference_learning_rate} alone",
                     remedy="reference_epochs: how long it is trained on the validation rows",
                 )
             return
@@ -94,19 +89,11 @@ class Rho1(TokenPolicy):
             given = getattr(self, name)
             if given is not None and not 0 < given < math.inf:
                 raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(given))
-        columns = ("base", "reference") if continue_from_reference else (_COLUMN,)
-        self.needs = replace(  # type: ignore[misc]
-            type(self).needs, columns=columns, scorer_model=False, validation=True
-        )
+        self.needs = replace(type(self).needs, scorer_model=False, validation=True)  # type: ignore[misc]
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
-        """Losses of all response tokens under the reference model, and under the first one."""
-        reference = self._reference(stage)
-        if not self.continue_from_reference:
-            return model_losses(stage, reference, _COLUMN, cache_key="reference-losses")
-        table = excess_losses(stage, stage.model, reference)
-        copy_weights(trainable(reference), trainable(stage.model))
-        return table
+        """Losses of all response tokens under the reference model."""
+        return model_losses(stage, self._reference(stage), _COLUMN, cache_key="reference-losses")
 
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference_epochs is None:
@@ -125,9 +112,5 @@ class Rho1(TokenPolicy):
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss; of a response the mean of its tokens'."""
-        columns = batch.columns
-        if self.continue_from_reference:
-            excess = columns["base"] - columns["reference"]
-        else:
-            excess = -batch.log_probs - columns[_COLUMN]
+        excess = -batch.log_probs - batch.columns[_COLUMN]
         return response_values(excess, batch.mask) if self.unit == "response" else excess

@@ -283,8 +283,8 @@ python -m benchmarks.selection report
 first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
 was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
 step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
-one thread. All parameters are trained. `standard-twice` takes 32 steps; `rows-of-two`,
-`rho-1-responses` and `rho-1-continued-responses` draw 8 rows a step and train on half of them.
+one thread. All parameters are trained. `standard-twice` takes 32 steps; `rows-of-two`
+and `rho-1-responses` draw 8 rows a step and train on half of them.
 
 There are 320 training rows, 16 clean *validation rows* of the target (what values and references
 are made from), 16 *choosing rows* (each method tries the same three learning rates at the first
@@ -300,8 +300,7 @@ selecting ones:
 * `on-validation` trains on them alone, 16 steps;
 * `after-validation` trains on them for 24 steps, then 16 steps on all tokens of the task's rows;
 * the reference of `rho-1`, `rho-1-responses` and `token-cleaning` is the model after these 24;
-* `rho-1-continued` starts from that reference, and keeps what it gained most on;
-* `after-validation-rho-1` starts from it too, with `rho-1` as it is published.
+* `after-validation-rho-1` starts from that reference and goes on by `rho-1`.
 
 "Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of
 that on all tokens, measured beside other work and good to some ten percent. Differences are

@@ -79,7 +79,6 @@ FILLING = by("test_policies_static::test_filling_by_tokens")
 LESS = by("test_policies_static::test_less_against_autograd_by_hand", FOLDER, "mean_of_cosines")
 RHO_1 = by("test_policies::test_rho_1_by_hand")
 OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
-GOES_ON = by("test_policies_reference::test_rho_1_goes_on_from_its_reference", FOLDER)
 TALR = by("test_policies::test_talr_by_hand")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
 HEADS = by("test_policies::test_prompt_attention_averages_heads")
@@ -187,22 +186,6 @@ MUTANTS = (
         "whole responses are asked for, and single tokens are ranked",
         ("rho_1.Rho1.scores", 'self.unit == "response"', 'self.unit == "row"'),
         by("test_policies::test_rho_1_by_response"),
-    ),
-    _policy(
-        "rho-1-goes-on-from-the-start",
-        "a run that was to go on from the reference starts where the reference started",
-        (
-            "rho_1.Rho1.prepare",
-            "copy_weights(trainable(reference), trainable(stage.model))",
-            "copy_weights(trainable(stage.model), trainable(reference))",
-        ),
-        GOES_ON,
-    ),
-    _policy(
-        "rho-1-goes-on-by-what-it-learns",
-        "of a run that goes on from the reference the first model's losses are left out",
-        ("rho_1.Rho1.scores", 'columns["base"] - columns["ref', 'columns["ref'),
-        GOES_ON,
     ),
     _policy(
         "rho-1-reference-of-the-training-rows",

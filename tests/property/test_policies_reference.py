@@ -11,11 +11,9 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
-from alphatoken.oracle import token_losses
 from alphatoken.policies import trained_weights
 from alphatoken.policies.rho_1 import Rho1
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
-from alphatoken.train.policy import PolicyBatch
 from tests.integration import tiny_training as tiny
 
 OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
@@ -78,39 +76,6 @@ def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
     assert furthest(ends[0], ends[2]) > 1e-3, "the reference matters"
 
 
-def test_rho_1_goes_on_from_its_reference(tmp_path: Path) -> None:
-    """The run starts where TRL ended on the validation rows; scores are of both ends, fixed."""
-    rows = tiny.sft_rows(24)
-    policy = Rho1(**POLICY, continue_from_reference=True)
-    trainer = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(tmp_path / "own" / "run", **OPTIONS)),
-        train_dataset=rows.select(range(16)),
-        validation_dataset=rows.select(range(16, 24)),
-        processing_class=tiny.tokenizer(),
-        policy=policy,
-    )
-    reference = reference_by_hand(tmp_path)
-    assert furthest(tiny.weights(trainer.model), tiny.weights(reference)) < 1e-6
-    seen, scored = [], policy.scores
-
-    def recorded(batch: PolicyBatch) -> torch.Tensor:
-        found = scored(batch)
-        for line in range(len(found)):
-            labels = batch.labels[line : line + 1].where(batch.mask[line : line + 1], -100)
-            ids = batch.inputs["input_ids"][line : line + 1]
-            with torch.no_grad():
-                base = token_losses(tiny.model(layers=2)(input_ids=ids).logits, labels)
-                end = token_losses(reference(input_ids=ids).logits, labels)
-            seen.append(float((found[line] - (base - end)[0]).abs().max()))
-        return found
-
-    policy.scores = recorded  # type: ignore[method-assign]
-    trainer.train()
-    assert len(seen) >= 3
-    assert max(seen) < 1e-5
-
-
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
@@ -137,7 +102,6 @@ def test_a_reference_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (lambda: Rho1(reference_epochs=0.0), {}, "above 0"),
         (lambda: Rho1(reference_epochs=1.0, reference_learning_rate=-1.0), {}, "above 0"),
         (lambda: Rho1(reference_learning_rate=1.0), {}, "no reference model is trained"),
-        (lambda: Rho1(continue_from_reference=True), {}, "no reference model is trained"),
         (lambda: Rho1(reference_epochs=1.0), {"reference": True}, "needs a validation dataset"),
     ],
 )
