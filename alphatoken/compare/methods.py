@@ -97,7 +97,7 @@ def _named(kind: type[TokenPolicy], name: str) -> Method:
 def _modes(kind: type[TokenPolicy], name: str) -> tuple[str, ...]:
     """Those that differ: of the trainers' own policies either all tokens or a budget."""
     fields = getattr(kind, "trainer_fields", None)
-    if name in PLAIN.values():
+    if name in (*PLAIN.values(), "validation-first"):  # all tokens
         return ("native",)
     return ("budget",) if fields is not None or name in TRAINER_POLICIES else ("native", "budget")
 

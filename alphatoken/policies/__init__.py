@@ -14,8 +14,9 @@ tokens and the trainer keeps as many as it is told, which makes methods comparab
 - From the training forward alone: ``talr``, ``confpo``; of pairs (``preference``): ``ti_dpo``.
 - Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,
   ``projection``).
-- Controls: ``standard`` (every token, and a random share); ``alphatoken`` (our values as policies);
-  ``merge`` (WiSE-FT: weights between start and end, after training).
+- Controls: ``standard`` (every token, and a random share); ``validation_first`` (every token, after
+  the validation rows); ``alphatoken`` (our values as policies); ``merge`` (WiSE-FT: weights between
+  start and end, after training).
 
 **Formulas and sources**: each class's docstring, and docs/policies. **May import** ``train`` and
 the rooms below; ``train`` finds a policy by its name and imports no policy. **Oracle**: values
@@ -37,6 +38,7 @@ __all__ = ["POLICIES", "find_policy", "policy", "register_policy"]
 POLICIES: dict[str, str] = {
     "standard": "alphatoken.policies.standard:Standard",
     "random": "alphatoken.policies.standard:Random",
+    "validation-first": "alphatoken.policies.validation_first:ValidationFirst",
     "less": "alphatoken.policies.less:LESS",
     "token-cleaning": "alphatoken.policies.token_cleaning:TokenCleaning",
     "stm": "alphatoken.policies.stm:STM",

@@ -45,7 +45,10 @@ from tests.integration.tiny_training import (
 )
 from tests.places import nightly
 
-EVERY_SFT = ("random", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow", "talr")
+EVERY_SFT = (
+    "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1",
+    "flow", "talr",
+)  # fmt: skip
 EVERY_PREFERENCE = ("random", "confpo", "sepo", "ti-dpo")
 SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
 

@@ -240,6 +240,7 @@ test_the_second_lowest_class_is_dropped | XTF | (by hand) | exact
 test_otsu_by_hand | XTF | (by hand) | exact
 test_attention_received_against_the_eager_matrices | XTF | (eager attention matrices) | exact
 test_rho_1_by_hand | Rho-1 | (by hand) | exact
+test_validation_rows_come_first | Validation rows first | (TRL on the same rows) | exact
 test_rho_1_by_response | Rho-1 | (by hand) | exact
 test_rho_1_trains_its_reference | Rho-1 | (TRL on the same rows) | exact
 test_talr_by_hand | TALR | (by hand) | exact

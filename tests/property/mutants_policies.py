@@ -79,6 +79,7 @@ FILLING = by("test_policies_static::test_filling_by_tokens")
 LESS = by("test_policies_static::test_less_against_autograd_by_hand", FOLDER, "mean_of_cosines")
 RHO_1 = by("test_policies::test_rho_1_by_hand")
 OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
+FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FOLDER)
 TALR = by("test_policies::test_talr_by_hand")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
 HEADS = by("test_policies::test_prompt_attention_averages_heads")
@@ -180,6 +181,32 @@ MUTANTS = (
         "Rho-1 keeps what the reference has not learned",
         ("rho_1.Rho1.scores", "-batch.log_probs - batch", "-batch.log_probs + batch"),
         RHO_1,
+    ),
+    _policy(
+        "validation-first-not-at-all",
+        "the model that was trained on the validation rows is not the one that is trained on",
+        (
+            "validation_first.ValidationFirst.prepare",
+            "copy_weights(trainable(trained), trainable(stage.model))",
+            "copy_weights(trainable(stage.model), trainable(trained))",
+        ),
+        FIRST,
+    ),
+    _policy(
+        "training-rows-first",
+        "it is the training rows that come first",
+        (
+            "validation_first.ValidationFirst.prepare",
+            "stage, stage.validation",
+            "stage, stage.rows",
+        ),
+        FIRST,
+    ),
+    _policy(
+        "validation-first-at-the-runs-rate",
+        "the learning rate of the first training is not read",
+        ("validation_first.ValidationFirst.prepare", "rate is not None", "rate is None"),
+        FIRST,
     ),
     _policy(
         "rho-1-responses-by-their-tokens",

@@ -32,8 +32,8 @@ from alphatoken.train.statistics import ValueSums, summary
 from tests.integration import tiny_training as tiny
 
 NAMES = (
-    "standard", "random", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow",
-    "talr", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken", "label",
+    "standard", "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken",
+    "rho-1", "flow", "talr", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken", "label",
 )  # fmt: skip
 SIDES = ("left", "right")
 BUDGET = PolicySettings(mode="budget", keep_ratio=0.4)

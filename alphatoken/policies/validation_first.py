@@ -1,0 +1,77 @@
+"""Training on the validation rows first: what every method that reads them has to beat."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import ConfigError
+from alphatoken.policies.trained_weights import copy_weights, trainable, trained_copy
+from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+
+__all__ = ["ValidationFirst"]
+
+
+class ValidationFirst(TokenPolicy):
+    """All tokens with weight 1, from a model that has been trained on the validation rows.
+
+        theta_0 -> theta_0'  by ``epochs`` of the validation rows,  then  w_t = 1  from theta_0'
+
+    Values, references and warm-ups all learn from clean rows of the target. Where these may be
+    trained on, this is the plain way of using them. Both trainings take the trainer's own options,
+    each with warm-up, schedule and optimizer of its own; the first one is done once and kept. A
+    budget has no meaning here: mode "budget" keeps all too. The validation loss in the logs is then
+    that of rows that were trained on.
+
+    Args:
+        settings: see ``PolicySettings``.
+        epochs: of the validation rows.
+        learning_rate: of that training; None takes the run's.
+
+    Raises:
+        ConfigError: epochs or rate not above 0; a trainer that cannot train a model first (pairs,
+            several processes).
+
+    Source: a control. Oracle: TRL's trainer on the same rows, one after the other.
+    """
+
+    name: ClassVar[str] = "validation-first"
+    needs: ClassVar[Needs] = Needs(validation=True)
+    static: bool = True
+    direction: ClassVar[str] = "no order: all tokens"
+    source: ClassVar[str] = "control: the clean rows first"
+
+    def __init__(
+        self,
+        settings: PolicySettings | None = None,
+        *,
+        epochs: float = 6.0,
+        learning_rate: float | None = None,
+    ) -> None:
+        super().__init__(settings)
+        for name, given in (("epochs", epochs), ("learning_rate", learning_rate)):
+            if given is not None and not 0 < given < math.inf:
+                raise ConfigError(f"{name} of validation-first lies above 0", got=repr(given))
+        self.epochs, self.learning_rate = epochs, learning_rate
+
+    def prepare(self, stage: PolicyStage) -> None:
+        """Train on the validation rows; the run starts from there."""
+        options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": self.epochs}
+        if self.learning_rate is not None:
+            options["learning_rate"] = self.learning_rate
+        asked = f"policy '{self.name}'"
+        trained = trained_copy(
+            stage, stage.validation, options, kind="validation-first", asked=asked
+        )
+        copy_weights(trainable(trained), trainable(stage.model))
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        """0: no token goes before another."""
+        return torch.zeros_like(batch.log_probs)
+
+    def budget_weights(self, batch: PolicyBatch) -> Tensor:
+        """1 on the response, whatever the budget."""
+        return batch.mask.to(batch.log_probs.dtype)
