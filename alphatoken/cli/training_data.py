@@ -13,6 +13,7 @@ from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
 from alphatoken.data.split import check_draw
+from alphatoken.errors import ConfigError
 from alphatoken.train.checks import Given, check_pool
 
 __all__ = ["HeldOut", "RunData", "check_rows", "count_rows", "held_out", "load_run_data"]
@@ -47,6 +48,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
         ConfigError: no training rows named, or two sources of them.
         DataError, InputError: rows that cannot be read or used; the message names them.
     """
+    _check_clean_rows(arguments)
     reader = RowReader(arguments, tokenizer)
     notes: list[str] = []
     held, data = held_out(arguments), arguments.data
@@ -122,6 +124,7 @@ def check_rows(arguments: Arguments, processes: int) -> Given:
     """
     data, args, held = arguments.data, arguments.training, held_out(arguments)
     check_source(arguments)
+    _check_clean_rows(arguments, processes)
     rows = count_rows(arguments)
     if rows is not None:
         check_draw(held.validation or 0, rows, "validation rows")
@@ -136,6 +139,26 @@ def check_rows(arguments: Arguments, processes: int) -> Given:
         validation=bool(held.validation or data.validation_data),
         retention=data.retention_data is not None,
     )
+
+
+def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
+    """See that policy "validation-first" has rows of its own and can train on them."""
+    if arguments.training.policy != "validation-first":
+        return
+    if arguments.data.validation_data is None:
+        raise ConfigError(
+            "policy 'validation-first' trains on a few clean rows of the target first",
+            got="no --validation_data",
+            why="rows drawn from the training rows are no cleaner than those",
+            remedy="--validation_data FILE",
+        )
+    if processes > 1:
+        raise ConfigError(
+            "policy 'validation-first' trains in one process",
+            got=f"{processes} processes",
+            remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
+            "--model_name_or_path of the first one's folder",
+        )
 
 
 def count_rows(arguments: Arguments) -> int | None:

@@ -300,6 +300,7 @@ selecting ones:
 * `on-validation` trains on them alone, 16 steps;
 * `after-validation` trains on them for 24 steps, then 16 steps on all tokens of the task's rows;
 * the reference of `rho-1`, `rho-1-responses` and `token-cleaning` is the model after these 24;
+* `validation-first`, a policy, does the same in one command;
 * `after-validation-rho-1` starts from that reference and goes on by `rho-1`.
 
 "Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of

@@ -29,8 +29,10 @@ from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.plan import Plan, make_plan
 from alphatoken.train.sft import AlphaSFTConfig
 
-RECIPES = list(packaged_recipes())
+RECIPES = [recipe for recipe in packaged_recipes() if "model_name_or_path" in recipe.options]
 NAMES = [recipe.name for recipe in RECIPES]
+OVERLAYS = [recipe for recipe in packaged_recipes() if recipe.name not in NAMES]
+"""Recipes that go on top of others."""
 CONFIGURATIONS: dict[str, Any] = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}
 MODELS = {"llama": 3_212_749_824, "gemma": 4_300_079_472, "qwen": 9_409_813_744}
 """Parameters of the real checkpoints, as the hub counts them."""
@@ -128,10 +130,35 @@ def test_a_run_fits_where_the_recipe_puts_it(recipe: Recipe) -> None:
     assert plan(recipe.name).memory.total < limit * 2**30
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("laptop", "meta"))])
+@pytest.mark.parametrize("top", OVERLAYS, ids=lambda recipe: recipe.name)
+def test_a_recipe_goes_on_top_of_others(
+    top: Recipe, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is of the same command; and never without the clean rows that it asks for."""
+    clean = tmp_path / "clean.jsonl"
+    clean.write_text('{"prompt": "a", "response": "b"}\n' * 16)
+    words = [str(top.command), "--config", name, "--config", top.name, "--dry-run"]
+    if find_recipe(name).command != top.command:
+        assert main([*words, "--validation_data", str(clean)]) == 2
+        assert "another command" in capsys.readouterr().err
+        return
+    if not name.startswith("laptop"):
+        assert main([*words, "--validation_data", str(clean)]) == 2
+        assert "4 processes" in capsys.readouterr().err
+        words += ["--accelerate_config", "none"]
+    assert main([*words, "--validation_data", str(clean)]) == 0
+    text = capsys.readouterr().out
+    for option, value in top.options.items():
+        assert re.search(rf"{option}: {re.escape(repr(value))}", text), option
+    assert main(words) == 2
+    assert "--validation_data FILE" in capsys.readouterr().err
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for recipe in RECIPES:
+    for recipe in (*RECIPES, *OVERLAYS):
         assert any(line.startswith(recipe.name) and recipe.about in line for line in lines)
 
 
