@@ -283,8 +283,8 @@ python -m benchmarks.selection report
 first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
 was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
 step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
-one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-twice` takes 32 steps; `rows-of-two`
-and `rho-1-responses` draw 8 rows a step and train on half of them.
+one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-twice` takes 32 steps;
+`rows-of-two` and `rho-1-responses` draw 8 rows a step and train on half of them.
 
 There are 320 training rows, 16 clean *validation rows* of the target (what values and references
 are made from), 16 *choosing rows* (each method tries the same three learning rates at the first
