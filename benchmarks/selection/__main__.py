@@ -14,7 +14,7 @@ from benchmarks.selection.store import RESULTS, synchronised
 from benchmarks.training.tasks import data_folder
 
 HERE = Path(__file__).parent
-FOLDERS = {"smollm2": SMOLLM2.name, "gemma3": GEMMA3.name}
+FOLDERS = {name: GEMMA3.name if name == "gemma3" else SMOLLM2.name for name in MODELS}
 
 
 def main() -> None:

@@ -9,25 +9,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
-from alphatoken.compare.methods import START
+from alphatoken.compare.methods import PLAIN
 from alphatoken.compare.page import collect
 from alphatoken.compare.tables import Line, lines_of, markdown
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
+from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.store import RESULTS, synchronised
+from benchmarks.selection.texts import ABOUT, FINDING, INTRODUCTION, OPTIONS
 
-__all__ = ["MODELS", "write_report"]
+__all__ = ["MODELS", "in_nats", "write_report"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONCLUSIONS = Path(__file__).with_name("conclusions.md")
 
-MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
-"""Grid -> its model, as the page has it."""
+MODELS = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    "code": "SmolLM2-135M-Instruct, Python",
+    "pairs": "SmolLM2-135M-Instruct, preferences",
+    "gemma3": "Gemma 3 270M",
+}
+"""Grid -> its title on the page: the model, and what it learns if not mathematics."""
 
-BASELINES = ("standard", "random", "after-validation")
+BASELINES = (tuple(PLAIN.values()), ("random",), ("after-validation", "validation-first"))
+"""What every method is compared with; of several names the first that a task has."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
     drawn: dict[str, list[Entry]] = {}
     for name, model in _folders(work).items():
-        grid, tasks, missing = _grid(work / name)
+        grid, tasks, losses, missing = _grid(work / name)
         found["grids"][name] = {
             "model": model,
             "cells": len(all_cells(grid)),
@@ -70,6 +80,11 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         for task, entries in tasks.items():
             text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
             drawn[f"{model}: {task}"] = entries
+        seconds = {task: {e.method: e.seconds or 0.0 for e in of} for task, of in tasks.items()}
+        tried = effects(losses, seconds)
+        if tried:
+            found["grids"][name]["options"] = [asdict(one) for one in tried]
+            text += ["### One option at a time\n", OPTIONS, _options(tried)]
         if missing:
             text.append(
                 f"{len(missing)} of the grid's {len(all_cells(grid))} cells have not run.\n"
@@ -99,19 +114,20 @@ def _folders(work: Path) -> dict[str, str]:
     return found
 
 
-def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], list[str]]:
+def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses], list[str]]:
+    """The grid, its tables and losses by task, and the cells that have not run."""
     grid = synchronised(folder)
     cells, place = all_cells(grid), GridFolder(folder)
     found = collect(cells, place)
-    tasks = {}
+    tasks, losses = {}, {}
     for task in grid.tasks:
         lines = [line for line in lines_of(found, task.name) if line.values("target")]
-        losses = _losses(cells, place, task.name)
-        tasks[task.name] = [_entry(line, losses) for line in lines]
+        losses[task.name] = _losses(cells, place, task.name)
+        tasks[task.name] = [_entry(line, losses[task.name]) for line in lines]
     missing = [f"{r['task']}/{r['policy']}-seed{r['seed']}" for r in found if r["status"] != "done"]
     # Nothing can be said of a task before its plain training.
-    begun = {k: v for k, v in tasks.items() if any(entry.method == "standard" for entry in v)}
-    return grid, begun, missing
+    begun = {k: v for k, v in tasks.items() if any(e.method in PLAIN.values() for e in v)}
+    return grid, begun, losses, missing
 
 
 Losses = dict[str, dict[str, dict[int, Each]]]
@@ -134,16 +150,28 @@ def _losses(cells: Sequence[Cell], folder: GridFolder, task: str) -> Losses:
         cell = next(one for one in group if one.name == best)
         rows = (folder.of(cell).result() or {})["rows"]
         for kind in ("target", "retention"):
-            found.setdefault(cell.policy, {}).setdefault(kind, {})[cell.seed] = rows[kind]
+            own = found.setdefault(cell.policy, {}).setdefault(kind, {})
+            own[cell.seed] = in_nats(rows[kind])
     return found
+
+
+def in_nats(rows: Each) -> Each:
+    """Of pairs, which are kept with their margins: DPO's loss ``log(1 + exp(-margin))``."""
+    if "margin" not in rows:
+        return rows
+    return {
+        "loss": np.logaddexp(0, -np.asarray(rows["margin"])),
+        "tokens": [1.0] * len(rows["margin"]),
+    }
 
 
 def _entry(line: Line, losses: Losses) -> Entry:
     own = losses.get(line.policy, {})
     against = {
         kind: {
-            other: difference(own.get(kind, {}), losses.get(other, {}).get(kind, {}))
-            for other in BASELINES
+            other: difference(own.get(kind, {}), losses[other].get(kind, {}))
+            for names in BASELINES
+            for other in [one for one in names if one in losses][:1]
             if other != line.policy
         }
         for kind in ("target", "retention")
@@ -167,15 +195,18 @@ def _entry(line: Line, losses: Losses) -> Entry:
 
 
 def _table(entries: Sequence[Entry]) -> str:
-    standard = next((e.seconds for e in entries if e.method == "standard"), None)
+    plain = next(e for e in entries if e.method in PLAIN.values())
+    others = [
+        o for names in BASELINES for o in names if any(o in e.against["target"] for e in entries)
+    ]
     heads = [
-        "method", "seeds", "rate", "tokens", "time", "target", *(f"− {name}" for name in BASELINES),
-        "retention", "− standard",
+        "method", "seeds", "rate", "tokens", "time", "target", *(f"− {name}" for name in others),
+        "retention", f"− {plain.method}",
     ]  # fmt: skip
     rows = []
     for e in entries:
         seeds = _seeds(e)
-        time = None if not e.seconds or not standard else e.seconds / standard
+        time = None if not e.seconds or not plain.seconds else e.seconds / plain.seconds
         rows.append([
             f"`{e.method}`",
             str(seeds) if seeds else "–",
@@ -183,9 +214,9 @@ def _table(entries: Sequence[Entry]) -> str:
             "–" if not e.tokens else f"{e.tokens:,.0f}",
             "–" if time is None else f"{time:.1f}",
             _number(e.target),
-            *(_gap(e.against["target"].get(name)) for name in BASELINES),
+            *(_gap(e.against["target"].get(name)) for name in others),
             _number(e.retention),
-            _gap(e.against["retention"].get("standard")),
+            _gap(e.against["retention"].get(plain.method)),
         ])  # fmt: skip
     return markdown(heads, rows)
 
@@ -206,6 +237,17 @@ def _gap(gap: Difference | None) -> str:
     return f"**{said}**" if gap.apart else said
 
 
+def _options(tried: Sequence[Effect]) -> str:
+    heads = ["option", "task", "method", "beside", "seeds", "target", "retention", "time"]
+    rows = []
+    for one in tried:
+        what, price = one.hypothesis, "–" if one.price is None else f"{one.price:.1f}"
+        names = [what.what, what.task, f"`{what.method}`", f"`{what.base}`"]
+        gaps = [_gap(one.target), _gap(one.retention)]
+        rows.append([*names, str(one.target.seeds), *gaps, price])
+    return markdown(heads, rows)
+
+
 def _finding(found: Mapping[str, Any]) -> str:
     tasks = list(found)
     names = [name for name in found[tasks[0]] if isinstance(found[tasks[0]][name], dict)]
@@ -217,24 +259,36 @@ def _finding(found: Mapping[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+DRAWN = (
+    "oracle", "random", "alphatoken", "label", "label-responses", "rho-1", "rho-1-responses",
+    "on-validation", "after-validation", "validation-first",
+)  # fmt: skip
+"""Methods of the picture, where three seeds have run; the tables have all."""
+
+NONE = Difference(0.0, 0.0, 0.0, 0)
+
+
 # --- picture --------------------------------------------------------------------------------------
 
 
 def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
     """Target loss minus that of training on all tokens, by method, one panel a task."""
     shown = {
-        title: [e for e in entries if e.against["target"].get("standard") and e.method != START]
+        title: [e for e in entries if e.method in DRAWN and (_beside_plain(e) or NONE).seeds >= 3]
         for title, entries in tasks.items()
     }
     shown = {title: entries for title, entries in shown.items() if entries}
     if not shown:
         return
+    lines, wide = -(-len(shown) // 2), min(2, len(shown))
     height = 0.9 + 0.24 * max(len(entries) for entries in shown.values())
-    with canvas(4.3 * len(shown), height) as figure:
-        panels = figure.subplots(1, len(shown), squeeze=False)[0]
-        for axes, (title, entries) in zip(panels, shown.items(), strict=True):
+    with canvas(4.3 * wide, height * lines) as figure:
+        panels = figure.subplots(lines, wide, squeeze=False).ravel()
+        for axes in panels[len(shown) :]:
+            axes.axis("off")
+        for axes, (title, entries) in zip(panels, shown.items(), strict=False):
             for place, entry in enumerate(reversed(entries)):
-                gap = entry.against["target"]["standard"]
+                gap = _beside_plain(entry)
                 assert gap is not None
                 colour = COLOURS[0] if gap.apart else "#888888"
                 axes.plot([gap.low, gap.high], [place, place], color=colour, lw=2)
@@ -246,66 +300,6 @@ def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
         save(figure, path)
 
 
-ABOUT = {
-    "noisy-words": "30 % of the words of each response are replaced by words drawn from all "
-    "responses. `oracle` trains on the same rows as they were.\n",
-    "noisy-responses": "30 % of the responses belong to other rows. `oracle` trains on the rows "
-    "that have their own.\n",
-    "mixed": "Half of the rows are general instructions; the target is mathematics. `oracle` "
-    "trains on the mathematics alone.\n",
-    "clean": "Nothing is planted.\n",
-}
-
-FINDING = """Before any step: the chance that a planted token (`noisy-words`) or row
-(`noisy-responses`) has a lower number than a real one; 0.5 is a coin, 95 % interval over rows. The
-loss is turned round, and so is the length: a high one marks the planted.
-"""
-
-INTRODUCTION = """# Does selection pay?
-
-Written by `python -m benchmarks.selection report` from measured runs; do not edit by hand. The
-figures are in [selection.json](selection.json).
-
-![Target loss of each method minus that of training on all tokens, by task](selection.svg)
-
-## What was run
-
-```
-make models
-export ALPHATOKEN_DATA=...                      # GSM8K, dolly, TinyStories
-python -m benchmarks.selection run smollm2      # hours; started again it goes on
-python -m benchmarks.selection run smollm2 --draw 1      # other rows and other dirt
-python -m benchmarks.selection find smollm2
-python -m benchmarks.selection report
-```
-
-`run` is `alphatoken compare --config benchmarks/selection/GRID.yaml` on rows that it writes
-first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
-was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
-step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
-one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-twice` takes 32 steps;
-`rows-of-two` and `rho-1-responses` draw 8 rows a step and train on half of them.
-
-There are 320 training rows, 16 clean *validation rows* of the target (what values and references
-are made from), 16 *choosing rows* (each method tries the same three learning rates at the first
-seed and the one with the lowest loss on them is taken at all seeds; `noisy-responses` and `clean`
-take what was chosen on `mixed`, and methods without a rate in the tables have a fixed one), 40
-*target* problems of the data's own test file, and for *retention* 20 general instructions and 8
-stories. No two of these share a row. Values are taken against 8 of the validation rows, drawn anew
-every second step.
-
-Every method has the 16 validation rows. So the plain ways of using them stand beside the
-selecting ones:
-
-* `on-validation` trains on them alone, 16 steps;
-* `after-validation` trains on them for 24 steps, then 16 steps on all tokens of the task's rows;
-* the reference of `rho-1`, `rho-1-responses` and `token-cleaning` is the model after these 24;
-* `validation-first`, a policy, does the same in one command;
-* `after-validation-rho-1` starts from that reference and goes on by `rho-1`.
-
-"Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of
-that on all tokens, measured beside other work and good to some ten percent. Differences are
-paired by row and seed: mean and 95 % interval in nats, negative is better, rows and seeds both
-drawn anew; **bold** where three seeds leave 0 outside. With three seeds, intervals over seeds are
-rough.
-"""
+def _beside_plain(entry: Entry) -> Difference | None:
+    found = [entry.against["target"].get(name) for name in PLAIN.values()]
+    return next((one for one in found if one is not None), None)

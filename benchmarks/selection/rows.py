@@ -7,6 +7,7 @@
     code             Python problems (MBPP)
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
     oracle-*         what of a dirty task is clean: the most that any selection could find
+    general          other general instructions than those that retention is measured on
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
 instructions and stories that nothing is trained on.
@@ -64,6 +65,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _write(folder / "oracle-mixed.jsonl", rows[:half])
     for name in ("clean", "noisy-words"):
         _write(folder / f"oracle-{name}.jsonl", rows)
+    _write(folder / "general.jsonl", general["train"][:16])
     _write(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
@@ -139,7 +141,8 @@ def _code(folder: Path, generator: random.Random) -> None:
             for r in read(f"mbpp/{part}.jsonl")
         )
 
-    parts = _cut(_shuffled(of("train"), generator), choosing=16, validation=64, train=None)
+    sizes = {name: SIZES[name] for name in ("choosing", "validation")}
+    parts = _cut(_shuffled(of("train"), generator), **sizes, train=None)
     for name, rows in parts.items():
         _write(folder / f"code-{name}.jsonl", rows)
     tests = _shuffled(of("test"), generator)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
 from benchmarks.selection.paired import difference
+from benchmarks.selection.report import in_nats
 from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, exchanged, replaced, write_rows
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
@@ -140,6 +142,33 @@ def test_a_clear_gap_is_seen_and_a_shared_difficulty_is_not() -> None:
     assert abs(noise.mean) < 0.005
 
 
+def test_losses_of_pairs_are_those_of_dpo() -> None:
+    found = in_nats({"margin": [0.0, 2.0, -1.0]})
+    said = [-np.log(1 / (1 + np.exp(-margin))) for margin in (0.0, 2.0, -1.0)]
+    assert list(found["loss"]) == pytest.approx(said)
+    assert list(found["tokens"]) == [1.0, 1.0, 1.0]  # pairs count alike
+    same = each([1, 2], [3, 4])
+    assert in_nats(same) == same
+
+
+def test_an_option_is_set_beside_its_own_base() -> None:
+    tokens = [1, 3]
+    of = {
+        "plain": {"target": {s: each([2, 2], tokens) for s in range(3)}},
+        "option": {
+            "target": {s: each([1, 2], tokens) for s in range(3)},
+            "retention": {0: each([5, 5], tokens)},
+        },
+    }
+    tried = [Hypothesis("helps", "task", "option", "plain"), Hypothesis("?", "task", "no", "plain")]
+    (found,) = effects({"task": of}, {"task": {"plain": 10.0, "option": 15.0}}, tried)
+    assert found.hypothesis is tried[0]
+    assert found.target.mean == pytest.approx(-0.25)
+    assert found.target.seeds == 3
+    assert found.retention is None  # not measured of the base
+    assert found.price == 1.5
+
+
 # --- the grids ------------------------------------------------------------------------------------
 
 
@@ -160,3 +189,17 @@ def test_a_grid_can_be_read_and_every_try_is_counted(
             tried[cell.task, cell.policy] = tried.get((cell.task, cell.policy), 0) + 1
     (values,) = found.tune.values()
     assert set(tried.values()) == {len(values)}
+
+
+def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    from alphatoken.cli.compare import parse
+    from alphatoken.cli.compare_grid import read_grid
+    from alphatoken.compare.grid import all_cells
+
+    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
+        monkeypatch.setenv(name, "anywhere")
+    (path,) = (one for one in GRIDS if one.stem == "smollm2")
+    cells = all_cells(read_grid(*parse(["--config", str(path)])))
+    there = {(cell.task, cell.policy) for cell in cells}
+    for one in HYPOTHESES:
+        assert {(one.task, one.method), (one.task, one.base)} <= there, one

@@ -1,0 +1,97 @@
+"""One option more at a time: what each does beside the method that it was added to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.selection.paired import Difference, Each, difference
+
+__all__ = ["HYPOTHESES", "Effect", "Hypothesis", "effects"]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """That an option helps.
+
+    Attributes:
+        what: is added or changed.
+        task: on which it was tried.
+        method: with the option.
+        base: without it.
+    """
+
+    what: str
+    task: str
+    method: str
+    base: str
+
+
+_WORDS, _MIXED = "noisy-words", "mixed"
+
+HYPOTHESES = (
+    Hypothesis("drop only what is harmful beyond doubt", _WORDS, "harmless", "standard"),
+    Hypothesis("the same by whole responses", _MIXED, "harmless-responses", "standard"),
+    Hypothesis("the best 4 of 8 rows, equal tokens", _MIXED, "rows-of-two", "standard"),
+    Hypothesis("the same against twice the steps", _MIXED, "rows-of-two", "standard-twice"),
+    Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
+    Hypothesis("what is covered counts less", _WORDS, "interaction", "adaptation"),
+    Hypothesis("weights that leave the gradient unbiased", _WORDS, "unbiased", "label"),
+    Hypothesis("retention by the paper's lambda, Fisher", _WORDS, "alphatoken", "adaptation"),
+    Hypothesis("retention, half of the balance, Fisher", _WORDS, "balance", "adaptation"),
+    Hypothesis("retention, twice the balance, Fisher", _WORDS, "balance-of-two", "adaptation"),
+    Hypothesis("retention, half of the balance, rows", _WORDS, "retention-rows", "adaptation"),
+    Hypothesis("soft weights, their sum kept", _WORDS, "soft", "label"),
+    Hypothesis("value over the gradient's length", _WORDS, "over-norm", "adaptation"),
+    Hypothesis("first a screen by loss, then values", _WORDS, "screened-label", "label"),
+    Hypothesis("a screen by loss alone", _WORDS, "screen-tokens", "standard"),
+    Hypothesis("clean rows first, then a screen", _WORDS, "after-validation-screen",
+               "after-validation"),
+    Hypothesis("clean rows first, then rho-1", _WORDS, "after-validation-rho-1",
+               "after-validation"),
+)  # fmt: skip
+"""In the order of the page."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What came of a hypothesis.
+
+    Attributes:
+        hypothesis: that was tried.
+        target: target loss with the option minus without it.
+        retention: likewise.
+        price: time with the option over time without it.
+    """
+
+    hypothesis: Hypothesis
+    target: Difference
+    retention: Difference | None
+    price: float | None
+
+
+def effects(
+    losses: Mapping[str, Mapping[str, Mapping[str, Mapping[int, Each]]]],
+    seconds: Mapping[str, Mapping[str, float]],
+    tried: Sequence[Hypothesis] = HYPOTHESES,
+) -> list[Effect]:
+    """Of the hypotheses whose two methods have run with a seed in common.
+
+    Args:
+        losses: by task, method, "target" or "retention", and seed.
+        seconds: of training, by task and method.
+        tried: which hypotheses.
+    """
+    found = []
+    for one in tried:
+        own, base = (losses.get(one.task, {}).get(name, {}) for name in (one.method, one.base))
+        target, retention = (
+            difference(own.get(kind, {}), base.get(kind, {})) for kind in ("target", "retention")
+        )
+        times = seconds.get(one.task, {})
+        price = None
+        if times.get(one.method) and times.get(one.base):
+            price = times[one.method] / times[one.base]
+        if target is not None:
+            found.append(Effect(one, target, retention, price))
+    return found
