@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
-from alphatoken.compare.methods import PLAIN
+from alphatoken.compare.methods import PLAIN, START
 from alphatoken.compare.page import collect
 from alphatoken.compare.tables import Line, lines_of, markdown
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
+from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
+from benchmarks.selection.rows import BENCHMARKS
 from benchmarks.selection.store import RESULTS, synchronised
-from benchmarks.selection.texts import ABOUT, FINDING, INTRODUCTION, OPTIONS
+from benchmarks.selection.texts import ABOUT, CHOICES, FINDING, INTRODUCTION, OPTIONS
 
 __all__ = ["MODELS", "in_nats", "write_report"]
 
@@ -33,6 +37,7 @@ MODELS = {
     "code": "SmolLM2-135M-Instruct, Python",
     "pairs": "SmolLM2-135M-Instruct, preferences",
     "gemma3": "Gemma 3 270M",
+    "choices": "SmolLM2-135M-Instruct, benchmarks of knowledge",
 }
 """Grid -> its title on the page: the model, and what it learns if not mathematics."""
 
@@ -77,6 +82,9 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             },
         }
         text.append(f"## {model}\n")
+        if name.startswith("choices"):
+            text += [CHOICES, *(_choices(of) for of in losses.values())]
+            continue
         for task, entries in tasks.items():
             text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
             drawn[f"{model}: {task}"] = entries
@@ -246,6 +254,36 @@ def _options(tried: Sequence[Effect]) -> str:
         gaps = [_gap(one.target), _gap(one.retention)]
         rows.append([*names, str(one.target.seeds), *gaps, price])
     return markdown(heads, rows)
+
+
+def _choices(losses: Losses) -> str:
+    """Shares of right answers, and differences to the start and to plain training."""
+    questions = read_questions(Path(os.environ["SELECTION_ROWS"]))
+    right: dict[str, dict[str, dict[int, Each]]] = {name: {} for name in BENCHMARKS}
+    for method, found in losses.items():
+        for seed, rows in found["retention"].items():
+            for name, each in answered(rows, questions).items():
+                right[name].setdefault(method, {})[seed] = each
+    heads = ["method", "seeds"]
+    lines = [[f"`{method}`", str(len(found["retention"]))] for method, found in losses.items()]
+    for name, of in right.items():
+        heads += [name, f"− {START}", f"− {PLAIN['sft']}"]
+        for line, (method, own) in zip(lines, of.items(), strict=True):
+            # The start has no seeds: it is the same beside each of them.
+            start = dict.fromkeys(own, next(iter(of[START].values())))
+            share = fmean(fmean(each["loss"]) for each in own.values())
+            gaps = [difference(own, other) for other in (start, of.get(PLAIN["sft"], {}))]
+            names = (START, PLAIN["sft"])
+            line += [f"{share:.1f}", *("–" if method == other else _points(gap)
+                                      for other, gap in zip(names, gaps, strict=True))]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _points(gap: Difference | None) -> str:
+    if gap is None:
+        return "–"
+    said = f"{gap.mean:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
+    return f"**{said}**" if gap.apart else said
 
 
 def _finding(found: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@
     mixed            half of the rows, and as many general instructions (dolly)
     code             Python problems (MBPP)
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
+    choices          questions of ARC-Challenge and HellaSwag, each choice a row, and which is right
     oracle-*         what of a dirty task is clean: the most that any selection could find
     general          other general instructions than those that retention is measured on
 
@@ -24,7 +25,16 @@ from typing import Any
 
 from benchmarks.training.tasks import read
 
-__all__ = ["DIRT", "LETTERS", "SIZES", "exchanged", "replaced", "write_rows"]
+__all__ = [
+    "BENCHMARKS",
+    "DIRT",
+    "LETTERS",
+    "QUESTIONS",
+    "SIZES",
+    "exchanged",
+    "replaced",
+    "write_rows",
+]
 
 Row = dict[str, Any]
 
@@ -35,6 +45,11 @@ SIZES = {"train": 320, "validation": 16, "choosing": 16}
 """Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
 
 TARGET, GENERAL, STORIES = 40, 20, 8
+QUESTIONS = 300
+BENCHMARKS = {
+    "ARC-Challenge": "arc_challenge/test.jsonl",
+    "HellaSwag": "hellaswag/validation.jsonl",
+}
 DIRT = 0.3
 FLIPPED = 0.25
 
@@ -69,6 +84,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _write(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
+    _choices(folder, generator)
 
 
 def replaced(
@@ -176,6 +192,19 @@ def _pairs(folder: Path, generator: random.Random) -> None:
     _write(folder / "pairs-flipped.jsonl", turned)
     straight = [row for i, row in enumerate(parts["train"]) if i not in flipped]
     _write(folder / "oracle-pairs-flipped.jsonl", straight)
+
+
+def _choices(folder: Path, generator: random.Random) -> None:
+    """Rows of one choice each, and by question: its benchmark, right choice, letters of each."""
+    rows, questions = [], []
+    for benchmark, file in BENCHMARKS.items():
+        for question in _shuffled(read(file), generator)[:QUESTIONS]:
+            choices = [choice.strip() for choice in question["choices"]]
+            rows += [{"prompt": question["query"], "response": choice} for choice in choices]
+            letters = [len(choice) for choice in choices]
+            questions.append({"benchmark": benchmark, "gold": question["gold"], "letters": letters})
+    _write(folder / "choices.jsonl", rows)
+    _write(folder / "choices-questions.jsonl", questions)
 
 
 def _fitting(rows: Iterable[Row]) -> list[Row]:

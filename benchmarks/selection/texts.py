@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ABOUT", "FINDING", "INTRODUCTION", "OPTIONS"]
+__all__ = ["ABOUT", "CHOICES", "FINDING", "INTRODUCTION", "OPTIONS"]
 
 ABOUT = {
     "noisy-words": "30 % of the words of each response are replaced by words drawn from all "
@@ -20,6 +20,11 @@ ABOUT = {
 
 OPTIONS = """Each method beside the one that it adds an option to: differences of target and
 retention loss, and time as a multiple of the other's.
+"""
+
+CHOICES = """300 questions each of ARC-Challenge and HellaSwag, after training on `noisy-words`: the
+share that is answered rightly, by the choice with the highest log-probability for each letter.
+Differences are paired by question, in points of percent, with 95 % intervals.
 """
 
 FINDING = """Before any step: the chance that a planted token (`noisy-words`) or row

@@ -10,10 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
 from benchmarks.selection.paired import difference
 from benchmarks.selection.report import in_nats
-from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, exchanged, replaced, write_rows
+from benchmarks.selection.rows import (
+    BENCHMARKS,
+    DIRT,
+    FLIPPED,
+    LETTERS,
+    QUESTIONS,
+    exchanged,
+    replaced,
+    write_rows,
+)
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -169,6 +179,24 @@ def test_an_option_is_set_beside_its_own_base() -> None:
     assert found.price == 1.5
 
 
+def test_the_likeliest_choice_is_the_answer(rows: Path) -> None:
+    questions = [
+        {"benchmark": "A", "gold": 1, "letters": [10, 10]},
+        {"benchmark": "B", "gold": 0, "letters": [30, 10, 10]},
+    ]
+    # By letters: 0.4 and 0.3; 0.2, 0.3 and 0.3. A mean by token would have taken the last one.
+    found = answered({"loss": [2, 3, 2, 1.5, 1], "tokens": [2, 1, 3, 2, 3]}, questions)
+    assert found == {"A": each([100], [1]), "B": each([100], [1])}
+    wrong = answered({"loss": [2, 5, 4, 1.5, 1], "tokens": [2, 1, 3, 2, 3]}, questions)
+    assert wrong == {"A": each([0], [1]), "B": each([0], [1])}
+    with pytest.raises(ValueError, match="4 losses for 5 choices"):
+        answered({"loss": [1] * 4, "tokens": [1] * 4}, questions)
+    real, choices = read_questions(rows), lines(rows / "choices.jsonl")
+    assert [len(row["response"]) for row in choices] == [n for q in real for n in q["letters"]]
+    of = [question["benchmark"] for question in real]
+    assert {name: of.count(name) for name in set(of)} == dict.fromkeys(BENCHMARKS, QUESTIONS)
+
+
 # --- the grids ------------------------------------------------------------------------------------
 
 
@@ -187,8 +215,7 @@ def test_a_grid_can_be_read_and_every_try_is_counted(
     for cell in all_cells(found):
         if cell.tried:
             tried[cell.task, cell.policy] = tried.get((cell.task, cell.policy), 0) + 1
-    (values,) = found.tune.values()
-    assert set(tried.values()) == {len(values)}
+    assert set(tried.values()) == {len(values) for values in found.tune.values()}
 
 
 def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
