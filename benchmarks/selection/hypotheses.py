@@ -35,6 +35,7 @@ HYPOTHESES = (
     Hypothesis("the best 4 of 8 rows, equal tokens", _MIXED, "rows-of-two", "standard"),
     Hypothesis("the same against twice the steps", _MIXED, "rows-of-two", "standard-twice"),
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
+    Hypothesis("the same over all parameters", _WORDS, "full-step-all", "label"),
     Hypothesis("what is covered counts less", _WORDS, "interaction", "adaptation"),
     Hypothesis("both", _WORDS, "full-step-interaction", "label"),
     Hypothesis("Adam's own step, whole responses", _MIXED, "full-step-responses",
