@@ -37,7 +37,7 @@ HYPOTHESES = (
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
     Hypothesis("the same over all parameters", _WORDS, "full-step-all", "label"),
     Hypothesis("what is covered counts less", _WORDS, "interaction", "adaptation"),
-    Hypothesis("both", _WORDS, "full-step-interaction", "label"),
+    Hypothesis("both", _WORDS, "interaction-full-step", "label"),
     Hypothesis("Adam's own step, whole responses", _MIXED, "full-step-responses",
                "label-responses"),
     Hypothesis("weights that leave the gradient unbiased", _WORDS, "unbiased", "label"),
