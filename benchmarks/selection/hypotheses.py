@@ -67,25 +67,21 @@ class Effect:
         hypothesis: that was tried.
         target: target loss with the option minus without it.
         retention: likewise.
-        price: time with the option over time without it.
     """
 
     hypothesis: Hypothesis
     target: Difference
     retention: Difference | None
-    price: float | None
 
 
 def effects(
     losses: Mapping[str, Mapping[str, Mapping[str, Mapping[int, Each]]]],
-    seconds: Mapping[str, Mapping[str, float]],
     tried: Sequence[Hypothesis] = HYPOTHESES,
 ) -> list[Effect]:
     """Of the hypotheses whose two methods have run with a seed in common.
 
     Args:
         losses: by task, method, "target" or "retention", and seed.
-        seconds: of training, by task and method.
         tried: which hypotheses.
     """
     found = []
@@ -94,10 +90,6 @@ def effects(
         target, retention = (
             difference(own.get(kind, {}), base.get(kind, {})) for kind in ("target", "retention")
         )
-        times = seconds.get(one.task, {})
-        price = None
-        if times.get(one.method) and times.get(one.base):
-            price = times[one.method] / times[one.base]
         if target is not None:
-            found.append(Effect(one, target, retention, price))
+            found.append(Effect(one, target, retention))
     return found

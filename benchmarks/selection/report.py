@@ -53,6 +53,7 @@ class Entry:
     share: float | None
     tokens: float | None
     seconds: float | None
+    valuing: float | None
     rate: float | None
     target: float | None
     retention: float | None
@@ -88,11 +89,11 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         for task, entries in tasks.items():
             text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
             drawn[f"{model}: {task}"] = entries
-        seconds = {task: {e.method: e.seconds or 0.0 for e in of} for task, of in tasks.items()}
-        tried = effects(losses, seconds)
+        tried = effects(losses)
         if tried:
             found["grids"][name]["options"] = [asdict(one) for one in tried]
-            text += ["### One option at a time\n", OPTIONS, _options(tried)]
+            valuing = {(task, e.method): e.valuing for task, of in tasks.items() for e in of}
+            text += ["### One option at a time\n", OPTIONS, _options(tried, valuing)]
         if missing:
             text.append(
                 f"{len(missing)} of the grid's {len(all_cells(grid))} cells have not run.\n"
@@ -192,11 +193,19 @@ def _entry(line: Line, losses: Losses) -> Entry:
         share=None if not seen or kept is None else kept / seen,
         tokens=kept,
         seconds=line.mean("time"),
+        valuing=_valuing(line),
         rate=rates[0] if rates else None,
         target=line.mean("target_loss"),
         retention=line.mean("retention_loss"),
         against=against,
     )
+
+
+def _valuing(line: Line) -> float | None:
+    """Share of the time of training that goes into values and their directions."""
+    time = line.mean("time")
+    parts = (line.mean("scoring_time") or 0.0) + (line.mean("direction_time") or 0.0)
+    return parts / time if time else None
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -208,8 +217,8 @@ def _table(entries: Sequence[Entry]) -> str:
         o for names in BASELINES for o in names if any(o in e.against["target"] for e in entries)
     ]
     heads = [
-        "method", "seeds", "rate", "tokens", "time", "target", *(f"− {name}" for name in others),
-        "retention", f"− {plain.method}",
+        "method", "seeds", "rate", "tokens", "time", "values", "target",
+        *(f"− {name}" for name in others), "retention", f"− {plain.method}",
     ]  # fmt: skip
     rows = []
     for e in entries:
@@ -221,6 +230,7 @@ def _table(entries: Sequence[Entry]) -> str:
             "–" if e.rate is None else f"{e.rate:g}",
             "–" if not e.tokens else f"{e.tokens:,.0f}",
             "–" if time is None else f"{time:.1f}",
+            _share(e.valuing),
             _number(e.target),
             *(_gap(e.against["target"].get(name)) for name in others),
             _number(e.retention),
@@ -245,15 +255,20 @@ def _gap(gap: Difference | None) -> str:
     return f"**{said}**" if gap.apart else said
 
 
-def _options(tried: Sequence[Effect]) -> str:
-    heads = ["option", "task", "method", "beside", "seeds", "target", "retention", "time"]
+def _options(tried: Sequence[Effect], valuing: Mapping[tuple[str, str], float | None]) -> str:
+    heads = ["option", "task", "method", "beside", "seeds", "target", "retention", "values"]
     rows = []
     for one in tried:
-        what, price = one.hypothesis, "–" if one.price is None else f"{one.price:.1f}"
+        what = one.hypothesis
         names = [what.what, what.task, f"`{what.method}`", f"`{what.base}`"]
         gaps = [_gap(one.target), _gap(one.retention)]
+        price = _share(valuing.get((what.task, what.method)))
         rows.append([*names, str(one.target.seeds), *gaps, price])
     return markdown(heads, rows)
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.0%}" if value else "–"
 
 
 def _choices(losses: Losses) -> str:

@@ -19,7 +19,7 @@ ABOUT = {
 }
 
 OPTIONS = """Each method beside the one that it adds an option to: differences of target and
-retention loss, and time as a multiple of the other's.
+retention loss, and the share of its time that goes into values.
 """
 
 CHOICES = """300 questions each of ARC-Challenge and HellaSwag, after training on `noisy-words`: the
@@ -76,9 +76,10 @@ selecting ones:
 * `validation-first`, a policy, does the same in one command;
 * `after-validation-rho-1` starts from that reference and goes on by `rho-1`.
 
-"Tokens" are response tokens with a weight, over all steps; "time" is training, as a multiple of
-that on all tokens, measured beside other work and good to some ten percent. Differences are
-paired by row and seed: mean and 95 % interval in nats, negative is better, rows and seeds both
-drawn anew; **bold** where three seeds leave 0 outside. With three seeds, intervals over seeds are
-rough.
+"Tokens" are response tokens with a weight, over all steps. "Time" is training, as a multiple of
+that on all tokens; cells ran beside other work on several days, so that it is good to a third. What
+share of it goes into values and their directions ("values") is measured within each run.
+Differences are paired by row and seed: mean and 95 % interval in nats, negative is better, rows and
+seeds both drawn anew; **bold** where three seeds leave 0 outside. With three seeds, intervals over
+seeds are rough.
 """

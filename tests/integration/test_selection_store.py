@@ -74,7 +74,8 @@ def measured(cell: Cell, choosing: float) -> dict[str, Any]:
     return {
         **{name: getattr(cell, name) for name in ("task", "policy", "mode", "seed", "kind")},
         "command": cell.command, "status": "done", "spec": cell.spec(), "secret": "a row's text",
-        "steps": 2, "kept_tokens": 40, "response_tokens": 80, "time": 3.0, "seconds": 5.0,
+        "steps": 2, "kept_tokens": 40, "response_tokens": 80, "time": 4.0, "seconds": 5.0,
+        "scoring_time": 0.75, "direction_time": 0.25,
         "target": target, "retention": 2.5,
         "details": {"choosing_loss": choosing, "target_loss": target, "retention_loss": 2.5},
         "rows": {"target": each, "retention": {"loss": [2.5], "tokens": [9]}},
@@ -148,7 +149,7 @@ def test_the_page_holds_what_was_measured(places: Path) -> None:
     assert "### noisy-words" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| `random`")]
     # Three seeds, the better of the two rates; 0.1 worse at every seed and row.
-    assert "| 3 | 0.0001 | 40 | 1.0 | 2.160 | **+0.100 [+0.100, +0.100]**" in row
+    assert "| 3 | 0.0001 | 40 | 1.0 | 25% | 2.160 | **+0.100 [+0.100, +0.100]**" in row
     data = json.loads((docs / "selection.json").read_text())["grids"]["small"]
     assert data["missing"] == []
     assert {e["method"]: e["share"] for e in data["tasks"]["noisy-words"]}["random"] == 0.5
@@ -161,7 +162,7 @@ def test_the_page_holds_what_was_measured(places: Path) -> None:
         for line in report.write_report(folder.parent, docs).read_text().splitlines()
         if line.startswith("| `random`")
     ]
-    assert "| 1 | 0.0001 | 40 | 1.0 | 2.150 | +0.100 [+0.100, +0.100] |" in row
+    assert "| 1 | 0.0001 | 40 | 1.0 | 25% | 2.150 | +0.100 [+0.100, +0.100] |" in row
     # A task without its plain training is not shown, and what is missing is counted.
     for cell in folder.glob("noisy-words/standard-*"):
         (cell / "result.json").unlink()
