@@ -313,8 +313,8 @@ def _finding(found: Mapping[str, Any]) -> str:
 
 
 DRAWN = (
-    "oracle", "random", "alphatoken", "label", "label-responses", "rho-1", "rho-1-responses",
-    "on-validation", "after-validation", "validation-first",
+    "oracle", "random", "alphatoken", "label", "full-step-all", "label-responses", "rho-1",
+    "rho-1-responses", "on-validation", "after-validation", "validation-first",
 )  # fmt: skip
 """Methods of the picture, where three seeds have run; the tables have all."""
 
