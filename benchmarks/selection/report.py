@@ -88,7 +88,8 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             continue
         for task, entries in tasks.items():
             text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
-            drawn[f"{model}: {task}"] = entries
+            if "-draw" not in name:
+                drawn[f"{model}: {task}"] = entries
         tried = effects(losses)
         if tried:
             found["grids"][name]["options"] = [asdict(one) for one in tried]
