@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,9 @@ def trained_copy(
             remedy="train one with 'alphatoken sft --policy all' and name it with policy_reference",
         )
     rows = [{name: row[name] for name in _ROW if row.get(name) is not None} for row in rows]
-    folder = weights_folder(
-        stage, kind, weights_digest(stage.model), rows_fingerprint(rows), dict(options)
-    )
+    # What an option is in the run itself does not matter where this training sets it.
+    run = replace(stage, run={**stage.run, **options})
+    folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
     if not has_weights(folder):
         save_weights(stage.train(rows, options), folder)
     return load_copy(stage, folder)

@@ -92,8 +92,11 @@ def test_a_reference_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ends = [tiny.weights(run(tmp_path / "run", Rho1(**POLICY)).model) for _ in range(2)]
     assert len(kept) == 1
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    run(tmp_path / "run", Rho1(**POLICY), learning_rate=0.2)
+    assert len(kept) == 1, "the run's own rate is not the reference's"
     run(tmp_path / "run", Rho1(reference_epochs=1.0))
-    assert len(kept) == 2
+    run(tmp_path / "run", Rho1(reference_epochs=1.0), learning_rate=0.2)
+    assert len(kept) == 3, "without a rate of its own the reference takes the run's"
 
 
 @pytest.mark.parametrize(
