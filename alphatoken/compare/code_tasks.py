@@ -45,7 +45,8 @@ def pass_at_1(
     Args:
         model: that completes.
         tokenizer: of the model.
-        path: rows with ``prompt``, ``entry_point`` and ``test``.
+        path: rows with ``prompt``, ``entry_point`` and ``test``. White space at a prompt's end is
+            left to the model.
         allow: the user's consent to executing what the model writes.
         max_new_tokens: of each completion.
         limit: the first problems only.
@@ -66,6 +67,9 @@ def pass_at_1(
     problems = [_problem(place, record) for place, record in read_records(path)][:limit]
     if not problems:
         raise DataError("there are no problems", got=str(path))
+    # Tokenizers take a line's end and the next line's indentation as one token: a model that is
+    # shown the end alone has hardly ever seen what comes after it.
+    problems = [{**problem, "prompt": problem["prompt"].rstrip()} for problem in problems]
     prompts = [problem["prompt"] for problem in problems]
     written = answers(model, tokenizer, prompts, max_new_tokens=max_new_tokens, chat=False)
     found: list[dict[str, Any]] = []

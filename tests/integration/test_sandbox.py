@@ -517,5 +517,27 @@ def test_a_model_that_solves_a_problem_is_credited(
         '{"prompt": "def f(x):\\n", "entry_point": "f", "test": "def check(g): assert g(2) == 4"}\n'
         '{"prompt": "def f(x):\\n", "entry_point": "f", "test": "def check(g): assert g(2) == 5"}\n'
     )
-    monkeypatch.setattr(code_tasks, "answers", lambda *_, **__: ["    return 2 * x\nprint(1)"] * 2)
+    shown: list[str] = []
+
+    def answer(_: Any, __: Any, prompts: list[str], **___: Any) -> list[str]:
+        shown.extend(prompts)
+        return ["\n    return 2 * x\nprint(1)"] * 2
+
+    monkeypatch.setattr(code_tasks, "answers", answer)
     assert pass_at_1(torch.nn.Linear(1, 1), None, rows, allow=True) == 50.0
+    assert shown == ["def f(x):"] * 2, "a line's end belongs to the token of what comes next"
+
+
+@pytest.mark.smollm2
+def test_smollm2_adds_two_numbers(smollm2: Path, tmp_path: Path) -> None:
+    """A prompt that ends with its line: shown the end alone, the model does not indent."""
+    rows = tmp_path / "problems.jsonl"
+    prompt = 'def add(a, b):\n    """Return the sum of a and b."""\n'
+    test = "def check(add):\n    assert add(2, 3) == 5\n    assert add(-1, 1) == 0\n"
+    rows.write_text(json.dumps({"prompt": prompt, "entry_point": "add", "test": test}) + "\n")
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    options: dict[str, Any] = {"max_new_tokens": 24, "folder": tmp_path}
+    assert pass_at_1(model, tokenizer, rows, allow=True, **options) == 100.0, (
+        tmp_path / "code.json"
+    ).read_text()
