@@ -60,8 +60,8 @@ class Measures:
     target_file: str | None = None
     choosing_file: str | None = None
     retention_file: str | None = None
-    target_tasks: tuple[str, ...] = ()
-    retention_tasks: tuple[str, ...] = ()
+    target_tasks: Sequence[str] = ()
+    retention_tasks: Sequence[str] = ()
     task_path: str | None = None
     task_limit: int | None = None
     code_file: str | None = None
@@ -81,8 +81,11 @@ class Measures:
             )
         if bool(self.questions_file) != bool(self.judge):
             raise ConfigError("a win rate needs questions_file and judge", got="only one of them")
-        object.__setattr__(self, "target_tasks", tuple(self.target_tasks))
-        object.__setattr__(self, "retention_tasks", tuple(self.retention_tasks))
+        for name in ("target_tasks", "retention_tasks"):
+            tasks = getattr(self, name)
+            if isinstance(tasks, str):
+                raise ConfigError(f"{name} is a list", got=tasks, remedy=f"{name}: [{tasks}]")
+            object.__setattr__(self, name, tuple(tasks))
 
 
 @dataclass(frozen=True)

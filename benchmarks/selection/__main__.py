@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from benchmarks.selection.report import MODELS, write_report
-from benchmarks.selection.rows import write_rows
+from benchmarks.selection.rows import write_rows, write_task
 from benchmarks.selection.store import RESULTS, synchronised
 from benchmarks.training.tasks import data_folder
 
@@ -64,12 +64,12 @@ def prepare(work: Path, draw: int = 0) -> None:
     rows = Path(os.environ.setdefault("SELECTION_ROWS", str(work / f"rows{_suffix(draw)}")))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if rows.is_dir():
-        return
-    partial = rows.with_name("rows.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write_rows(partial, draw)
-    partial.rename(rows)
+    if not rows.is_dir():
+        partial = rows.with_name("rows.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        write_rows(partial, draw)
+        partial.rename(rows)
+    write_task(rows)  # names the folder
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from alphatoken.compare.page import collect
 from alphatoken.compare.tables import Line, lines_of, markdown
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
+from benchmarks.selection.answers import solved, table
 from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.rows import BENCHMARKS
 from benchmarks.selection.store import RESULTS, synchronised
-from benchmarks.selection.texts import ABOUT, CHOICES, FINDING, INTRODUCTION, OPTIONS
+from benchmarks.selection.texts import ABOUT, ANSWERED, CHOICES, FINDING, INTRODUCTION, OPTIONS
 
 __all__ = ["MODELS", "in_nats", "write_report"]
 
@@ -38,6 +39,7 @@ MODELS = {
     "pairs": "SmolLM2-135M-Instruct, preferences",
     "gemma3": "Gemma 3 270M",
     "choices": "SmolLM2-135M-Instruct, benchmarks of knowledge",
+    "answers": "SmolLM2-135M-Instruct, answers in its own words",
 }
 """Grid -> its title on the page: the model, and what it learns if not mathematics."""
 
@@ -83,6 +85,10 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             },
         }
         text.append(f"## {model}\n")
+        if name.startswith("answers"):
+            found["grids"][name]["solved"] = problems = solved(grid, GridFolder(work / name))
+            text += [ANSWERED, table(problems)]
+            continue
         if name.startswith("choices"):
             text += [CHOICES, *(_choices(of) for of in losses.values())]
             continue
@@ -159,7 +165,7 @@ def _losses(cells: Sequence[Cell], folder: GridFolder, task: str) -> Losses:
         best = done[0] if len(group) == 1 else folder.best(done)
         cell = next(one for one in group if one.name == best)
         rows = (folder.of(cell).result() or {})["rows"]
-        for kind in ("target", "retention"):
+        for kind in rows.keys() & {"target", "retention"}:
             own = found.setdefault(cell.policy, {}).setdefault(kind, {})
             own[cell.seed] = in_nats(rows[kind])
     return found

@@ -8,6 +8,7 @@
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
     choices          questions of ARC-Challenge and HellaSwag, each choice a row, and which is right
     oracle-*         what of a dirty task is clean: the most that any selection could find
+    answers          other problems of GSM8K's test file, to be answered; code-problems: of MBPP's
     general          other general instructions than those that retention is measured on
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
@@ -23,17 +24,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.training.tasks import read
 
 __all__ = [
+    "ANSWERS",
     "BENCHMARKS",
     "DIRT",
     "LETTERS",
+    "PROBLEMS",
     "QUESTIONS",
     "SIZES",
     "exchanged",
     "replaced",
     "write_rows",
+    "write_task",
 ]
 
 Row = dict[str, Any]
@@ -45,6 +51,9 @@ SIZES = {"train": 320, "validation": 16, "choosing": 16}
 """Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
 
 TARGET, GENERAL, STORIES = 40, 20, 8
+ANSWERS, PROBLEMS = 200, 100
+"""Of mathematics and of Python, that a model answers in its own words."""
+
 QUESTIONS = 300
 BENCHMARKS = {
     "ARC-Challenge": "arc_challenge/test.jsonl",
@@ -60,7 +69,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     generator = random.Random(f"selection {seed}")
     mathematics = _cut(_shuffled(_mathematics("train"), generator), **SIZES)
     general = _cut(_shuffled(_general(), generator), retention=GENERAL, train=SIZES["train"] // 2)
-    target = _cut(_shuffled(_mathematics("test"), generator), target=TARGET)
+    target = _cut(_shuffled(_mathematics("test"), generator), target=TARGET, answers=ANSWERS)
     for name in ("validation", "choosing"):
         _write(folder / f"{name}.jsonl", mathematics[name])
     _write(folder / "target.jsonl", target["target"])
@@ -85,6 +94,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _code(folder, generator)
     _pairs(folder, generator)
     _choices(folder, generator)
+    _write(folder / "answers.jsonl", target["answers"])
 
 
 def replaced(
@@ -163,6 +173,54 @@ def _code(folder: Path, generator: random.Random) -> None:
         _write(folder / f"code-{name}.jsonl", rows)
     tests = _shuffled(of("test"), generator)
     _write(folder / "code-target.jsonl", tests[:TARGET])
+    target = {row["prompt"] for row in tests[:TARGET]}
+    problems = [
+        one for one in map(_problem, read("mbpp/test.jsonl")) if one and one["asks"] not in target
+    ]
+    _write(folder / "code-problems.jsonl", problems[:PROBLEMS])
+
+
+def _problem(row: Row) -> Row | None:
+    """In HumanEval's form, in the words of the training rows; None if its function has no head."""
+    code, tests = row["code"].replace("\r\n", "\n"), row["test_list"]
+    called = re.match(r"assert\s+\(*\s*(\w+)\(", tests[0])
+    head = called and re.search(rf"^def {called[1]}\(.*\):[ \t]*$", code, re.MULTILINE)
+    if not called or not head or row["test_setup_code"]:
+        return None
+    asks = f"{row['text']}\nYour code should pass: {tests[0]}"
+    return {
+        "asks": asks,
+        "prompt": f'"""\n{asks}\n"""\n{head[0].strip()}\n',
+        "entry_point": called[1],
+        "test": "\n".join(["def check(candidate):", *(f"    {test}" for test in tests)]),
+    }
+
+
+def write_task(folder: Path) -> None:
+    """lm-eval's description of the folder's answers.jsonl: right is the number after ``####``."""
+    task = {
+        "task": "mathematics",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "answers.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}\n",  # as training rows are joined
+        "doc_to_target": "{{response.split('#### ')[-1]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 128, "do_sample": False},
+        "filter_list": [{
+            "name": "after-marks",
+            "filter": [
+                {"function": "regex", "regex_pattern": r"#### (-?[0-9.,]+)"},
+                {"function": "take_first"},
+            ],
+        }],
+        "metric_list": [{
+            "metric": "exact_match", "aggregation": "mean", "higher_is_better": True,
+            "regexes_to_ignore": [",", r"\.$"],
+        }],
+    }  # fmt: skip
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / "tasks" / "mathematics.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
 
 
 def _pairs(folder: Path, generator: random.Random) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ABOUT", "CHOICES", "FINDING", "INTRODUCTION", "OPTIONS"]
+__all__ = ["ABOUT", "ANSWERED", "CHOICES", "FINDING", "INTRODUCTION", "OPTIONS"]
 
 ABOUT = {
     "noisy-words": "30 % of the words of each response are replaced by words drawn from all "
@@ -25,6 +25,11 @@ retention loss, and the share of its time that goes into values.
 CHOICES = """300 questions each of ARC-Challenge and HellaSwag, after training on `noisy-words`: the
 share that is answered rightly, by the choice with the highest log-probability for each letter.
 Differences are paired by question, in points of percent, with 95 % intervals.
+"""
+
+ANSWERED = """Problems that a model answers in its own words, word by word the likeliest: other ones
+of GSM8K's test file, right where the number after `####` is, and of MBPP's, right where the tests
+pass that are executed. Trained on `clean` and on `code`; one seed, 95 % intervals over problems.
 """
 
 FINDING = """Before any step: the chance that a planted token (`noisy-words`) or row

@@ -340,6 +340,11 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
             "one of sft, dpo",
         ),
         ({"tasks": {"t": {"command": "sft"}}}, [], "nothing says how well"),
+        (
+            {"tasks": {"t": {"command": "sft", "measures": {"target_tasks": "gsm8k"}}}},
+            [],
+            "target_tasks: [gsm8k]",
+        ),
         ({"options": {"train_file": "$NO_SUCH_VARIABLE/x"}}, [], "NO_SUCH_VARIABLE"),
         ({}, ["--recipe", "laptop-sft"], "one place"),
         ({}, ["--seeds", "1", "1"], "seed is named twice"),

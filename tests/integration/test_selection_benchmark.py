@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from alphatoken.compare.verdict import judge_function
+from benchmarks.selection.answers import solved, table
 from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
 from benchmarks.selection.paired import difference
 from benchmarks.selection.report import in_nats
 from benchmarks.selection.rows import (
+    ANSWERS,
     BENCHMARKS,
     DIRT,
     FLIPPED,
     LETTERS,
+    PROBLEMS,
     QUESTIONS,
     exchanged,
     replaced,
     write_rows,
+    write_task,
 )
+from benchmarks.training.tasks import read
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -194,6 +201,94 @@ def test_the_likeliest_choice_is_the_answer(rows: Path) -> None:
     assert [len(row["response"]) for row in choices] == [n for q in real for n in q["letters"]]
     of = [question["benchmark"] for question in real]
     assert {name: of.count(name) for name in set(of)} == dict.fromkeys(BENCHMARKS, QUESTIONS)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_problems_are_solved_by_their_own_code_and_not_by_others(rows: Path) -> None:
+    """The tests tell right from wrong; and no problem is one whose loss is the target."""
+    problems = lines(rows / "code-problems.jsonl")
+    assert len(problems) == PROBLEMS
+    targets = {row["prompt"] for row in lines(rows / "code-target.jsonl")}
+    assert not targets & {one["asks"] for one in problems}
+    code = {row["prompt"]: row["response"] for row in known_solutions()}
+    heads = [one["prompt"].splitlines()[-1] for one in problems]
+    # Of those that import nothing before their head.
+    whole = [i for i in range(PROBLEMS) if code[problems[i]["asks"]].startswith(heads[i])]
+    for at, next_ in pairwise(whole[:6]):
+        one, other = problems[at], problems[next_]
+        body = code[one["asks"]].removeprefix(heads[at])
+        given = one["prompt"].rstrip(), body, one["entry_point"]
+        assert judge_function(*given, one["test"]).state == "passed", one["asks"]
+        assert judge_function(*given, other["test"]).state != "passed"
+
+
+def known_solutions() -> list[dict[str, str]]:
+    return [
+        {"prompt": f"{r['text']}\nYour code should pass: {r['test_list'][0]}",
+         "response": r["code"].replace("\r\n", "\n")}
+        for r in read("mbpp/test.jsonl")
+    ]  # fmt: skip
+
+
+def test_the_number_after_the_marks_is_the_answer(
+    rows: Path,
+) -> None:
+    """lm-eval reads the task, and finds right and wrong in what a model could have written."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    from lm_eval.tasks import TaskManager
+
+    problems = lines(rows / "answers.jsonl")
+    assert len(problems) == ANSWERS
+    targets = {row["prompt"] for row in lines(rows / "target.jsonl")}
+    assert not targets & {row["prompt"] for row in problems}
+    write_task(rows)
+    manager = TaskManager(include_path=str(rows / "tasks"), include_defaults=False)
+    task = manager.load(["mathematics"])["tasks"]["mathematics"]
+    doc = next(iter(task.test_docs()))
+    assert task.doc_to_text(doc) == problems[0]["prompt"] + "\n"
+    right = task.doc_to_target(doc)
+    assert problems[0]["response"].endswith(f"#### {right}")
+    for said, score in (
+        (problems[0]["response"], 1.0),
+        (f"So it is\n#### {right}.", 1.0),
+        (f"#### {right}1", 0.0),
+        (f"It is {right}", 0.0),
+    ):
+        (instance,) = task.construct_requests(
+            doc=doc, ctx="", metadata=("mathematics", 0, 1), apply_chat_template=False
+        ),  # fmt: skip
+        instance.resps = [said]
+        task._instances = [instance]
+        task.apply_filters()
+        found = task.process_results(doc, [instance.filtered_resps["after-marks"]])
+        assert found["exact_match"] == score, said
+
+
+def test_solved_problems_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alphatoken.cli.compare import parse
+    from alphatoken.cli.compare_grid import read_grid
+    from alphatoken.compare.folder import GridFolder
+    from alphatoken.compare.grid import all_cells
+
+    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    (path,) = (one for one in GRIDS if one.stem == "answers")
+    grid = read_grid(*parse(["--config", str(path), "--output_dir", str(tmp_path / "out")]))
+    folder = GridFolder(tmp_path / "out")
+    for cell in all_cells(grid):
+        if cell.policy != "validation-first":
+            place = folder.of(cell).path
+            place.mkdir(parents=True)
+            (place / "result.json").write_text('{"target": 12.0}')
+    found = solved(grid, folder)
+    assert [(one["task"], one["method"], one["solved"], one["of"]) for one in found] == [
+        ("mathematics", "start", 24, 200), ("mathematics", "standard", 24, 200),
+        ("code", "start", 12, 100), ("code", "standard", 12, 100),
+    ]  # fmt: skip
+    # Wilson's interval of 12 of 100, from its formula.
+    assert "| code | `start` | 12 of 100 | 12.0% [7.0%, 19.8%] |" in table(found)
 
 
 # --- the grids ------------------------------------------------------------------------------------
