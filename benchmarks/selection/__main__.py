@@ -1,4 +1,4 @@
-"""``python -m benchmarks.selection run|find|list|report [GRID]``: resumed where it was."""
+"""``python -m benchmarks.selection run|find|kept|list|report [GRID]``: resumed where it was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from alphatoken.compare.folder import GridFolder
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from benchmarks.selection.report import MODELS, write_report
 from benchmarks.selection.rows import write_rows, write_task
@@ -20,7 +21,7 @@ FOLDERS = {name: GEMMA3.name if name == "gemma3" else SMOLLM2.name for name in M
 def main() -> None:
     """Parse the command line and go."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
-    parser.add_argument("command", choices=["run", "find", "list", "report"])
+    parser.add_argument("command", choices=["run", "find", "kept", "list", "report"])
     parser.add_argument("grid", choices=[*MODELS], nargs="?", default="smollm2")
     parser.add_argument("--work", type=Path, default=Path("build/selection"), help="work folder")
     parser.add_argument(
@@ -35,11 +36,17 @@ def main() -> None:
     if options.command == "report":
         print(write_report(work))
         return
+    model, rows = str(models_folder() / FOLDERS[options.grid]), Path(os.environ["SELECTION_ROWS"])
     if options.command == "find":
         from benchmarks.selection.finding import main as find
 
-        model = str(models_folder() / FOLDERS[options.grid])
-        find(model, Path(os.environ["SELECTION_ROWS"]), RESULTS / f"finding-{folder}.json")
+        find(model, rows, RESULTS / f"finding-{folder}.json")
+        return
+    if options.command == "kept":
+        from benchmarks.selection.kept import main as keep
+
+        grid = synchronised(work / folder)
+        keep(grid, GridFolder(work / folder), model, rows, RESULTS / f"kept-{folder}.json")
         return
     from alphatoken.cli import main as alphatoken
 

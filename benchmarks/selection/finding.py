@@ -31,7 +31,7 @@ from alphatoken.fidelity.metrics import auc
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
 
-__all__ = ["ROWS", "excess", "find_dirt", "walk"]
+__all__ = ["ROWS", "examples_of", "excess", "find_dirt", "replaced_tokens", "walk"]
 
 ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
 SHORT = 0.02
@@ -70,15 +70,15 @@ def find_dirt(
         rows: folder that ``rows.write_rows`` has filled.
         say: gets a line when something is done.
     """
-    held = _examples(rows / "validation.jsonl", tokenizer)[:HELD]
+    held = examples_of(rows / "validation.jsonl", tokenizer)[:HELD]
     parts = [next(batches(held[k::PARTS], HELD)) for k in range(PARTS)]
     ends = walk(model, held)
     say("the walk")
     found: dict[str, Any] = {}
     for task, marked in (("noisy-words", _replaced), ("noisy-responses", _exchanged)):
-        examples = _examples(rows / f"{task}.jsonl", tokenizer)[:ROWS]
-        lines = (rows / f"{task}-marks.jsonl").read_text(encoding="utf-8").splitlines()
-        marks = [json.loads(lines[one.row.index]) for one in examples]
+        examples = examples_of(rows / f"{task}.jsonl", tokenizer)[:ROWS]
+        lines = _marks(rows, task)
+        marks = [lines[one.row.index] for one in examples]
         planted = [marked(one, mark, tokenizer) for one, mark in zip(examples, marks, strict=True)]
         numbers = _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
         numbers |= excess(model, ends, examples)
@@ -90,9 +90,23 @@ def find_dirt(
     return found
 
 
-def _examples(path: Path, tokenizer: Any) -> list[Example]:
+def examples_of(path: Path, tokenizer: Any) -> list[Example]:
+    """The rows of a file, tokenised as they are trained on."""
     options = EncodeOptions(max_length=LENGTH, chat_template=False, on_empty="skip")
     return encode_rows(read_rows(path), tokenizer, options)[0]
+
+
+def replaced_tokens(
+    rows: Path, examples: Sequence[Example], tokenizer: Any
+) -> list[NDArray[np.bool_]]:
+    """Of each example of ``noisy-words``: which of its response tokens are of replaced words."""
+    marks = _marks(rows, "noisy-words")
+    return [_replaced(one, marks[one.row.index], tokenizer) for one in examples]
+
+
+def _marks(rows: Path, task: str) -> list[dict[str, Any]]:
+    text = (rows / f"{task}-marks.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _replaced(example: Example, mark: Mapping[str, Any], tokenizer: Any) -> NDArray[np.bool_]:

@@ -26,7 +26,16 @@ from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.rows import BENCHMARKS
 from benchmarks.selection.store import RESULTS, synchronised
-from benchmarks.selection.texts import ABOUT, ANSWERED, CHOICES, FINDING, INTRODUCTION, OPTIONS
+from benchmarks.selection.texts import (
+    ABOUT,
+    AGREEMENT,
+    ANSWERED,
+    CHOICES,
+    FINDING,
+    INTRODUCTION,
+    KEPT,
+    OPTIONS,
+)
 
 __all__ = ["MODELS", "in_nats", "write_report"]
 
@@ -69,7 +78,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         work: with a folder of cells for each grid, and what is kept in results/.
         docs: where page, data and picture go.
     """
-    found: dict[str, Any] = {"grids": {}, "finding": {}}
+    found: dict[str, Any] = {"grids": {}, "finding": {}, "kept": {}}
     text = [INTRODUCTION]
     if CONCLUSIONS.exists():
         text.append(CONCLUSIONS.read_text(encoding="utf-8"))
@@ -110,6 +119,12 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             found["finding"][name] = json.loads(finding.read_text(encoding="utf-8"))
             text += [f"### Who finds the dirt on {model}\n", FINDING]
             text.append(_finding(found["finding"][name]))
+        kept = RESULTS / f"kept-{name}.json"
+        if kept.exists():
+            found["kept"][name] = json.loads(kept.read_text(encoding="utf-8"))
+            text += [f"### What a half keeps of the dirt on {model}\n", KEPT]
+            text.append(_kept(found["kept"][name]["kept"]))
+            text += [AGREEMENT, _agreement(found["kept"][name]["agreement"])]
     draw(drawn, docs / "selection.svg")
     write_json(docs / "selection.json", found)
     page = docs / "selection.md"
@@ -317,6 +332,20 @@ def _finding(found: Mapping[str, Any]) -> str:
         rows.append([name, *(f"{a['auc']:.2f} [{a['low']:.2f}, {a['high']:.2f}]" for a in areas)])
     heads = ["number", *(f"{task} ({found[task]['planted']:.0%} planted)" for task in tasks)]
     return markdown(heads, rows)
+
+
+def _kept(found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    quarters = range(1, 1 + len(next(iter(found.values()))))
+    rows = [
+        [f"`{method}`", *(f"{one['planted']:.0%} / {one['real']:.0%}" for one in by)]
+        for method, by in found.items()
+    ]
+    return markdown(["method", *(f"quarter {k}" for k in quarters)], rows)
+
+
+def _agreement(found: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [[k, f"{v['rho']:.2f} [{v['low']:.2f}, {v['high']:.2f}]"] for k, v in found.items()]
+    return markdown(["value", "correlation"], rows)
 
 
 DRAWN = (

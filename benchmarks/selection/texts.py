@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["ABOUT", "ANSWERED", "CHOICES", "FINDING", "INTRODUCTION", "OPTIONS"]
+__all__ = [
+    "ABOUT",
+    "AGREEMENT",
+    "ANSWERED",
+    "CHOICES",
+    "FINDING",
+    "INTRODUCTION",
+    "KEPT",
+    "OPTIONS",
+]
 
 ABOUT = {
     "noisy-words": "30 % of the words of each response are replaced by words drawn from all "
@@ -37,6 +46,15 @@ FINDING = """Before any step: the chance that a planted token (`noisy-words`) or
 loss is turned round, and so is the length: a high one marks the planted.
 """
 
+KEPT = """During the runs on `noisy-words` (first seed), quarter by quarter of the steps: the share
+of planted words' tokens that is kept / the share of the others. A half that finds the dirt keeps
+less of the first.
+"""
+
+AGREEMENT = """Values of one token against one half of the validation rows and against the other,
+before any step: rank correlation over all tokens of 40 rows, 95 % interval over rows.
+"""
+
 INTRODUCTION = """# Does selection pay?
 
 Written by `python -m benchmarks.selection report` from measured runs; do not edit by hand. The
@@ -54,7 +72,7 @@ export ALPHATOKEN_DATA=...                      # GSM8K, dolly, TinyStories
 python -m benchmarks.selection run smollm2      # hours; started again it goes on
 python -m benchmarks.selection run smollm2 --draw 1      # other rows and other dirt
 python -m benchmarks.selection run code                  # MBPP; likewise pairs, gemma3
-python -m benchmarks.selection find smollm2
+python -m benchmarks.selection find smollm2              # likewise kept
 python -m benchmarks.selection report
 ```
 
