@@ -33,7 +33,7 @@ HYPOTHESES = (
     Hypothesis("drop only what is harmful beyond doubt", _WORDS, "harmless", "standard"),
     Hypothesis("the same by whole responses", _MIXED, "harmless-responses", "standard"),
     Hypothesis("the best 4 of 8 rows, equal tokens", _MIXED, "rows-of-two", "standard"),
-    Hypothesis("the same against twice the steps", _MIXED, "rows-of-two", "standard-twice"),
+    Hypothesis("the same against 40 steps on all", _MIXED, "rows-of-two", "standard-longer"),
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
     Hypothesis("the same over all parameters", _WORDS, "full-step-all", "label"),
     Hypothesis("what is covered counts less", _WORDS, "interaction", "adaptation"),

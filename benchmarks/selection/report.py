@@ -35,6 +35,7 @@ from benchmarks.selection.texts import (
     INTRODUCTION,
     KEPT,
     OPTIONS,
+    SECONDS,
 )
 
 __all__ = ["MODELS", "in_nats", "write_report"]
@@ -47,6 +48,7 @@ MODELS = {
     "code": "SmolLM2-135M-Instruct, Python",
     "pairs": "SmolLM2-135M-Instruct, preferences",
     "gemma3": "Gemma 3 270M",
+    "merged": "SmolLM2-135M-Instruct, merged with its start",
     "choices": "SmolLM2-135M-Instruct, benchmarks of knowledge",
     "answers": "SmolLM2-135M-Instruct, answers in its own words",
 }
@@ -54,6 +56,10 @@ MODELS = {
 
 BASELINES = (tuple(PLAIN.values()), ("random",), ("after-validation", "validation-first"))
 """What every method is compared with; of several names the first that a task has."""
+
+LONGER = "standard-longer"
+FIRST = 24 / 16
+"""Steps on the clean rows before the first step, as a multiple of those of a run."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Entry:
     rate: float | None
     target: float | None
     retention: float | None
+    first: float
     against: dict[str, dict[str, Difference | None]]
 
 
@@ -103,6 +110,8 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             continue
         for task, entries in tasks.items():
             text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
+            longer = _beside_longer(entries, losses[task])
+            text += [SECONDS, longer] if longer else []
             if "-draw" not in name:
                 drawn[f"{model}: {task}"] = entries
         tried = effects(losses)
@@ -154,7 +163,13 @@ def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses]
     for task in grid.tasks:
         lines = [line for line in lines_of(found, task.name) if line.values("target")]
         losses[task.name] = _losses(cells, place, task.name)
-        tasks[task.name] = [_entry(line, losses[task.name]) for line in lines]
+        prepared = {
+            cell.policy for cell in cells if any(n.startswith("references/") for n in cell.needs)
+        }
+        tasks[task.name] = [
+            _entry(line, losses[task.name], line.policy in prepared | {"validation-first"})
+            for line in lines
+        ]
     missing = [f"{r['task']}/{r['policy']}-seed{r['seed']}" for r in found if r["status"] != "done"]
     # Nothing can be said of a task before its plain training.
     begun = {k: v for k, v in tasks.items() if any(e.method in PLAIN.values() for e in v)}
@@ -196,7 +211,7 @@ def in_nats(rows: Each) -> Each:
     }
 
 
-def _entry(line: Line, losses: Losses) -> Entry:
+def _entry(line: Line, losses: Losses, prepared: bool) -> Entry:
     own = losses.get(line.policy, {})
     against = {
         kind: {
@@ -219,6 +234,7 @@ def _entry(line: Line, losses: Losses) -> Entry:
         rate=rates[0] if rates else None,
         target=line.mean("target_loss"),
         retention=line.mean("retention_loss"),
+        first=FIRST if prepared else 0.0,
         against=against,
     )
 
@@ -259,6 +275,25 @@ def _table(entries: Sequence[Entry]) -> str:
             _gap(e.against["retention"].get(plain.method)),
         ])  # fmt: skip
     return markdown(heads, rows)
+
+
+def _beside_longer(entries: Sequence[Entry], losses: Losses) -> str:
+    """The table of equal seconds; empty where plain training has not run for longer."""
+    seconds = {e.method: e.seconds for e in entries}
+    plain = seconds.get(PLAIN["sft"])
+    if not losses.get(LONGER) or not plain:
+        return ""
+    rows = []
+    for e in entries:
+        gaps = [
+            difference(losses[e.method].get(kind, {}), losses[LONGER][kind])
+            for kind in ("target", "retention")
+        ]
+        if e.seconds and gaps[0] is not None:
+            whole = e.seconds / plain + e.first
+            said = ["–" if e.method == LONGER else _gap(gap) for gap in gaps]
+            rows.append([f"`{e.method}`", f"{whole:.1f}", _number(e.target), *said])
+    return markdown(["method", "seconds", "target", f"− {LONGER}", "retention, difference"], rows)
 
 
 def _seeds(entry: Entry) -> int:

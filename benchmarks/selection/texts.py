@@ -11,6 +11,7 @@ __all__ = [
     "INTRODUCTION",
     "KEPT",
     "OPTIONS",
+    "SECONDS",
 ]
 
 ABOUT = {
@@ -29,6 +30,11 @@ ABOUT = {
 
 OPTIONS = """Each method beside the one that it adds an option to: differences of target and
 retention loss, and the share of its time that goes into values.
+"""
+
+SECONDS = """Beside all tokens for 40 steps (`standard-longer`), which is about as long as the
+dearest methods take. "Seconds" are multiples of plain training's; what comes before the first step
+is in it: the 24 steps on the clean rows where a method starts from them or compares with them.
 """
 
 CHOICES = """300 questions each of ARC-Challenge and HellaSwag, after training on `noisy-words`: the
@@ -80,7 +86,7 @@ python -m benchmarks.selection report
 first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
 was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
 step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
-one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-twice` takes 32 steps;
+one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-longer` takes 40 steps;
 `rows-of-two` and `rho-1-responses` draw 8 rows a step and train on half of them. Retention is not
 part of a value unless the method says so.
 

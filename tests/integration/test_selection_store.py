@@ -140,13 +140,38 @@ def test_a_result_of_other_settings_is_not_taken(
     assert all(place.of(name).result() is None for name in cells)
 
 
+def test_equal_seconds_hold_what_comes_first(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside plain training for longer; 24 steps on the clean rows count as 1.5 runs."""
+    longer = "standard, standard-longer, validation-first"
+    more = "methods:\n  standard-longer: {policy: all, max_steps: 5, family: sft}\n"
+    (places / "small.yaml").write_text(GRID.replace("standard", longer) + more)
+    for name, gain in (("standard-longer", -0.3), ("validation-first", -0.35)):
+        monkeypatch.setitem(GAIN, name, gain)
+    run(places / "here" / "work" / "small")
+    (places / "docs").mkdir()
+    page = report.write_report(places / "here" / "work", places / "docs").read_text()
+    _, _, table = page.partition("Beside all tokens for 40 steps")
+    rows = {line.split(" | ")[0]: line for line in table.splitlines() if line.startswith("| `")}
+    assert rows["| `random`"].startswith("| `random` | 1.0 | 2.160 | **+0.200 [+0.200, +0.200]**")
+    assert rows["| `standard-longer`"].startswith("| `standard-longer` | 1.0 | 1.960 | – | – |")
+    first = rows["| `validation-first`"]
+    assert first.startswith("| `validation-first` | 2.5 | 1.910 | **-0.050 [-0.050, -0.050]**")
+
+
 def test_the_page_holds_what_was_measured(places: Path) -> None:
     folder = places / "here" / "work" / "small"
     run(folder)
     docs = places / "docs"
     docs.mkdir()
+    (places / "results").mkdir()
+    quarters = [{"planted": 0.4, "real": 0.54}, {"planted": 0.3, "real": 0.58}]
+    agreement = {"label": {"rho": 0.43, "low": 0.37, "high": 0.5}}
+    kept = {"kept": {"label": quarters}, "agreement": agreement}
+    write_json(places / "results" / "kept-small.json", kept)
     page = report.write_report(folder.parent, docs).read_text()
     assert "### noisy-words" in page
+    assert "| `label` | 40% / 54% | 30% / 58% |" in page
+    assert "| label | 0.43 [0.37, 0.50] |" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| `random`")]
     # Three seeds, the better of the two rates; 0.1 worse at every seed and row.
     assert "| 3 | 0.0001 | 40 | 1.0 | 25% | 2.160 | **+0.100 [+0.100, +0.100]**" in row
