@@ -243,6 +243,7 @@ test_rho_1_by_hand | Rho-1 | (by hand) | exact
 test_validation_rows_come_first | Validation rows first | (TRL on the same rows) | exact
 test_rho_1_by_response | Rho-1 | (by hand) | exact
 test_rho_1_trains_its_reference | Rho-1 | (TRL on the same rows) | exact
+test_a_reference_is_trained_once | Rho-1 | (TRL on the same rows) | exact
 test_talr_by_hand | TALR | (by hand) | exact
 test_sstoken_by_hand | ssToken | (by hand) | exact
 test_prompt_attention_averages_heads | ssToken | (dense softmax) | exact

@@ -79,6 +79,7 @@ FILLING = by("test_policies_static::test_filling_by_tokens")
 LESS = by("test_policies_static::test_less_against_autograd_by_hand", FOLDER, "mean_of_cosines")
 RHO_1 = by("test_policies::test_rho_1_by_hand")
 OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
+TRAINED_ONCE = by("test_policies_reference::test_a_reference_is_trained_once", FOLDER)
 FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FOLDER)
 TALR = by("test_policies::test_talr_by_hand")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
@@ -181,6 +182,22 @@ MUTANTS = (
         "Rho-1 keeps what the reference has not learned",
         ("rho_1.Rho1.scores", "-batch.log_probs - batch", "-batch.log_probs + batch"),
         RHO_1,
+    ),
+    _policy(
+        "a-reference-of-other-options",
+        "a reference is read that was trained with other options",
+        ("trained_weights.trained_copy", "{**stage.run, **options}", "dict(stage.run)"),
+        TRAINED_ONCE,
+    ),
+    _policy(
+        "a-reference-of-the-runs-options",
+        "the options of the run go before those of the reference's own training",
+        (
+            "trained_weights.trained_copy",
+            "{**stage.run, **options}",
+            "{**options, **stage.run}",
+        ),
+        TRAINED_ONCE,
     ),
     _policy(
         "validation-first-not-at-all",

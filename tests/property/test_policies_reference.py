@@ -11,7 +11,6 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
-from alphatoken.policies import trained_weights
 from alphatoken.policies.rho_1 import Rho1
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
@@ -80,23 +79,26 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_a_reference_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_is_trained_once(tmp_path: Path) -> None:
     """Its weights are kept by all that they depend on, and read by a second run."""
-    kept, save = [], trained_weights.save_weights
+    folder = tmp_path / "run"
 
-    def counted(model: Any, folder: Path) -> None:
-        kept.append(folder.name)
-        save(model, folder)
+    def kept() -> dict[str, int]:
+        """Files of weights, and when each was written."""
+        found = (tmp_path / "policies").glob("*/trained.safetensors")
+        return {path.parent.name: path.stat().st_mtime_ns for path in found}
 
-    monkeypatch.setattr(trained_weights, "save_weights", counted)
-    ends = [tiny.weights(run(tmp_path / "run", Rho1(**POLICY)).model) for _ in range(2)]
-    assert len(kept) == 1
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    run(tmp_path / "run", Rho1(**POLICY), learning_rate=0.2)
-    assert len(kept) == 1, "the run's own rate is not the reference's"
-    run(tmp_path / "run", Rho1(reference_epochs=1.0))
-    run(tmp_path / "run", Rho1(reference_epochs=1.0), learning_rate=0.2)
-    assert len(kept) == 3, "without a rate of its own the reference takes the run's"
+    first = tiny.weights(run(folder, Rho1(**POLICY)).model)
+    once = kept()
+    again = tiny.weights(run(folder, Rho1(**POLICY)).model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    run(folder, Rho1(**POLICY), learning_rate=0.2)  # the run's rate is not the reference's
+    assert len(once) == 1
+    assert kept() == once
+    run(folder, Rho1(reference_epochs=1.0))
+    run(folder, Rho1(reference_epochs=1.0), learning_rate=0.2)  # without a rate it takes the run's
+    assert len(kept()) == 3
+    assert once.items() < kept().items()
 
 
 @pytest.mark.parametrize(
