@@ -8,6 +8,7 @@ those against the other.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,9 @@ from benchmarks.selection.finding import (
     replaced_tokens,
 )
 
-__all__ = ["METHODS", "QUARTERS", "agreement", "kept_shares", "main"]
+__all__ = ["METHODS", "QUARTERS", "agreement", "kept_shares", "main", "response"]
+
+Tokens = tuple[int, ...]
 
 METHODS = ("alphatoken", "label", "full-step", "full-step-all")
 QUARTERS = 4
@@ -42,21 +45,26 @@ AGREEING = 40
 
 
 def main(grid: Grid, folder: GridFolder, model: str, rows: Path, out: Path) -> None:
-    """Run every method of ``METHODS`` once more and write ``out``."""
+    """Run every method of ``METHODS`` once more and write ``out``; what it holds is not rerun."""
     from alphatoken.train.loading import load_with_tokenizer
 
     loaded, tokenizer = load_with_tokenizer(model)
-    found: dict[str, Any] = {"agreement": agreement(loaded.float().eval(), tokenizer, rows)}
+    found: dict[str, Any] = {"kept": {}}
+    if out.exists():
+        found = json.loads(out.read_text(encoding="utf-8"))
+    if "agreement" not in found:
+        found["agreement"] = agreement(loaded.float().eval(), tokenizer, rows)
+        write_json(out, found)
     del loaded
     every = examples_of(rows / "noisy-words.jsonl", tokenizer)
-    examples = {one.row.index: one for one in every}
-    planted = dict(zip(examples, replaced_tokens(rows, every, tokenizer), strict=True))
-    found["kept"] = {}
+    marks = replaced_tokens(rows, every, tokenizer)
+    planted = {response(one): mark for one, mark in zip(every, marks, strict=True)}
     for method in METHODS:
-        options = folder.resolved(_chosen(grid, folder, method))
-        found["kept"][method] = kept_shares(run(options), examples, planted)
-        write_json(out, found)
-        print(f"{method}: {found['kept'][method]}", flush=True)
+        if method not in found["kept"]:
+            options = folder.resolved(_chosen(grid, folder, method))
+            found["kept"][method] = kept_shares(run(options), planted)
+            write_json(out, found)
+            print(f"{method}: {found['kept'][method]}", flush=True)
 
 
 def _chosen(grid: Grid, folder: GridFolder, method: str) -> Any:
@@ -90,17 +98,20 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
+def response(example: Example) -> Tokens:
+    """Its response's tokens, by which a row is known: a Fisher sets some rows aside, and what is
+    left is numbered anew."""
+    return tuple(label for label in example.labels if label != -100)
+
+
 def kept_shares(
-    records: Sequence[Mapping[str, Any]],
-    examples: Mapping[int, Example],
-    planted: Mapping[int, NDArray[np.bool_]],
+    records: Sequence[Mapping[str, Any]], planted: Mapping[Tokens, NDArray[np.bool_]]
 ) -> list[dict[str, float]]:
     """By quarter of the steps: the share of planted tokens that is kept, and of the others.
 
     Args:
         records: of each response token that was trained on or dropped, row by row in its order.
-        examples: of each row of the training file.
-        planted: of each row, which of its response tokens were.
+        planted: of each response, which of its tokens were.
     """
     kept: dict[int, list[bool]] = {}
     steps: dict[int, int] = {}
@@ -110,14 +121,14 @@ def kept_shares(
         kept.setdefault(row, []).append(one["kept_share"] > 0)
         tokens.setdefault(row, []).append(one["token_id"])
         steps[row] = one["last_step"]
-    for row, ids in tokens.items():
-        if ids != [label for label in examples[row].labels if label != -100]:
-            raise RuntimeError(f"{examples[row].row.place}: other tokens than were valued")
+    unknown = [row for row, ids in tokens.items() if tuple(ids) not in planted]
+    if unknown:
+        raise RuntimeError(f"row {unknown[0]} was valued and is not in the file")
     last = max(steps.values()) + 1
     found = []
     for quarter in range(QUARTERS):
         of = [row for row, step in steps.items() if step * QUARTERS // last == quarter]
-        marks = np.concatenate([planted[row] for row in of])
+        marks = np.concatenate([planted[tuple(tokens[row])] for row in of])
         chosen = np.concatenate([kept[row] for row in of])
         found.append({"planted": float(chosen[marks].mean()), "real": float(chosen[~marks].mean())})
     return found

@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alphatoken.data import Example, Row, Turn
 from alphatoken.data.stdlib import code_rows
 from benchmarks.selection import kept
 from benchmarks.selection.finding import examples_of
-from benchmarks.selection.kept import agreement, kept_shares, run
-
-
-def example(index: int, labels: list[int]) -> Example:
-    row = Row(index, f"row {index}", (Turn("user", "q"), Turn("assistant", "a")))
-    return Example(row, [1, *labels], [-100, *labels])
+from benchmarks.selection.kept import agreement, kept_shares, response, run
 
 
 def record(row: int, token: int, keep: bool, step: int) -> dict[str, Any]:
@@ -26,25 +20,25 @@ def record(row: int, token: int, keep: bool, step: int) -> dict[str, Any]:
 
 
 def test_shares_by_quarter_by_hand() -> None:
-    examples = {i: example(i, [10, 11, 12, 13]) for i in range(5)}
-    planted = {i: np.asarray([True, True, False, False]) for i in range(5)}
+    planted = {(10, 11, 12, 20 + i): np.asarray([True, True, False, False]) for i in range(5)}
     choices = {  # row -> (step, kept tokens)
         0: (0, [1, 1, 0, 0]), 1: (0, [1, 0, 1, 0]), 2: (1, [0, 0, 1, 1]), 3: (2, [0, 0, 0, 0]),
         4: (3, [1, 1, 1, 1]),
     }  # fmt: skip
     records = [
-        record(row, 10 + i, bool(keep), step)
+        record(row, 10 + i if i < 3 else 20 + row, bool(keep), step)
         for row, (step, keeps) in choices.items()
         for i, keep in enumerate(keeps)
     ]
-    assert kept_shares(records, examples, planted) == [
+    assert kept_shares(records, planted) == [
         {"planted": 0.75, "real": 0.25},
         {"planted": 0.0, "real": 1.0},
         {"planted": 0.0, "real": 0.0},
         {"planted": 1.0, "real": 1.0},
     ]
-    with pytest.raises(RuntimeError, match="row 2: other tokens"):
-        kept_shares(records, {**examples, 2: example(2, [10, 11, 13, 12])}, planted)
+    del planted[10, 11, 12, 22]
+    with pytest.raises(RuntimeError, match="row 2 was valued"):
+        kept_shares(records, planted)
 
 
 @pytest.fixture
@@ -73,14 +67,14 @@ def test_a_run_says_of_every_token_whether_it_was_kept(library_decoder: Path, ro
         "fisher_cache": str(rows / "f"), "policy_cache": str(rows / "p"), "logging_strategy": "no",
     })  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)
-    examples = {one.row.index: one for one in examples_of(rows / "noisy-words.jsonl", tokenizer)}
+    examples = examples_of(rows / "noisy-words.jsonl", tokenizer)
     assert {one["kept_share"] for one in records} == {0.0, 1.0}
     assert {one["last_step"] for one in records} == {0, 1, 2, 3}
     assert sum(one["kept_share"] for one in records) == pytest.approx(len(records) / 2, abs=4)
-    planted = {i: np.arange(one.response_tokens) % 3 == 0 for i, one in examples.items()}
-    found = kept_shares(records, examples, planted)
+    planted = {response(one): np.arange(one.response_tokens) % 3 == 0 for one in examples}
+    found = kept_shares(records, planted)
     assert len(found) == kept.QUARTERS
-    total = sum(one.response_tokens for one in examples.values())
+    total = sum(one.response_tokens for one in examples)
     assert len(records) == total, "16 rows in 4 steps of 4: each once"
 
 
