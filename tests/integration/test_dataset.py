@@ -247,3 +247,26 @@ def test_a_folder_of_something_else_is_refused(
     assert not (tmp_path / "v").exists()
     assert world.score(tmp_path / "v", "--weighting", "proportional") == 2
     assert "--write_dataset" in capsys.readouterr().err
+
+
+def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> None:
+    (tmp_path / "short.jsonl").write_text(
+        "".join((world / "train.jsonl").read_text().splitlines(keepends=True)[:8])
+    )
+    words = ("--ratio", 0.9, "--write_dataset", tmp_path / "d")
+    assert world.score(tmp_path / "v", *words) == 0
+    assert len(list((tmp_path / "d").glob("part-*"))) > 1
+    assert world.score(tmp_path / "w", *words, train=tmp_path / "short.jsonl") == 0
+    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
+    assert len(load(tmp_path / "d")) == counts["rows"] <= 8
+
+
+def test_response_tokens_are_counted_of_every_row(world: World, tmp_path: Path) -> None:
+    from alphatoken.report import read_values
+
+    words = ("--ratio", 0.1, "--scope", "dataset", "--write_dataset", tmp_path / "d")
+    assert world.score(tmp_path / "v", *words) == 0
+    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
+    every = [int(one.response.sum()) for one in read_values(tmp_path / "v" / "values")]
+    assert counts["rows_without_weight"] > 0
+    assert counts["response_tokens"] == sum(every)

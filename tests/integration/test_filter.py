@@ -177,3 +177,40 @@ def test_an_output_that_is_there_is_left_alone(
     assert judged(world, world / "train.jsonl", "--overwrite_output") == 2
     assert judged(world, out, "--overwrite_output") == 0
     assert len(lines(out)) == 20
+
+
+def test_kept_only_leaves_out_what_was_not_valued(world: World, tmp_path: Path) -> None:
+    held = lines(world / "validation.jsonl")[0]
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    known = lines(world / "train.jsonl")[:6]
+    odd = [held, {"prompt": "x", "response": ""}, *known]
+    source.write_text("".join(json.dumps(row) + "\n" for row in odd))
+    assert judged(world, out, "--kept_only", train_file=source, on_empty="skip") == 0
+    found = lines(out)
+    assert found
+    assert all(row in known for row in found)
+
+
+@pytest.mark.parametrize("what", ["validation", "fisher", "train"])
+def test_a_run_does_not_go_on_with_other_files(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from alphatoken import Scorer
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", interrupted)
+        assert judged(world, out) == 130
+    if what == "fisher":
+        changed: dict[str, Any] = {"fisher_file": None}
+    else:
+        rows = (world / f"{what}.jsonl").read_text().splitlines(keepends=True)
+        other.write_text("".join(rows[::-1]))
+        changed = {f"{what}_file": other}
+    capsys.readouterr()
+    assert judged(world, out, "--resume", **changed) == 2
+    assert f"differs in {what}" in capsys.readouterr().err

@@ -541,3 +541,27 @@ def test_smollm2_adds_two_numbers(smollm2: Path, tmp_path: Path) -> None:
     assert pass_at_1(model, tokenizer, rows, allow=True, **options) == 100.0, (
         tmp_path / "code.json"
     ).read_text()
+
+
+def test_limits_of_code_problems_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = tmp_path / "problems.jsonl"
+    test = "def check(g): assert g(2) == 4"
+    row = json.dumps({"prompt": "def f(x):\n", "entry_point": "f", "test": test})
+    rows.write_text(f"{row}\n" * 3)
+    asked: list[Any] = []
+
+    def answer(_: Any, __: Any, prompts: list[str], **more: Any) -> list[str]:
+        asked.append((len(prompts), more["max_new_tokens"], more["chat"]))
+        return ["\n    return 2 * x"] * len(prompts)
+
+    judge = code_tasks.judge_function
+    monkeypatch.setattr(code_tasks, "answers", answer)
+    monkeypatch.setattr(
+        code_tasks, "judge_function", lambda *given: asked.append(given[4]) or judge(*given)
+    )
+    limits = Limits(seconds=7.0)
+    options: dict[str, Any] = {"max_new_tokens": 9, "limit": 2, "limits": limits}
+    model = torch.nn.Linear(1, 1)
+    assert pass_at_1(model, None, rows, allow=True, folder=tmp_path, **options) == 100.0
+    assert asked == [(2, 9, False), limits, limits]
+    assert len(json.loads((tmp_path / "code.json").read_text())) == 2

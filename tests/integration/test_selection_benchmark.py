@@ -324,3 +324,93 @@ def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.Monke
     there = {(cell.task, cell.policy) for cell in cells}
     for one in HYPOTHESES:
         assert {(one.task, one.method), (one.task, one.base)} <= there, one
+
+
+def test_an_interval_is_of_95_in_100_and_draws_seeds() -> None:
+    """Of 27 draws of three seeds one is -0.2 throughout: 3.7 %, inside 95 % and outside 90 %."""
+    tokens, gaps = [5] * 4, [-0.2, 0.1, 0.4]
+    one = {s: each([gap] * 4, tokens) for s, gap in enumerate(gaps)}
+    found = difference(one, {s: each([0] * 4, tokens) for s in range(3)})
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((-0.2, 0.4))
+
+
+def test_drawn_rows_are_weighted_by_tokens_too() -> None:
+    tokens = [1] * 10 + [99] * 10
+    one = {s: each([1] * 10 + [0] * 10, tokens) for s in range(3)}
+    found = difference(one, {s: each([0] * 20, tokens) for s in range(3)})
+    assert found is not None
+    assert found.mean == pytest.approx(0.01)
+    assert 0 <= found.low <= found.high < 0.05
+
+
+def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a base that takes values, the estimator and the rows are the base's."""
+    from alphatoken.cli.compare import parse
+    from alphatoken.cli.compare_grid import read_grid
+    from alphatoken.compare.grid import all_cells
+
+    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
+        monkeypatch.setenv(name, "anywhere")
+    (path,) = (one for one in GRIDS if one.stem == "smollm2")
+    of = {(c.task, c.policy): dict(c.options)
+          for c in all_cells(read_grid(*parse(["--config", str(path)])))}  # fmt: skip
+    meant = {"label": "label", "label-responses": "label"}  # bases by the name of their method
+    for one in HYPOTHESES:
+        method, base = of[one.task, one.method], of[one.task, one.base]
+        if base.get("policy") in ("top", "label"):
+            estimators = [o.get("estimator", meant.get(o["policy"])) for o in (method, base)]
+            assert estimators[0] == estimators[1], one
+        for name in ("train_file", "model_name_or_path", "validation_data"):
+            assert method.get(name) == base.get(name), one
+
+
+def test_files_hold_what_they_are_said_to_hold(rows: Path) -> None:
+    of = {path.stem: lines(path) for path in rows.glob("*.jsonl")}
+    prompts = {name: {row.get("prompt", row.get("text")) for row in of[name]}
+               for name in ("general", "retention", "mixed")}  # fmt: skip
+    assert not prompts["general"] & prompts["retention"]
+    known = {json.dumps(row) for row in of["mixed"]}
+    general = len(of["mixed"]) - len(of["oracle-mixed"])
+    assert general == len(of["oracle-mixed"])
+    assert {json.dumps(row) for row in of["oracle-mixed"]} <= known
+    assert of["oracle-noisy-words"] == of["oracle-clean"] == of["clean"]
+    straight = zip(of["pairs-train"], of["pairs-flipped"], strict=True)
+    assert of["oracle-pairs-flipped"] == [a for a, b in straight if a == b]
+    assert not any("<<" in row["response"] for row in of["clean"])
+
+
+def test_the_chosen_output_and_the_right_choice_are_the_sources(rows: Path) -> None:
+    better = {
+        (r["instruction"].strip(), r[f"output_{int(r['preference'])}"].strip())
+        for r in read("alpaca_eval/pairs.jsonl") if r["preference"] in (1, 2)
+    }  # fmt: skip
+    for name in ("train", "target", "validation", "choosing"):
+        for row in lines(rows / f"pairs-{name}.jsonl"):
+            assert (row["prompt"], row["chosen"]) in better
+    right = {
+        (r["query"], r["choices"][r["gold"]].strip())
+        for file in BENCHMARKS.values() for r in read(file)
+    }  # fmt: skip
+    choices = iter(lines(rows / "choices.jsonl"))
+    for question in lines(rows / "choices-questions.jsonl"):
+        own = [next(choices) for _ in question["letters"]]
+        gold = own[question["gold"]]
+        assert 0 <= question["gold"] < len(own)
+        assert (gold["prompt"], gold["response"]) in right
+
+
+def test_a_problem_has_all_its_tests(rows: Path) -> None:
+    known = {f"{r['text']}\nYour code should pass: {r['test_list'][0]}": r["test_list"]
+             for r in read("mbpp/test.jsonl")}  # fmt: skip
+    for one in lines(rows / "code-problems.jsonl"):
+        assert one["test"].count("assert") == sum(t.count("assert") for t in known[one["asks"]])
+
+
+def test_words_come_from_other_responses_too() -> None:
+    made = [{"prompt": str(i), "response": f"w{i} x{i} y{i}"} for i in range(10)]
+    found, _ = replaced(made, 1.0, random.Random(0))
+    own = [set(a["response"].split()) for a in made]
+    foreign = sum(w not in o for row, o in zip(found, own, strict=True)
+                  for w in row["response"].split())  # fmt: skip
+    assert foreign > 20  # of 30: a word is of its own row one time in ten

@@ -138,3 +138,41 @@ def test_a_whole_run_finds_planted_words_by_loss(
         assert len(numbers) == 3 + len(finding.WALK) + 2 * len(finding.SETTINGS) + 1
         assert all(0 <= one["low"] <= one["auc"] <= one["high"] <= 1 for one in numbers)
     assert len(said) == 1 + 2 * (3 + len(finding.SETTINGS))
+
+
+def test_an_interval_of_areas_is_of_95_in_100() -> None:
+    """Two rows found and two turned round: 1 in 16 draws holds one kind alone."""
+    from benchmarks.selection.finding import _areas, _Row
+
+    marked = np.asarray([True, False])
+    made = [_Row(marked, {"n": np.asarray(x)}) for x in ([0.0, 1.0], [3.0, 2.0]) * 2]
+    found = _areas(made)["n"]
+    assert found == {"auc": 0.5, "low": 0.0, "high": 1.0}
+
+
+def test_numbers_are_values_errors_and_lengths(library_decoder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from alphatoken import Scorer, ScorerConfig
+    from alphatoken.data import batches
+    from benchmarks.selection import finding
+    from tests.integration.test_selection_finding import example
+
+    model = AutoModelForCausalLM.from_pretrained(library_decoder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    made = [example("return value of the value", tokenizer), example("def f(x):", tokenizer)]
+    parts = [next(batches([example(x, tokenizer)], 1)) for x in ("class A: pass", "import os")]
+    found = finding._numbers(model, made, parts, lambda _: None)
+    name = "label, K = 3"
+    options = finding.SETTINGS[name]
+    scorer = Scorer(model, parts, config=ScorerConfig(standard_errors=True, **options))
+    values = scorer.score(next(batches(made, 2)))
+    for i, kept in enumerate(values.mask):
+        value, error = values.total[i, kept], values.standard_error()[i, kept]
+        assert found[name][i] == pytest.approx(value.numpy(), rel=1e-4, abs=1e-7)
+        over = found[f"{name}, over its error"][i]
+        assert over == pytest.approx((value / error).numpy(), rel=1e-2, abs=1e-3)
+        first = next(iter(finding.SETTINGS))
+        length = -found["length of the gradient, K = 3"][i]  # the planted is lower
+        assert (length > 0).all()
+        assert found[f"{first}, over its length"][i] * length == pytest.approx(found[first][i])

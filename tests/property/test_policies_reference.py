@@ -129,3 +129,17 @@ def test_two_references_are_refused(tmp_path: Path) -> None:
             policy=Rho1(reference_epochs=1.0),
             policy_reference=tiny.model(1, layers=2),
         )
+
+
+@pytest.mark.parametrize("what", ["rows", "model", "kind"])
+def test_a_reference_of_something_else_is_trained_anew(tmp_path: Path, what: str) -> None:
+    from alphatoken.policies.trained_weights import weights_folder
+    from alphatoken.train.policy import PolicyStage
+
+    stage = PolicyStage(
+        model=torch.nn.Linear(1, 1), rows=[], validation=(), row_batch=lambda _: {},
+        reference_model=None, folder=tmp_path, batch_size=1, run={"seed": 1},
+    )  # fmt: skip
+    one = {"kind": "rho-1", "model": "m", "data": "d"}
+    other = {**one, {"rows": "data", "model": "model", "kind": "kind"}[what]: "x"}
+    assert weights_folder(stage, **one) != weights_folder(stage, **other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,3 +39,21 @@ def test_responses(seed: int, share: float, unit: str) -> None:
 def test_what_cannot_be_screened_is_refused(config, options, says, tmp_path) -> None:
     with pytest.raises(ConfigError, match=says):
         config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_a_row_without_a_response_is_not_screened(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    import datasets
+
+    from alphatoken.policies import screen
+
+    losses = [torch.tensor(x) for x in ([], [1.0, 2.0], [3.0], [0.0])]
+    monkeypatch.setattr(screen, "_losses", lambda *_: losses)
+    rows = [{"input_ids": [i], "labels": [i]} for i in range(4)]
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(value_unit="response", screen_share=0.25),
+        train_dataset=datasets.Dataset.from_list(rows),
+        model=torch.nn.Linear(1, 1),
+    )
+    assert [row["input_ids"] for row in screen.screened(trainer)] == [[0], [1], [3]]
