@@ -18,7 +18,18 @@ from alphatoken.cli.compare_grid import read_grid
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.support.storage import replacing, write_json
-from benchmarks.selection.rows import DIRT, GENERAL, LETTERS, SIZES, STORIES, TARGET
+from benchmarks.selection.rows import (
+    ANSWERS,
+    DIRT,
+    FLIPPED,
+    GENERAL,
+    LETTERS,
+    PROBLEMS,
+    QUESTIONS,
+    SIZES,
+    STORIES,
+    TARGET,
+)
 
 __all__ = ["RESULTS", "digest_of", "keep", "restore", "synchronised"]
 
@@ -26,6 +37,14 @@ RESULTS = Path(__file__).with_name("results")
 
 PLACES = ("SELECTION_ROWS", "ALPHATOKEN_MODELS", "ALPHATOKEN_DATA")
 """Variables whose folders differ between machines."""
+
+_OF_FILES = {
+    "code-problems.jsonl": PROBLEMS,
+    "/tasks": ANSWERS,
+    "choices.jsonl": QUESTIONS,
+    "pairs-flipped": FLIPPED,
+}
+"""What the rows of some files depend on besides."""
 
 _FIGURES = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
@@ -64,6 +83,7 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
     for name in PLACES:
         if os.environ.get(name):
             text = text.replace(os.environ[name], f"${name}")
+    text += "".join(f" {name} {size}" for name, size in _OF_FILES.items() if name in text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

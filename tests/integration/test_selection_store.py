@@ -221,6 +221,28 @@ def test_a_digest_is_of_the_rows_sizes(
     assert store.digest_of(cell, cells) != before
 
 
+@pytest.mark.parametrize(
+    ("grid", "file"),
+    [
+        ("answers", "code-problems.jsonl"), ("answers", "/tasks"), ("choices", "choices.jsonl"),
+        ("pairs", "pairs-flipped"),
+    ],
+)  # fmt: skip
+def test_a_digest_is_of_how_many_rows_a_file_has(
+    monkeypatch: pytest.MonkeyPatch, grid: str, file: str
+) -> None:
+    for name in store.PLACES:
+        monkeypatch.setenv(name, f"/{name}")
+    path = Path(report.__file__).with_name(f"{grid}.yaml")
+    cells = {one.name: one for one in all_cells(read_grid(*parse(["--config", str(path)])))}
+    before = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
+    monkeypatch.setitem(store._OF_FILES, file, 7)
+    after = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
+    of = {name for name, cell in cells.items() if file in json.dumps(cell.spec())}
+    assert of
+    assert {name for name in cells if before[name] != after[name]} == of
+
+
 def test_a_digest_is_of_the_models_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in store.PLACES:
         monkeypatch.setenv(name, f"/{name}")
