@@ -389,6 +389,10 @@ DRAWN = (
 )  # fmt: skip
 """Methods of the picture, where three seeds have run; the tables have all."""
 
+NAMES = dict.fromkeys(("after-validation", "validation-first"), "clean rows first")
+NAMES["on-validation"] = "clean rows alone"
+"""What the picture says in place of a method's name: two ways of one method are one."""
+
 NONE = Difference(0.0, 0.0, 0.0, 0)
 
 
@@ -404,21 +408,27 @@ def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
     shown = {title: entries for title, entries in shown.items() if entries}
     if not shown:
         return
-    lines, wide = -(-len(shown) // 2), min(2, len(shown))
-    height = 0.9 + 0.24 * max(len(entries) for entries in shown.values())
-    with canvas(4.3 * wide, height * lines) as figure:
-        panels = figure.subplots(lines, wide, squeeze=False).ravel()
+    wide = min(2, len(shown))
+    counts = [len(entries) for entries in shown.values()]
+    most = [max(counts[at : at + wide]) for at in range(0, len(counts), wide)]  # of each line
+    ratios = [count + 3.5 for count in most]  # with room for title and axis
+    with canvas(4.3 * wide, 0.25 * sum(ratios)) as figure:
+        grid = {"height_ratios": ratios}
+        panels = figure.subplots(len(most), wide, squeeze=False, gridspec_kw=grid).ravel()
         for axes in panels[len(shown) :]:
             axes.axis("off")
-        for axes, (title, entries) in zip(panels, shown.items(), strict=False):
-            for place, entry in enumerate(reversed(entries)):
+        for at, (axes, (title, entries)) in enumerate(zip(panels, shown.items(), strict=False)):
+            for place, entry in enumerate(reversed(entries), start=most[at // wide] - len(entries)):
                 gap = _beside_plain(entry)
                 assert gap is not None
                 colour = COLOURS[0] if gap.apart else "#888888"
                 axes.plot([gap.low, gap.high], [place, place], color=colour, lw=2)
                 axes.plot([gap.mean], [place], "o", color=colour, ms=5)
             axes.axvline(0, color="black", lw=0.8, ls="--")
-            axes.set_yticks(range(len(entries)), [e.method for e in reversed(entries)])
+            top = most[at // wide]
+            places = range(top - len(entries), top)
+            axes.set_yticks(places, [NAMES.get(e.method, e.method) for e in reversed(entries)])
+            axes.set_ylim(-0.6, top - 0.4)
             axes.set_title(title, fontsize=9)
             axes.set_xlabel("target loss minus that of all tokens, nats")
         save(figure, path)

@@ -80,14 +80,14 @@ def test_a_point_of_the_picture_has_its_own_name(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(report, "save", lambda figure, _: seen.append(figure.axes[0]))
-    entries = [entry("random", 1.0, DOUBT), entry("label", 1.0, SURE)]
+    entries = [entry("random", 1.0, DOUBT), entry("after-validation", 1.0, SURE)]
     report.draw({"task": entries}, tmp_path / "picture.svg")
     names = dict(zip(seen[0].get_yticks(), seen[0].get_yticklabels(), strict=True))
     points = {
         names[line.get_ydata()[0]].get_text(): line.get_xdata()[0]
         for line in seen[0].lines if line.get_marker() == "o"
     }  # fmt: skip
-    assert points == {"random": 0.25, "label": -0.5}
+    assert points == {"random": 0.25, "clean rows first": -0.5}
 
 
 def test_of_several_baselines_the_first_that_is_there() -> None:
