@@ -16,6 +16,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.estimate.columns import Columns, Side, contract_columns
@@ -200,6 +201,24 @@ class Scorer:
     def refresh(self) -> None:
         """Drop G and V; the next use builds them anew."""
         self.builder.invalidate()
+
+    def save_gradient(self, path: str | os.PathLike[str]) -> None:
+        """Write G at the current weights, for other processes to use; whole or not at all.
+
+        Raises:
+            UnsupportedError: sharded weights, a ``reduce``, standard errors, or no G at all.
+            DataError: the file could not be written.
+        """
+        save_gradient(self.builder, path)
+
+    def load_gradient(self, path: str | os.PathLike[str]) -> None:
+        """Take G from a file that ``save_gradient`` wrote; it is dropped as a built one is.
+
+        Raises:
+            InputError: it is of other weights, validation rows or parameters.
+            DataError: it cannot be read, or was altered. UnsupportedError: as in saving.
+        """
+        load_gradient(self.builder, path)
 
     def set_validation(
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]

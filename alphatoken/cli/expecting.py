@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +54,7 @@ def expect_scoring(
     *,
     batch_size: int,
     held_size: int | None = None,
+    rows: int | None = None,
     check: bool,
     quiet: bool,
 ) -> None:
@@ -66,6 +68,7 @@ def expect_scoring(
         fisher: of the stability term.
         batch_size: rows of one forward.
         held_size: rows of one validation forward; None for as many.
+        rows: how many there are, where ``train`` is a sample of them.
         check: refuse what cannot fit into memory.
         quiet: say nothing.
 
@@ -74,14 +77,16 @@ def expect_scoring(
     """
     adapter = find_adapter(model)
     scope = ParameterChoice.read(config.parameters).scope(adapter, config.layers)
-    rows, held = (
+    some, held = (
         Batches.of([len(example.input_ids) for example in examples], size)
         for examples, size in ((train, batch_size), (validation, held_size or batch_size))
     )
-    speed = _speed(adapter, rows.length)
-    memory = scoring_memory(adapter, scope, config, rows, held, fisher)
-    work = work_of(adapter, rows.length)
-    seconds = scoring_flops(work, scope, config, rows, held) / speed
+    times = (rows or len(train)) / len(train)
+    valued = replace(some, count=round(some.count * times), tokens=round(some.tokens * times))
+    speed = _speed(adapter, some.length)
+    memory = scoring_memory(adapter, scope, config, valued, held, fisher)
+    work = work_of(adapter, some.length)
+    seconds = scoring_flops(work, scope, config, valued, held) / speed
     _expect(model, memory, seconds, check=check, quiet=quiet)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.data import EncodeReport, Pools
+from alphatoken.data import EncodeReport
 from alphatoken.report import ValueSummary
 
 __all__ = ["about_encoding", "about_pools", "balance_by_layer", "write_notes"]
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def write_notes(
-    pools: Pools,
+    counts: Mapping[str, int],
     encoded: Mapping[str, EncodeReport],
     fisher: FisherDrift | None,
     config: ScorerConfig,
@@ -40,7 +40,9 @@ def write_notes(
         f"Adaptation is measured against {validation.response_tokens} response tokens of "
         f"{validation.examples} validation rows."
     )
-    notes += about_pools(pools.counts)
+    notes += about_pools(counts)
+    if counts.get("bad_rows"):
+        notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
     for name, report in encoded.items():
         notes += about_encoding(name, report)
     return [*notes, *warned]
@@ -72,7 +74,9 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
         "fisher_removed_same_as_validation": f"{held} repeat a validation row or prompt",
     }
     return [
-        f"{counts[key]} {what} and were removed." for key, what in removed.items() if counts[key]
+        f"{counts[key]} {what} and were removed."
+        for key, what in removed.items()
+        if counts.get(key)
     ]
 
 

@@ -33,16 +33,18 @@ usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir
 _MORE = """\
 data
   JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
-  question/answer), or chats under "messages". Chats go through the tokenizer's chat template; a
+  question/answer), or chats under "messages"; a file of any size, a folder of such files, or one
+  that datasets saved. Chats go through the tokenizer's chat template; a
   tokenizer without one gets: start token, prompt, line break, response, end token. Training rows
   that repeat a validation row or prompt, or a prompt of the Fisher, are removed and counted.
 
 output
-  OUT/values/part-*.parquet (or .jsonl)  one record a token: row, place, position, token_id, token,
-                                         label, total and its components, kept
+  OUT/values/part-*.parquet (or .jsonl)  one record an example: row, place, and lists with an entry
+                                         a token: input_ids, labels, keep, value, its components
   OUT/summary.json                       settings, counts, distributions
   OUT/report.html                        heatmaps, distributions, highest and lowest tokens
-  OUT/run.json                           what --resume compares
+  OUT/run.json, OUT/job                  what --resume compares and goes on from
+  OUT/bad_rows.jsonl                     with --on_bad_rows skip: place and reason of each
   DATASET/part-*.parquet                 with --write_dataset, one row an example: input_ids,
                                          attention_mask, labels (-100 where dropped), loss_weights
 
@@ -96,7 +98,10 @@ class _Output:
     format: Literal["parquet", "jsonl"] | None = option(
         None, "default: parquet if pyarrow is there"
     )
-    shard_size: int = option(64, "rows a file", least=1)
+    shard_size: int | None = option(
+        None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
+    )
+    components: bool = option(True, "write the parts of each value as well as the total")
     report_rows: int = option(40, "rows shown", least=1)
     report: bool = option(True, "write an HTML report")
     write_dataset: str | None = option(
@@ -111,6 +116,21 @@ class _Output:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Engine:
+    """Who does it."""
+
+    engine: Literal["local", "ray"] = option(
+        "local", "this process, or those that torchrun started; or actors of Ray"
+    )
+    workers: int | None = option(None, "actors (--engine ray); default: one", least=1)
+    gpus_per_worker: float = option(0.0, "of each actor; 0 runs on the CPU")
+    cpus_per_worker: float = option(1.0, "of each actor, where it has no GPU")
+    on_bad_rows: Literal["error", "skip"] = option(
+        "error", "rows that cannot be read: stop before any work, or name them and go on"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _Rows,
@@ -120,6 +140,7 @@ class ScoreOptions(
     ReadingOptions,
     TrainingRowOptions,
     _Output,
+    _Engine,
     EarlierOptions,
     MemoryOptions,
     RunningOptions,

@@ -111,6 +111,14 @@ class EncodeReport:
         """The counts, for a summary file."""
         return asdict(self)
 
+    def add(self, other: EncodeReport) -> None:
+        """Count what happened to further rows as well."""
+        for name, value in vars(other).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
+        self.format = self.format or other.format
+        self.first_skipped = [*self.first_skipped, *other.first_skipped][:10]
+
 
 def encode_rows(
     rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None

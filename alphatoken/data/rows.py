@@ -19,6 +19,7 @@ __all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of", "text
 PROMPTS = ("prompt", "instruction", "question", "query")
 _RESPONSES = ("response", "output", "answer", "completion")
 CHATS = ("messages", "conversations")
+_BOM = b"\xef\xbb\xbf"
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -150,7 +151,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_file():
         raise DataError("no such data file", got=str(path), remedy="check the path")
     suffix = path.suffix.lower()
-    if suffix == ".json" and _starts_with_list(path):
+    if suffix == ".json" and starts_with_list(path):
         return _json(path)
     if suffix in (".jsonl", ".json", ".ndjson"):
         return _jsonl(path)
@@ -163,71 +164,95 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     )
 
 
-def _starts_with_list(path: Path) -> bool:
+def starts_with_list(path: Path) -> bool:
+    """Whether a JSON file is one list, and not one object a line."""
     with path.open("rb") as file:
         return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The objects of one JSON list."""
+    for number, record in enumerate(json_items(path), start=1):
+        place = f"{path.name}, item {number}"
+        yield place, require_object(record, place)
+
+
+def json_items(path: Path) -> Sequence[Any]:
+    """The items of one JSON list.
+
+    Raises:
+        DataError: the file is none.
+    """
     try:
-        records = json.loads(path.read_text(encoding="utf-8-sig"))
+        records: Sequence[Any] = json.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(
             "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
         ) from None
-    for number, record in enumerate(records, start=1):
-        place = f"{path.name}, item {number}"
-        if not isinstance(record, dict):
-            raise DataError(
-                "an item of the JSON list is not an object",
-                got=f"{place}: {short(repr(record))}",
-                remedy='write {"prompt": ..., "response": ...} for each item',
-            )
-        yield place, record
+    return records
+
+
+def require_object(record: Any, place: str) -> Mapping[str, Any]:
+    """The item of a list, which must be an object.
+
+    Raises:
+        DataError: it is none.
+    """
+    if not isinstance(record, dict):
+        raise DataError(
+            "an item of the JSON list is not an object",
+            got=f"{place}: {short(repr(record))}",
+            remedy='write {"prompt": ..., "response": ...} for each item',
+        )
+    return record
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            place = f"{path.name}, line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    "the data file is not UTF-8",
-                    got=f"{place}: byte 0x{raw[error.start]:02x} at column {error.start + 1}",
-                    remedy="convert the file to UTF-8",
-                ) from None
-            if not line:
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    "broken JSON line",
-                    got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
-                    remedy="each line must be one JSON object; mend or drop this line",
-                ) from None
-            if not isinstance(record, dict):
-                raise DataError(
-                    "a JSON line is not an object",
-                    got=f"{place}: {short(line)}",
-                    remedy='write {"prompt": ..., "response": ...} on each line',
-                )
-            yield place, record
+            if not is_blank(raw):
+                place = f"{path.name}, line {number}"
+                yield place, json_line(raw, place)
+
+
+def is_blank(raw: bytes) -> bool:
+    """Whether a line of a JSONL file is no row: white space, or a byte order mark alone."""
+    return not raw.strip(_BOM + b" \t\r\n\v\f")
+
+
+def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
+    """The object on one line of a JSONL file.
+
+    Raises:
+        DataError: not UTF-8, not JSON, or no object; the message names ``place``.
+    """
+    try:
+        line = raw.removeprefix(_BOM).decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the data file is not UTF-8",
+            got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
+            remedy="convert the file to UTF-8",
+        ) from None
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            "broken JSON line",
+            got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
+            remedy="each line must be one JSON object; mend or drop this line",
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            "a JSON line is not an object",
+            got=f"{place}: {short(line)}",
+            remedy='write {"prompt": ..., "response": ...} on each line',
+        )
+    return record
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError(
-            "reading Parquet needs pyarrow",
-            got=str(path),
-            remedy="pip install pyarrow, or give the rows as JSONL",
-        ) from None
+    pa, pq = parquet_modules(path)
     try:
         number = 0
         with pq.ParquetFile(path) as file:
@@ -241,6 +266,24 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             got=f"{path}: {short(str(error))}",
             remedy="write the file again; it may be truncated",
         ) from None
+
+
+def parquet_modules(path: Path) -> tuple[Any, Any]:
+    """``pyarrow`` and ``pyarrow.parquet``, to read ``path``.
+
+    Raises:
+        DataError: they are not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(
+            "reading Parquet needs pyarrow",
+            got=str(path),
+            remedy="pip install pyarrow, or give the rows as JSONL",
+        ) from None
+    return pa, pq
 
 
 def short(text: str, length: int = 80) -> str:

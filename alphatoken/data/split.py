@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alphatoken.data.rows import Row
@@ -111,7 +111,7 @@ def split_pools(
         else:
             train.append(row)
     if on_leak == "error":
-        _refuse(leaks)
+        refuse_leaks(leaks)
     counts = {
         "rows": len(data),
         "drawn_validation": len(drawn_validation),
@@ -161,7 +161,12 @@ def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[R
     )
 
 
-def _refuse(leaks: dict[str, list[Row]]) -> None:
+def refuse_leaks(leaks: Mapping[str, Sequence[Row]]) -> None:
+    """Raise if rows to train on are in a held-out pool as well; the message names the first.
+
+    Raises:
+        DataError: there are such rows.
+    """
     for pool, rows in leaks.items():
         if rows:
             places = "; ".join(row.place for row in rows[:3])

@@ -86,6 +86,7 @@ class DirectionBuilder:
         self.names: dict[str, str] = {}
         self.parameters = self._choose_parameters()
         self._stored = Direction({}, None, 0.0)
+        self._kept: tuple[object, dict[str, Tensor]] | None = None
         self._sizes: Sizes | None = None
         self._stamp: object = None
         self._pinned: object = None
@@ -268,7 +269,7 @@ class DirectionBuilder:
 
     def invalidate(self) -> None:
         """Drop G and V; the next ``prepare`` builds them anew."""
-        self._stamp = None
+        self._stamp = self._kept = None
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide what is stale, instead of the parameters' version counters."""
@@ -311,6 +312,29 @@ class DirectionBuilder:
             return None
         item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
         return read_batch(item, max_length=self.adapter.max_positions(), role=role)
+
+    @property
+    def spread(self) -> bool:
+        """Whether G is a mean over processes or steps, or weights lie in parts."""
+        return self.sharding is not None or self._reduce is not None
+
+    def gradient(self) -> dict[str, Tensor]:
+        """G by parameter name at the current parameters, without P; kept for the next build."""
+        kept = self._kept_gradient()
+        if kept is None:
+            kept = self._gradient("validation", self.validation)
+            self.keep_gradient(kept)
+        return kept
+
+    def keep_gradient(self, gradient: dict[str, Tensor]) -> None:
+        """Use this G, without P, for as long as the parameters stay as they are."""
+        self.invalidate()
+        self._kept = (self._current_stamp(), gradient)
+
+    def _kept_gradient(self) -> dict[str, Tensor] | None:
+        if self._kept is None or self._kept[0] != self._current_stamp():
+            return None
+        return self._kept[1]
 
     def prepare(self) -> None:
         """Make G and V current."""
@@ -415,7 +439,9 @@ class DirectionBuilder:
         if parts:
             gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
         else:
-            gradient = self._gradient("validation", self.validation) if self.adapts else {}
+            gradient = self._kept_gradient() or {}
+            if self.adapts and not gradient:
+                gradient = self._gradient("validation", self.validation)
         stability, unit = self._stability(), 1.0
         if self.config.stability_units == "balance":
             unit = unit_of_stability(*self._norms(gradient, stability))

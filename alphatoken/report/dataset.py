@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.report.examples import ScoredExample
+from alphatoken.report.examples import IGNORE, ScoredExample
 from alphatoken.report.files import pyarrow_modules, read_values, value_files
 from alphatoken.support.storage import replacing, write_json
 
 __all__ = ["CARD", "DatasetCounts", "Weigh", "write_dataset"]
 
-_IGNORE = -100
+_ROWS = 256
+"""Rows of a row group."""
+
+_Row = dict[str, NDArray[Any]]
 
 Weigh = Callable[[Sequence[ScoredExample]], list[NDArray[np.float32]]]
 """Sequences that are ranked together -> the weight of each token's loss, (t,) for each of them."""
@@ -74,20 +77,8 @@ def write_dataset(
     whole = None if together is not None else iter(weigh(list(read_values(values))))
     written = set()
     for path in value_files(values):
-        rows = []
-        for example, weights in _weighed(read_values(path), weigh, together, whole):
-            counts.response_tokens += int(example.response.sum())
-            row = _row(example, weights)
-            if row is None:
-                counts.rows_without_weight += 1
-                continue
-            counts.rows += 1
-            counts.trained_tokens += int((weights != 0).sum())
-            counts.weight += float(weights.sum(dtype=np.float64))
-            rows.append(row)
-            digest.update(repr(sorted(row.items())).encode())
         part = folder / f"{path.stem}.parquet"
-        _write(part, rows)
+        _write(part, _counted(_weighed(read_values(path), weigh, together, whole), counts, digest))
         written.add(part)
     for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
         left.unlink()
@@ -113,30 +104,52 @@ def _weighed(
         yield from zip(batch, weigh(batch), strict=True)
 
 
-def _row(example: ScoredExample, weights: NDArray[np.float32]) -> dict[str, Any] | None:
-    """A row of the data set; None if nothing of it is trained on."""
-    weights = np.where(example.response, weights, 0).astype(np.float32)
-    if not weights.any():
-        return None
-    return {
-        "input_ids": list(map(int, example.ids)),
-        "attention_mask": [1] * len(example.ids),
-        "labels": np.where(weights != 0, example.labels, _IGNORE).tolist(),
-        "loss_weights": weights.tolist(),
-        "row": example.row,
-    }
+def _counted(
+    weighed: Iterable[tuple[ScoredExample, NDArray[np.float32]]], counts: DatasetCounts, digest: Any
+) -> Iterator[_Row]:
+    """The rows that have a weight, counted."""
+    for example, given in weighed:
+        weights = np.where(example.response, given, 0).astype(np.float32)
+        counts.response_tokens += int(example.response.sum())
+        if not weights.any():
+            counts.rows_without_weight += 1
+            continue
+        ids = np.asarray(example.ids, np.int64)
+        labels = np.where(weights != 0, np.asarray(example.labels, np.int64), IGNORE)
+        counts.rows += 1
+        counts.trained_tokens += int((weights != 0).sum())
+        counts.weight += float(weights.sum(dtype=np.float64))
+        row = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "labels": labels,
+            "loss_weights": weights,
+            "row": np.array([example.row]),
+        }
+        for column in row.values():
+            digest.update(column.tobytes())
+        yield row
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _write(path: Path, rows: Iterator[_Row]) -> None:
+    """One file, some thousand tokens in memory at a time."""
     pa, pq = pyarrow_modules()
+    number = pa.list_(pa.int64())
     schema = pa.schema(
         {
-            "input_ids": pa.list_(pa.int64()),
-            "attention_mask": pa.list_(pa.int64()),
-            "labels": pa.list_(pa.int64()),
+            "input_ids": number,
+            "attention_mask": number,
+            "labels": number,
             "loss_weights": pa.list_(pa.float32()),
             "row": pa.int64(),
         }
     )
-    with replacing(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), temporary)
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        while group := list(islice(rows, _ROWS)):
+            ends = pa.array(np.cumsum([0, *(len(row["labels"]) for row in group)], dtype=np.int32))
+            arrays = []
+            for field in schema:
+                flat = pa.array(np.concatenate([row[field.name] for row in group]))
+                lists = field.name != "row"
+                arrays.append(pa.ListArray.from_arrays(ends, flat) if lists else flat)
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

@@ -64,9 +64,11 @@ def distributions(summary: ValueSummary, present: Sequence[Component]) -> Sectio
     ]
     flat = [one.name for one in present if not summary.columns[one.key].any()]
     zero = [f"Zero for every token: {'; '.join(flat)}."] if flat else []
+    drawn = len(next(iter(summary.columns.values()), ()))
+    which = "All" if drawn == summary.response_tokens else f"A sample of {number(drawn)} of the"
     remark = (
-        f"All {number(summary.response_tokens)} response tokens. Bars span the central 98 % of the "
-        "values; zero is the dashed line."
+        f"{which} {number(summary.response_tokens)} response tokens. Bars span the central 98 % of "
+        "the values; zero is the dashed line."
     )
     return Section(
         "distributions",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["COMPONENTS", "Component", "ScoredExample", "visible"]
 
-_IGNORE = -100
+IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ScoredExample:
     Attributes:
         row: row number in the training file, from 0.
         place: how a person finds the row, such as ``train.jsonl, line 7``.
-        tokens: text of each token, length t.
+        tokens: text of each token, length t; empty where nobody has asked for it.
         ids: their token ids.
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
@@ -78,12 +79,12 @@ class ScoredExample:
     ids: Sequence[int]
     labels: Sequence[int]
     kept: NDArray[np.bool_]
-    values: Mapping[str, NDArray[np.float64]]
+    values: Mapping[str, NDArray[np.floating[Any]]]
 
     @property
     def response(self) -> NDArray[np.bool_]:
         """(t,) True where the token is a valued response token; the first one never is."""
-        mask: NDArray[np.bool_] = np.asarray(self.labels) != _IGNORE
+        mask: NDArray[np.bool_] = np.asarray(self.labels) != IGNORE
         mask[:1] = False
         return mask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,11 @@ _Token = tuple[float, ScoredExample, int]
 
 _CONTEXT = 10
 """Tokens shown on each side of an extreme token."""
+
+MOST_TOKENS = 250_000
+"""Tokens whose values are held for medians, ranks and histograms."""
+
+_DRAWN = "drawn"
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def summarise(
     sample: int = 40,
     extremes: int = 15,
     seed: int = 0,
+    texts: Callable[[Sequence[int]], list[str]] | None = None,
+    most: int = MOST_TOKENS,
 ) -> ValueSummary:
     """One pass over all examples: distributions, extremes, and a uniform sample to show.
 
@@ -102,31 +109,134 @@ def summarise(
         sample: how many sequences to keep for the heatmaps (uniform, seeded, in row order).
         extremes: how many of the highest and of the lowest tokens to keep.
         seed: of the sample.
+        texts: token ids -> text of each token, for examples that come without; asked for those
+            that are shown.
+        most: of more response tokens than this, medians, rank correlations and ``columns`` are
+            those of a uniform sample of so many. Everything else is of all tokens.
     """
     summary, chosen = ValueSummary(), _Reservoir(sample, seed)
-    columns: dict[str, list[NDArray[np.float64]]] = {}
+    columns, moments = _Columns(most, seed), _Moments()
     high: list[_Token] = []
     low: list[_Token] = []
     for example in examples:
         summary.sequences += 1
-        summary.tokens += len(example.tokens)
+        summary.tokens += len(example.ids)
         summary.kept_tokens += int(example.kept.sum())
         chosen.offer(example)
         response = example.response
-        for key, values in example.values.items():
-            columns.setdefault(key, []).append(np.asarray(values, float)[response])
+        own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
+        columns.add(own)
+        moments.add(own)
         summary.response_tokens += int(response.sum())
-        total = example.values["total"]
-        own = [(float(total[place]), example, int(place)) for place in np.flatnonzero(response)]
+        total, places = own["total"], np.flatnonzero(response)
         # Of equal values the first one seen comes first.
-        high = heapq.nlargest(extremes, [*high, *own], key=_value)
-        low = heapq.nsmallest(extremes, [*low, *own], key=_value)
-    summary.columns = {key: np.concatenate(parts) for key, parts in columns.items()}
-    summary.components = _components(summary.columns, stability_weight)
-    summary.highest = [_extreme(*token[1:]) for token in high]
-    summary.lowest = [_extreme(*token[1:]) for token in low]
-    summary.sample = sorted(chosen.items, key=lambda example: example.row)
+        high = heapq.nlargest(extremes, [*high, *_ends(-total, places, total, example, extremes)],
+                              key=_value)  # fmt: skip
+        low = heapq.nsmallest(extremes, [*low, *_ends(total, places, total, example, extremes)],
+                              key=_value)  # fmt: skip
+    summary.columns = columns.values()
+    summary.components = _components(summary.columns, moments, stability_weight)
+    summary.highest = [_extreme(_worded(e, texts), place) for _, e, place in high]
+    summary.lowest = [_extreme(_worded(e, texts), place) for _, e, place in low]
+    picked = sorted(chosen.items, key=lambda example: example.row)
+    summary.sample = [_worded(example, texts) for example in picked]
     return summary
+
+
+def _ends(
+    order: NDArray[np.float64],
+    places: NDArray[np.int64],
+    total: NDArray[np.float64],
+    example: ScoredExample,
+    count: int,
+) -> list[_Token]:
+    """The first ``count`` tokens of a sequence in this order."""
+    first = np.sort(np.argsort(order, kind="stable")[:count])
+    return [(float(total[i]), example, int(places[i])) for i in first]
+
+
+def _worded(
+    example: ScoredExample, texts: Callable[[Sequence[int]], list[str]] | None
+) -> ScoredExample:
+    if texts is None or example.tokens:
+        return example
+    return replace(example, tokens=texts(example.ids))
+
+
+class _Columns:
+    """Values of all response tokens, or of a uniform sample of them where they are too many.
+
+    Each token has a random number; those with the smallest ones are the sample.
+    """
+
+    def __init__(self, most: int, seed: int) -> None:
+        self._most, self._random = most, np.random.default_rng(seed)
+        self._parts: list[dict[str, NDArray[np.float64]]] = []
+        self._size, self._bound = 0, 1.0
+
+    def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
+        drawn = self._random.random(len(values["total"]))
+        part = {**values, _DRAWN: drawn}
+        if self._bound < 1:
+            part = {key: column[drawn < self._bound] for key, column in part.items()}
+        self._parts.append(part)
+        self._size += len(part[_DRAWN])
+        if self._size > 2 * self._most:
+            self._thin()
+
+    def _thin(self) -> None:
+        keys = self._parts[0]
+        joined = {key: np.concatenate([part[key] for part in self._parts]) for key in keys}
+        if self._size > self._most:
+            self._bound = float(np.partition(joined[_DRAWN], self._most)[self._most])
+            kept = joined[_DRAWN] < self._bound
+            joined = {key: column[kept] for key, column in joined.items()}
+        self._parts, self._size = [joined], len(joined[_DRAWN])
+
+    def values(self) -> dict[str, NDArray[np.float64]]:
+        if not self._parts:
+            return {}
+        self._thin()
+        return {key: column for key, column in self._parts[0].items() if key != _DRAWN}
+
+
+class _Moments:
+    """Count, mean, spread and range of each component, and its covariance with the total."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: dict[str, float] = {}
+        self.spread: dict[str, float] = {}  # sum of squared deviations
+        self.shared: dict[str, float] = {}  # sum of products of deviations with the total's
+        self.minimum: dict[str, float] = {}
+        self.maximum: dict[str, float] = {}
+        self.positive: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
+        """Add tokens; sums of deviations are moved to the common mean (Chan, Golub, LeVeque)."""
+        more = len(values["total"])
+        if not more:
+            return
+        both = self.count + more
+        weight = self.count * more / both
+        means = {key: float(column.mean()) for key, column in values.items()}
+        apart = {key: means[key] - self.mean.get(key, 0.0) for key in values}
+        for key, column in values.items():
+            own, total = column - means[key], values["total"] - means["total"]
+            self.spread[key] = (
+                self.spread.get(key, 0.0) + float(own @ own) + weight * apart[key] ** 2
+            )
+            self.shared[key] = (
+                self.shared.get(key, 0.0)
+                + float(own @ total)
+                + weight * apart[key] * apart["total"]
+            )
+            self.minimum[key] = min(self.minimum.get(key, math.inf), float(column.min()))
+            self.maximum[key] = max(self.maximum.get(key, -math.inf), float(column.max()))
+            self.positive[key] = self.positive.get(key, 0) + int((column > 0).sum())
+        for key in values:
+            self.mean[key] = self.mean.get(key, 0.0) + apart[key] * more / both
+        self.count = both
 
 
 class _Reservoir:
@@ -165,28 +275,27 @@ def _extreme(example: ScoredExample, position: int) -> Extreme:
 
 
 def _components(
-    columns: dict[str, NDArray[np.float64]], stability_weight: float
+    columns: Mapping[str, NDArray[np.float64]], moments: _Moments, stability_weight: float
 ) -> list[ComponentSummary]:
-    total = columns.get("total")
-    if total is None or not total.size:
+    count = moments.count
+    if not count:
         return []
-    ranks = rankdata(total)
+    ranks = rankdata(columns["total"])
     result = []
     for key in (component.key for component in COMPONENTS if component.key in columns):
-        values = columns[key]
         weight = stability_weight if key.startswith("stability") else 1.0
         result.append(
             ComponentSummary(
                 key=key,
-                count=int(values.size),
-                mean=float(values.mean()),
-                deviation=float(values.std()),
-                minimum=float(values.min()),
-                median=float(np.median(values)),
-                maximum=float(values.max()),
-                positive=float((values > 0).mean()),
-                variance_share=_ratio(_covariance(weight * values, total), total.var()),
-                rank_correlation=_correlation(rankdata(values), ranks),
+                count=count,
+                mean=moments.mean[key],
+                deviation=math.sqrt(moments.spread[key] / count),
+                minimum=moments.minimum[key],
+                median=float(np.median(columns[key])),
+                maximum=moments.maximum[key],
+                positive=moments.positive[key] / count,
+                variance_share=_ratio(weight * moments.shared[key], moments.spread["total"]),
+                rank_correlation=_correlation(rankdata(columns[key]), ranks),
             )
         )
     return result

@@ -64,13 +64,15 @@ def replacing(
         os.replace(temporary, target)
         _flush(target.parent)  # the new name is an entry of the folder, which is written by itself
     except (OSError, SafetensorError) as problem:
+        # safetensors reports a full disk by an error of its own.
+        cause = problem if isinstance(problem, OSError) else OSError(str(problem))
         raise error(
             f"the file '{target}' could not be written",
             got=str(problem),
             why="a half-written file would be mistaken for a whole one; the old one, if any, is "
             "still in place and the partial one was removed",
             remedy="free some space or give another folder",
-        ) from problem
+        ) from cause
     finally:
         with suppress(OSError):
             temporary.unlink()

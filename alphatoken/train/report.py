@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.report import Component, ScoredExample, ValueSummary, summarise
 from alphatoken.report.build import value_sections
-from alphatoken.report.files import stretches
+from alphatoken.report.files import pyarrow_modules
 from alphatoken.report.numbers import number
 from alphatoken.report.page import Column, Section, ShownTable, render_page, write_page
 from alphatoken.train.curves import charts
@@ -274,6 +274,20 @@ def token_values(path: str | Path, *, most: int = MOST_TOKENS) -> Iterator[Score
             got=f"{path}: {type(problem).__name__}: {problem}",
             remedy="it is cut, or not what a trainer of this library exported",
         ) from problem
+
+
+def stretches(path: Path, size: int = 4096, every: int = 1) -> Iterator[list[dict[str, Any]]]:
+    """Each n-th stretch of so many neighbouring records of a Parquet or JSONL file."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            parts = iter(lambda: list(islice(file, size)), [])
+            for lines in islice(parts, 0, None, every):
+                yield [json.loads(line) for line in lines]
+    else:
+        _, pq = pyarrow_modules()
+        with pq.ParquetFile(path) as file:
+            for batch in islice(file.iter_batches(batch_size=size), 0, None, every):
+                yield batch.to_pylist()
 
 
 def count_tokens(path: Path) -> int:

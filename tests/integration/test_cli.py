@@ -90,8 +90,8 @@ def test_files_hold_what_the_scorer_says(
     split = {"adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal"}
     assert split.isdisjoint(scored[0].values) == (estimator == "label")
     assert any(e.values["stability"].any() for e in scored)
-    assert scored[0].tokens[0] == "<start>"
-    assert scored[0].tokens[-1] == " <end>"
+    assert tokenizer.decode([scored[0].ids[0]]) == "<start>"
+    assert tokenizer.decode([scored[0].ids[-1]]) == "<end>"
 
 
 def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path: Path) -> None:
@@ -282,9 +282,6 @@ def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
     assert "--resume" in message
     assert [p.name for p in (tmp_path / "cut" / "values").iterdir()] == ["part-00000.parquet"]
     monkeypatch.undo()
-    # Folders of the time when there was a choice of contraction say so, and go on.
-    run = json.loads((tmp_path / "cut" / "run.json").read_text())
-    assert '"contraction": "projected"' in json.dumps(run)
     assert world.score(tmp_path / "cut", "--resume") == 0
     assert same(load(tmp_path / "cut"), load(tmp_path / "whole"))
 
@@ -542,10 +539,10 @@ def test_really_full_disk(world: World, tmp_path: Path, capsys: pytest.CaptureFi
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=36k", "tmpfs", str(small)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=548k", "tmpfs", str(small)], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("a file system of 36 kB can be mounted by root only")
+        pytest.skip("a file system of 548 kB can be mounted by root only")
     try:
         assert world.score(small / "out", format="jsonl") == 1
         error = capsys.readouterr().err

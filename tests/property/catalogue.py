@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.property import (
     mutants,
     mutants_adapters,
+    mutants_corpus,
     mutants_policies,
     mutants_proofs,
     mutants_train,
@@ -21,6 +22,7 @@ ROOMS = {
     "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
     "Errors in the trainers": mutants_train.TRAINERS,
     "Errors in the other methods": mutants_policies.MUTANTS,
+    "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

@@ -180,6 +180,10 @@ check_standard_errors | | standard_errors, (values against all batches but one) 
 check_errors_are_unbiased | | (variance over draws) | approximate
 check_screen | | token_losses | exact
 check_harmless | | (loops, quantile by bisection) | exact
+check_top_threshold | | (select_top on all values at once) | exact
+check_kept_gradient | val_objective | (the same bits without a file) | exact
+check_rows_from_any_place | | (the lines themselves) | exact
+check_corpus | | (split_pools on the whole list) | exact
 check_padding_never_ranks | | (the same without padding) | exact
 check_proportional_weights | | (loops) | exact
 check_probabilities | | (fractions) | exact

@@ -1,0 +1,326 @@
+"""What values depend on: read and checked once, sealed in the output folder, opened by any process.
+
+OUT/run.json                 settings; the same at a resumed run
+OUT/job/job.json             where the rows are, which of them are held out
+OUT/job/gradient.safetensors G
+OUT/job/blocks/00000.json    what became of the rows of each finished part
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.cli.folder import examples_digest, file_digest, read_manifest
+from alphatoken.cli.reading import (
+    encode_some,
+    encoding,
+    on_device,
+    read_file,
+    read_model,
+    read_tokenizer,
+    scorer_config,
+)
+from alphatoken.cli.score import ScoreOptions
+from alphatoken.data import (
+    EncodeOptions,
+    EncodeReport,
+    Example,
+    Fields,
+    Row,
+    batches,
+    encode_rows,
+    leak_keys,
+)
+from alphatoken.data.corpus import Corpus, draw_rows
+from alphatoken.data.source import find_source, source_of
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import weights_digest, write_json
+
+__all__ = [
+    "Job",
+    "block_facts",
+    "gradient_file",
+    "open_job",
+    "prepare_job",
+    "score_config",
+    "seal_job",
+]
+
+_FILES = 1024
+"""Files that the rows are spread over where nothing else is asked for."""
+
+_LEAST = 64
+"""Rows of a file, at least, where nothing else is asked for."""
+
+_SAMPLE = 1024
+"""Rows whose lengths stand for all when the cost is estimated."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the values depend on, read and checked.
+
+    Attributes:
+        options: of the command.
+        config: what to compute.
+        model: on its device.
+        tokenizer: of the model.
+        fisher: of the stability term.
+        corpus: the rows.
+        validation: encoded validation rows; ``encoded`` says what happened to them.
+        how: rows become tokens.
+        counts: of rows by what becomes of them; empty in a process that only values.
+        block: rows of a value file, those that are left out included.
+        settings: what the values depend on, by name; empty likewise.
+    """
+
+    options: ScoreOptions
+    config: ScorerConfig
+    model: nn.Module
+    tokenizer: Any
+    fisher: FisherDrift | None
+    corpus: Corpus
+    validation: list[Example]
+    encoded: EncodeReport
+    how: EncodeOptions
+    counts: dict[str, int]
+    block: int
+    settings: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the results."""
+        return Path(self.options.output_dir)
+
+    @property
+    def kind(self) -> str:
+        """Format of the value files."""
+        return str(self.options.format)
+
+    @property
+    def blocks(self) -> range:
+        """Numbers of the value files."""
+        return range(-(-self.corpus.source.rows // self.block))
+
+    def part(self, number: int) -> Path:
+        """The value file of a block."""
+        return self.folder / "values" / f"part-{number:05d}.{self.kind}"
+
+    def missing(self) -> list[int]:
+        """Blocks without a value file."""
+        return [number for number in self.blocks if not self.part(number).exists()]
+
+    def scorer(self) -> Scorer:
+        """A scorer of its own validation rows; it builds G when it is first used."""
+        size = self.options.batch_size
+        held = [on_device(batch, self.model) for batch in batches(self.validation, size)]
+        return Scorer(self.model, validation=held, retention=self.fisher, config=self.config)
+
+    def sample(self, blocks: Iterable[int]) -> list[Example]:
+        """Encoded rows of these blocks, some of each, to stand for all of them."""
+        numbers = list(blocks)
+        each = max(1, -(-_SAMPLE // max(len(numbers), 1)))
+        step = max(1, len(numbers) * each // _SAMPLE)
+        found: list[Example] = []
+        for number in numbers[::step]:
+            first = number * self.block
+            rows = self.corpus.rows(first, first + self.block)
+            some = islice((row for row in rows if isinstance(row, Row)), each)
+            lenient = replace(self.how, on_long="truncate", on_empty="skip")
+            found += encode_rows(list(some), self.tokenizer, lenient)[0]
+        return found
+
+
+def gradient_file(folder: Path) -> Path:
+    """G of a sealed job."""
+    return folder / "job" / "gradient.safetensors"
+
+
+def block_facts(folder: Path, number: int) -> Path:
+    """What became of the rows of a block."""
+    return folder / "job" / "blocks" / f"{number:05d}.json"
+
+
+def prepare_job(options: ScoreOptions) -> Job:
+    """Read everything, and see that it can be used; nothing is written.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    Tracker("Counting rows", 0, False)  # what the heartbeat says meanwhile
+    source = find_source(options.train_file).limited(options.limit)
+    tokenizer = read_tokenizer(options)
+    fisher = _fisher(options)
+    corpus = Corpus(
+        source,
+        Fields(options.prompt_column, options.response_column, options.messages_column),
+        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
+        on_leak=options.on_leak,
+        on_bad_rows=options.on_bad_rows,
+    )
+    held = _held_out(corpus, options)
+    corpus = replace(
+        corpus,
+        drawn=frozenset(row.index for row in held if options.validation_file is None),
+        held=frozenset(key for row in held for key in leak_keys(row)),
+    )
+    reading = Tracker("Reading rows", source.rows, not options.quiet)
+    counts = corpus.survey(reading.report) | {"validation": len(held)}
+    job = _job(options, score_config(options), tokenizer, fisher, corpus, held)
+    return replace(job, counts=counts, settings=_settings(job))
+
+
+def _held_out(corpus: Corpus, options: ScoreOptions) -> list[Row]:
+    if options.validation_file is not None:
+        return read_file(options.validation_file, options, limit=None)
+    return draw_rows(corpus, options.validation_rows or 0, options.seed)
+
+
+def _fisher(options: ScoreOptions) -> FisherDrift | None:
+    read = FisherDrift.open if options.offload else FisherDrift.load
+    return None if options.fisher_file is None else read(options.fisher_file)
+
+
+def _job(
+    options: ScoreOptions,
+    config: ScorerConfig,
+    tokenizer: Any,
+    fisher: FisherDrift | None,
+    corpus: Corpus,
+    held: list[Row],
+) -> Job:
+    model = read_model(options)
+    how = encoding(options, model)
+    validation, encoded = encode_some(held, tokenizer, how, "validation")
+    block = options.shard_size or _block(corpus.source.rows)
+    return Job(
+        options, config, model, tokenizer, fisher, corpus, validation, encoded, how, {}, block, {}
+    )
+
+
+def _block(rows: int) -> int:
+    """Rows a file: a multiple of 64, so that there are about a thousand files.
+
+    >>> [_block(rows) for rows in (20, 100_000, 10_000_000)]
+    [64, 128, 9792]
+    """
+    return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What the values depend on, by name; a resumed run must have the same."""
+    options, config = job.options, job.config
+    valued = asdict(config)
+    del valued["preconditioner"], valued["offload"]  # of no consequence for the values
+    del valued["stability_units"]  # always "plain" here
+    fisher = options.fisher_file
+    return {
+        "model": options.model_name_or_path,
+        "train": options.train_file,
+        "validation": options.validation_file
+        or f"{options.validation_rows} rows of the training file",
+        "fisher": fisher or "none",
+        **valued,
+        "layers": config.layers if isinstance(config.layers, (int, str)) else list(config.layers),
+        "ratio": options.ratio,
+        "scope": options.scope,
+        "batch_size": options.batch_size,
+        "shard_size": job.block,
+        "max_length": job.how.max_length,
+        "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
+        "format": job.kind,
+        "components": options.components,
+        "seed": options.seed,
+        "row_format": job.encoded.format,
+        "rows_read": asdict(job.corpus.fields) | _how(job.how),
+        "model_sha256": weights_digest(job.model),
+        "fisher_sha256": "none" if fisher is None else file_digest(fisher),
+        "train_sha256": job.corpus.source.sha256,
+        "validation_sha256": examples_digest(job.validation),
+    }
+
+
+def _how(how: EncodeOptions) -> dict[str, Any]:
+    """How rows become tokens; ``on_empty`` may change, which no finished value depends on."""
+    return {k: v for k, v in asdict(how).items() if k not in ("max_length", "on_empty")}
+
+
+def seal_job(job: Job) -> None:
+    """Write down what another process needs to value the same rows the same way."""
+    document = {
+        "settings": job.settings,
+        "source": job.corpus.source.as_dict(),
+        "drawn": sorted(job.corpus.drawn),
+        "held": sorted(job.corpus.held),
+        "counts": job.counts,
+    }
+    block_facts(job.folder, 0).parent.mkdir(parents=True, exist_ok=True)
+    write_json(job.folder / "job" / "job.json", document, default=str)
+
+
+def open_job(options: ScoreOptions) -> Job:
+    """The job that was sealed in the output folder, in another process.
+
+    Raises:
+        DataError: there is none, or its files changed. ConfigError: it is another one.
+    """
+    path = Path(options.output_dir) / "job" / "job.json"
+    document = read_manifest(path)
+    source = source_of(document["source"])
+    if not source.rows:
+        raise DataError("the job has no rows", got=str(path))
+    fisher = _fisher(options)
+    corpus = Corpus(
+        source,
+        Fields(options.prompt_column, options.response_column, options.messages_column),
+        drawn=frozenset(document["drawn"]),
+        held=frozenset(document["held"]),
+        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
+        on_leak=options.on_leak,
+        on_bad_rows=options.on_bad_rows,
+    )
+    held = _held_again(corpus, options)
+    job = _job(options, score_config(options), read_tokenizer(options), fisher, corpus, held)
+    due, found = document["settings"], json.loads(json.dumps(_settings(job), default=str))
+    differing = [key for key in due if due[key] != found.get(key)]
+    if differing:
+        raise ConfigError(
+            "this process does not have what the job was made with",
+            got=f"{differing[0]}: {found.get(differing[0])!r}, not {due[differing[0]]!r}",
+            why="its values would not be those of the other processes",
+            remedy="the same model, files and options on every machine",
+        )
+    return job
+
+
+def _held_again(corpus: Corpus, options: ScoreOptions) -> list[Row]:
+    if options.validation_file is not None:
+        return read_file(options.validation_file, options, limit=None)
+    rows = (
+        corpus.row(found) for i in sorted(corpus.drawn) for found in corpus.source.read(i, i + 1)
+    )
+    return [row for row in rows if isinstance(row, Row)]
+
+
+def score_config(options: ScoreOptions) -> ScorerConfig:
+    """What to compute.
+
+    Raises:
+        ConfigError: options without a meaning.
+    """
+    return scorer_config(
+        options,
+        head_reduction=options.head_reduction,
+        causal_position=options.causal_position,
+        parameters=options.parameters,
+        offload="stream" if options.offload else "none",
+    )

@@ -1,0 +1,162 @@
+"""Which rows of a source are valued: all but held-out ones, those that repeat them, and bad ones.
+
+What :func:`alphatoken.data.split_pools` does to a list, done row by row: what becomes of a row
+depends on itself and on the held-out keys, so that any process can start at any row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from alphatoken.data.rows import Fields, Row, row_of
+from alphatoken.data.source import Found, RowSource
+from alphatoken.data.split import check_draw, leak_keys, refuse_leaks
+from alphatoken.errors import DataError
+
+__all__ = ["BadRow", "Corpus", "draw_rows"]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be valued: where it is, and why."""
+
+    index: int
+    place: str
+    reason: str
+
+    @classmethod
+    def of(cls, index: int, place: str, error: DataError) -> BadRow:
+        """From what reading or encoding it raised."""
+        return cls(index, place, str(error))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of a source, less those that must not be valued.
+
+    Attributes:
+        source: all rows.
+        fields: which columns are read.
+        drawn: rows that are validation rows themselves.
+        held: ``leak_keys`` of the validation rows.
+        fisher: those of the rows that the Fisher was fitted on.
+        on_leak: "remove" or "error" for rows that repeat held-out ones.
+        on_bad_rows: "error", or "skip" to pass over rows that cannot be read, and name them.
+    """
+
+    source: RowSource
+    fields: Fields
+    drawn: frozenset[int] = frozenset()
+    held: frozenset[str] = frozenset()
+    fisher: frozenset[str] = frozenset()
+    on_leak: str = "remove"
+    on_bad_rows: str = "error"
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row | BadRow | str]:
+        """What becomes of each row: a row to value, a bad row, or why it is left out.
+
+        The reasons are "drawn_validation", "removed_same_as_validation" and
+        "removed_same_as_fisher".
+
+        Raises:
+            DataError: a bad row under "error"; a leak under ``on_leak="error"``.
+        """
+        for found in self.source.read(start, stop):
+            if found.index in self.drawn:
+                yield "drawn_validation"
+                continue
+            row = self.row(found)
+            yield row if isinstance(row, BadRow) else self._checked(row)
+
+    def row(self, found: Found) -> Row | BadRow:
+        """What was found as a row, or what is wrong with it.
+
+        Raises:
+            DataError: it cannot be read, under "error".
+        """
+        try:
+            if isinstance(found.record, DataError):
+                raise found.record
+            return row_of(found.record, found.index, found.place, self.fields)
+        except DataError as error:
+            return self.bad(found.index, found.place, error)
+
+    def bad(self, index: int, place: str, error: DataError) -> BadRow:
+        """A row that cannot be valued, where such rows are passed over.
+
+        Raises:
+            DataError: ``error`` itself, where they are not.
+        """
+        if self.on_bad_rows == "error":
+            raise error
+        return BadRow.of(index, place, error)
+
+    def _checked(self, row: Row) -> Row | str:
+        keys = leak_keys(row)
+        for name, pool in (("validation", self.held), ("fisher", self.fisher)):
+            if pool & keys:
+                if self.on_leak == "error":
+                    refuse_leaks({name: [row]})
+                return f"removed_same_as_{name}"
+        return row
+
+    def survey(self, report: Callable[[int], None] | None = None) -> dict[str, int]:
+        """Go through all rows once, before any work: how many are valued, and what is left out.
+
+        Args:
+            report: is told how many rows were read, now and then.
+
+        Raises:
+            DataError: as of :meth:`rows`; or no row is left.
+        """
+        counts: Counter[str] = Counter()
+        for number, row in enumerate(self.rows()):
+            kinds = {BadRow: "bad_rows", Row: "train"}
+            counts[row if isinstance(row, str) else kinds[type(row)]] += 1
+            if report is not None and number % 256 == 0:
+                report(number)
+        names = (
+            "drawn_validation",
+            "removed_same_as_validation",
+            "removed_same_as_fisher",
+            "bad_rows",
+        )
+        found = {"rows": self.source.rows, **{n: counts[n] for n in (*names, "train")}}
+        if not counts["train"]:
+            raise DataError(
+                "no training row is left",
+                got=", ".join(f"{name} {count}" for name, count in found.items() if count),
+                remedy="hold out fewer rows, or give validation rows of their own",
+            )
+        return found
+
+
+def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
+    """So many rows of the corpus, drawn without replacement among those that can be read.
+
+    The draw is that of ``split_pools`` where no row is bad.
+
+    Raises:
+        ConfigError: they cannot be drawn, or none would remain.
+        DataError: as of :meth:`Corpus.row`.
+    """
+    total = corpus.source.rows
+    check_draw(count, total, "validation rows")
+    bad: set[int] = set()
+    while True:  # a bad row among the drawn ones is passed over, and the draw made among the others
+        good = [i for i in range(total) if i not in bad] if bad else range(total)
+        check_draw(count, len(good), "validation rows")
+        chosen = sorted(good[i] for i in random.Random(seed).sample(range(len(good)), count))
+        found = [corpus.row(one) for one in _at(corpus.source, chosen)]
+        more = {row.index for row in found if isinstance(row, BadRow)}
+        if not more:
+            return [row for row in found if isinstance(row, Row)]
+        bad |= more
+
+
+def _at(source: RowSource, places: Sequence[int]) -> Iterator[Found]:
+    for index in places:
+        yield from source.read(index, index + 1)

@@ -1,0 +1,102 @@
+"""G in a file: built once, and used by every process that values with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from alphatoken.direction.current import DirectionBuilder
+from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.model.batch import PreferenceBatch
+from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+
+__all__ = ["load_gradient", "save_gradient"]
+
+_FORMAT = "alphatoken validation gradient 1"
+
+
+def save_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> None:
+    """Write G at the current weights, whole or not at all, with what it depends on.
+
+    Raises:
+        UnsupportedError: the direction has no G that stands for all of it.
+        DataError: the file could not be written.
+    """
+    _check(builder)
+    write_tensors(path, builder.gradient(), _identity(builder))
+
+
+def load_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> None:
+    """Take G from a file instead of building it, for as long as the weights stay as they are.
+
+    Raises:
+        InputError: it was built with other weights, validation rows or parameters; the message
+            says which.
+        DataError: the file cannot be read, or was altered.
+        UnsupportedError: as of :func:`save_gradient`.
+    """
+    _check(builder)
+    tensors, found = read_tensors(path)
+    due = _identity(builder)
+    differing = [name for name in due if found.get(name) != due[name]]
+    if differing:
+        raise InputError(
+            f"the validation gradient is one of other {differing[0]}",
+            got=f"{os.fspath(path)}: {found.get(differing[0], 'nothing')[:80]}",
+            why="values would be measured against another objective",
+            remedy="build it anew: leave the file away",
+        )
+    places = {name: p.device for name, p in builder.parameters.items()}
+    builder.keep_gradient({name: tensor.to(places[name]) for name, tensor in tensors.items()})
+
+
+def _check(builder: DirectionBuilder) -> None:
+    reasons = {
+        "weights or gradients that are spread over processes": builder.spread,
+        "standard errors": builder.config.standard_errors,
+        "objective='stability'": not builder.adapts,
+    }
+    for what, given in reasons.items():
+        if given:
+            raise UnsupportedError(
+                "a validation gradient cannot be kept in a file here",
+                got=what,
+                why="there is no one G that stands for the whole direction",
+                remedy="let each scorer build it",
+            )
+
+
+def _identity(builder: DirectionBuilder) -> dict[str, str]:
+    """What G depends on, by the name that a message gives it."""
+    shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in builder.parameters.items()}
+    return {
+        "format": _FORMAT,
+        "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        "weights": weights_digest(builder.adapter.model),
+        "validation rows": _digest(builder.validation),
+    }
+
+
+def _digest(batches: Any) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        _feed(digest, vars(batch) if isinstance(batch, PreferenceBatch) else batch)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """All of a batch into the digest: names, shapes and bytes."""
+    if isinstance(value, Mapping):
+        for name in sorted(value):
+            digest.update(f"{name} ".encode())
+            _feed(digest, value[name])
+    elif isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,383 @@
+"""Scoring a corpus: every kind of source, bad rows, engines, killed processes, bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken import DataError
+from alphatoken.cli import main
+from alphatoken.data import read_records
+from alphatoken.data.source import find_source, source_of
+from alphatoken.direction.current import DirectionBuilder
+from alphatoken.report import value_files
+from tests.integration.small_world import World, write_rows
+from tests.integration.test_cli import load, same
+
+ROWS = [{"prompt": f"add : {n} and 4", "response": f"the sum of {n} is 7 ."} for n in range(700)]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
+    return path
+
+
+def parquet(path: Path, rows: list[Any], group: int = 50) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+def saved(path: Path, rows: list[Any]) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def folder(path: Path, rows: list[Any]) -> Path:
+    path.mkdir()
+    jsonl(path / "a.jsonl", rows[:100])
+    parquet(path / "b.parquet", rows[100:450])
+    (path / "c.json").write_text(json.dumps(rows[450:]))
+    (path / "notes.txt").write_text("no rows")
+    return path
+
+
+def listed(path: Path, rows: list[Any]) -> Path:
+    path.write_text(json.dumps(rows))
+    return path
+
+
+KINDS: dict[str, tuple[str, Callable[[Path, list[Any]], Path]]] = {
+    "jsonl": ("rows.jsonl", jsonl),
+    "json": ("rows.json", listed),
+    "parquet": ("rows.parquet", parquet),
+    "datasets": ("rows", saved),
+    "folder": ("rows", folder),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
+    name, write = KINDS[kind]
+    path = write(tmp_path / name, ROWS)
+    source = source_of(json.loads(json.dumps(find_source(path).as_dict())))
+    assert source.rows == 700
+    for start, stop in ((0, 700), (0, 1), (49, 51), (90, 460), (256, 257), (699, 700), (650, 900)):
+        found = list(source.read(start, stop))
+        assert [one.record for one in found] == ROWS[start:stop]
+        assert [one.index for one in found] == list(range(start, min(stop, 700)))
+    if path.is_file():
+        places = [place for place, _ in read_records(path)]
+        assert [one.place for one in source.read()] == places
+    assert source.limited(5).rows == 5
+    assert source.limited(5).sha256 != source.sha256
+    assert source.limited(900) is source
+    other = write(tmp_path / f"other{Path(name).suffix}", [*ROWS[:-1], ROWS[0]])
+    assert find_source(other).sha256 != source.sha256
+
+
+def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
+    path = folder(tmp_path / "rows", ROWS)
+    source = find_source(path)
+    jsonl(path / "a.jsonl", ROWS[:99])
+    with pytest.raises(DataError, match=r"changed while it was in use. Got: .*a\.jsonl"):
+        list(source.read(0, 10))
+    (path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match="no such data file"):
+        list(source.read(0, 10))
+
+
+def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "empty").mkdir()
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:2])})
+    both.save_to_disk(str(tmp_path / "both"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "rows.txt").write_text("row")
+    for name, message in (
+        ("missing.jsonl", "no such data file"),
+        ("empty", "holds no data files"),
+        ("both", "holds several data sets. Got: .*both: train"),
+        ("broken.parquet", "Parquet file cannot be read"),
+        ("rows.txt", "unknown kind of data file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_source(tmp_path / name)
+    jsonl(tmp_path / "blank.jsonl", ["", "  "])
+    with pytest.raises(DataError, match="no rows"):
+        find_source(tmp_path / "blank.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_values_do_not_depend_on_the_kind_of_source(
+    world: World, tmp_path: Path, kind: str
+) -> None:
+    rows = [json.loads(line) for line in (world / "train.jsonl").read_text().splitlines()]
+    name, write = KINDS[kind]
+    assert world.score(tmp_path / "a", "--no_report") == 0
+    path = write(tmp_path / name, rows)
+    assert world.score(tmp_path / "b", "--no_report", train=path) == 0
+    assert same(load(tmp_path / "a"), load(tmp_path / "b"))
+
+
+# --- bad rows -------------------------------------------------------------------------------------
+
+
+def test_bad_rows_are_named_and_the_rest_goes_on(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = (world / "train.jsonl").read_text().splitlines()
+    bad = ["{oops", '{"prompt": 3, "response": "x"}', '{"text": "no response"}', "[]"]
+    empty = '{"prompt": "add : 1 and 2", "response": ""}'
+    mixed = [*good[:5], bad[0], *good[5:9], *bad[1:3], *good[9:], empty, bad[3]]
+    path = jsonl(tmp_path / "mixed.jsonl", mixed)
+    out = tmp_path / "out"
+    assert world.score(out, train=path) == 2
+    assert "broken JSON line. Got: mixed.jsonl, line 6" in capsys.readouterr().err
+    assert not out.exists(), "nothing was valued before the row was found"
+    assert world.score(out, "--on_bad_rows", "skip", train=path) == 0
+    found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
+    assert [row["place"] for row in found] == [
+        f"mixed.jsonl, line {n}" for n in (6, 11, 12, 24, 25)
+    ]
+    assert [row["index"] for row in found] == [5, 10, 11, 23, 24]
+    assert "empty response" in found[3]["reason"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["pools"]["bad_rows"] == 5
+    assert "5 rows cannot be read; bad_rows.jsonl names them." in summary["notes"]
+    assert summary["values"]["sequences"] == 20
+    rows = [example.row for example in load(out)]
+    assert rows == [n for n in range(25) if n not in (5, 10, 11, 23, 24)]
+
+
+def test_no_row_left_is_said(world: World, tmp_path: Path, capsys: Any) -> None:
+    path = jsonl(tmp_path / "bad.jsonl", ["{oops", "[]"])
+    assert world.score(tmp_path / "out", "--on_bad_rows", "skip", train=path) == 2
+    assert "no training row is left" in capsys.readouterr().err
+    held = world / "validation.jsonl"
+    drawn = {"train": path, "validation": None, "validation_rows": 1}
+    assert world.score(tmp_path / "out", "--on_bad_rows", "skip", **drawn) == 2
+    assert "cannot be drawn" in capsys.readouterr().err
+    assert held.exists()
+
+
+# --- the job --------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_takes_the_sealed_gradient(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert world.score(tmp_path / "a", "--no_report") == 0
+    parts = value_files(tmp_path / "a" / "values")
+    before = load(tmp_path / "a")
+    parts[1].unlink()
+
+    def built(*_: object) -> Any:
+        raise AssertionError("G was built again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectionBuilder, "_gradient", built)
+        assert world.score(tmp_path / "a", "--no_report", "--resume") == 0
+    assert same(load(tmp_path / "a"), before)
+    gradient = tmp_path / "a" / "job" / "gradient.safetensors"
+    gradient.write_bytes(gradient.read_bytes()[:-8] + b"\0" * 8)
+    parts[1].unlink()
+    assert world.score(tmp_path / "a", "--no_report", "--resume") == 2
+    assert "does not match the sha256" in capsys.readouterr().err
+
+
+def test_parts_of_values_are_left_out_on_request(world: World, tmp_path: Path) -> None:
+    fisher = world / "fisher.safetensors"
+    assert world.score(tmp_path / "a", "--no_components", fisher=fisher) == 0
+    assert world.score(tmp_path / "b", fisher=fisher) == 0
+    for less, more in zip(load(tmp_path / "a"), load(tmp_path / "b"), strict=True):
+        assert list(less.values) == ["total"]
+        assert (less.values["total"] == more.values["total"]).all()
+        assert "stability_causal" in more.values
+
+
+def test_engines_are_refused_before_any_work(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from alphatoken.cli import score_engines
+
+    assert world.score(tmp_path / "out", "--workers", 2) == 2
+    assert "--workers is of --engine ray" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(score_engines, "find_spec", lambda _: None)
+        assert world.score(tmp_path / "out", "--engine", "ray") == 2
+    assert "pip install 'alphatoken[ray]'" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+            patch.setenv(name, value)
+        assert world.score(tmp_path / "out", "--engine", "ray") == 2
+    assert "two engines at a time" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+class Corpus:
+    """Many rows of the small world, and the words that value them."""
+
+    def __init__(self, world: World, path: Path, rows: int, shard: int) -> None:
+        self.train, self.rows = path, rows
+        self.words = [
+            "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(path),
+            "--validation_file", str(world / "validation.jsonl"), "--batch_size", "4",
+            "--shard_size", str(shard), "--no_report", "--scope", "dataset",
+        ]  # fmt: skip
+
+    def command(self, engine: str, out: Path, *more: str) -> list[str]:
+        """The command line of an engine with two workers."""
+        own = [*self.words, "--output_dir", str(out), *more]
+        if engine == "torchrun":
+            launcher = "torch.distributed.run"
+            port = str(20000 + os.getpid() % 20000)
+            start = ["-m", launcher, "--nproc-per-node", "2", "--master-port", port, "-m"]
+            return [sys.executable, *start, "alphatoken.cli", *own]
+        extra = ["--engine", "ray", "--workers", "2"] if engine == "ray" else []
+        return [sys.executable, "-m", "alphatoken.cli", *own, *extra]
+
+
+@pytest.fixture(scope="module")
+def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    path = tmp_path_factory.mktemp("corpus") / "train.jsonl"
+    return Corpus(world, write_rows(path, 240, seed=11), 240, 8)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes of it."""
+    out = tmp_path_factory.mktemp("whole")
+    assert main([*corpus.words, "--output_dir", str(out / "out"), "--quiet"]) == 0
+    return out / "out"
+
+
+def agree(left: Path, right: Path) -> None:
+    """The files of two runs hold the same, file by file and to the bit."""
+    names = [path.name for path in value_files(left / "values")]
+    assert names == [path.name for path in value_files(right / "values")]
+    assert same(load(left), load(right))
+    one, other = (json.loads((p / "summary.json").read_text()) for p in (left, right))
+    for key in ("pools", "encoded", "values", "certificate"):
+        assert one[key] == other[key], key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchrun", "ray"])
+def test_every_engine_gives_the_same_files(
+    corpus: Corpus, whole: Path, tmp_path: Path, engine: str
+) -> None:
+    command = corpus.command(engine, tmp_path / "out")
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    agree(whole, tmp_path / "out")
+    assert run.stdout.count("response tokens valued") == 1, "one process speaks"
+
+
+def children(process: int) -> Iterator[tuple[int, str]]:
+    """All processes below one, with what their command lines say."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, ValueError):
+            continue  # it has ended meanwhile
+        if parent == process:
+            yield int(path.name), words
+            yield from children(int(path.name))
+
+
+def victim(process: subprocess.Popen[str], mark: str) -> int:
+    """A process below this one whose command line holds ``mark``; the last one started."""
+    found = sorted(number for number, words in children(process.pid) if mark in words)
+    assert found, f"no process of {mark}"
+    return found[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "mark"), [("torchrun", "alphatoken.cli"), ("ray", "MapWorker"), ("ray", "")]
+)
+def test_killed_processes_lose_nothing(
+    corpus: Corpus, whole: Path, tmp_path: Path, engine: str, mark: str
+) -> None:
+    """One of two ranks, one of two actors, and the driver itself."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        corpus.command(engine, out), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 200
+        while len(value_files(out / "values")) < 3:
+            assert process.poll() is None, process.communicate()[1][-3000:]
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(victim(process, mark) if mark else process.pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    left = len(value_files(out / "values"))
+    if mark == "MapWorker":
+        assert process.returncode == 0, errors[-3000:]
+        assert left == 30
+    else:
+        assert process.returncode != 0
+        assert 3 <= left < 30
+        again = corpus.command(engine, out, "--resume")
+        run = subprocess.run(again, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr[-3000:]
+    agree(whole, out)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
+    """Peaks of 10,000 and of 100,000 rows, each in a process of its own."""
+    peaks = {}
+    for count in (10_000, 100_000):
+        train = tmp_path / f"{count}.jsonl"
+        with train.open("w") as file:
+            for n in range(count):
+                row = {"prompt": f"add : {n % 9} and 4", "response": "7 ."}
+                file.write(json.dumps(row) + "\n")
+        held = jsonl(tmp_path / "held.jsonl", [{"prompt": "say : it", "response": "3 plus 4 ."}])
+        code = (
+            "import re, sys\nfrom alphatoken.cli import main\nstatus = main(sys.argv[1:])\n"
+            # Not getrusage, which counts what the process was before it became this program.
+            "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+            "sys.exit(status)\n"
+        )
+        words = [
+            "score", "--model_name_or_path", world / "moved", "--train_file", train,
+            "--validation_file", held, "--output_dir", tmp_path / f"out{count}",
+            "--batch_size", 256, "--layers", 1, "--scope", "dataset", "--no_components",
+        ]  # fmt: skip
+        run = subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)],
+            env=ENVIRONMENT, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr[-3000:]
+        peaks[count] = int(run.stdout.split()[-1])
+        summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
+        assert summary["values"]["sequences"] == count
+    print(peaks)
+    assert peaks[100_000] <= 1.1 * peaks[10_000], peaks

@@ -1,0 +1,117 @@
+"""Errors in what reads and ranks corpora of any size."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tests.property import properties_corpus as corpora
+from tests.property.mutants import small
+from tests.property.mutation import Claim, Edit, Mutant, claim
+
+__all__ = ["MUTANTS"]
+
+RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
+SHARE = claim(
+    corpora.check_top_threshold,
+    st.lists(corpora.NUMBERS, min_size=6, max_size=30),
+    st.lists(st.integers(0, 30), max_size=3),
+    RATIOS,
+    examples=150,
+)
+KEPT = claim(corpora.check_kept_gradient, small(), st.sampled_from(["direct", "label"]), examples=8)
+PLACES = claim(
+    corpora.check_rows_from_any_place,
+    corpora.lines(8),
+    st.sampled_from([2, 3, 5]),
+    st.integers(0, 7),
+    st.integers(1, 20),
+    examples=150,
+)
+SPLIT = claim(
+    corpora.check_corpus,
+    corpora.lines(8),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(1, 7),
+    examples=150,
+)
+
+
+def _corpus(name: str, sentence: str, target: str, old: str, new: str, found: Claim) -> Mutant:
+    return Mutant(name, sentence, (Edit(target, old, new),), (found,), listed=False)
+
+
+_TOP = "select.threshold"
+_SOURCE = "data.source.JsonLines._read"
+_ROW = "data.corpus.Corpus"
+
+MUTANTS = (
+    _corpus(
+        "last-ties-of-all-parts",
+        "of equal values at the threshold the last ones of a part are kept",
+        f"{_TOP}.Threshold.keeper", "self.value)[:left]", "self.value)[::-1][:left]", SHARE,
+    ),
+    _corpus(
+        "ties-of-each-part",
+        "ties that earlier parts have taken are given out again",
+        f"{_TOP}.Threshold.keeper", "left -= len(equal)", "left -= 0", SHARE,
+    ),
+    _corpus(
+        "minus-zero-below-zero",
+        "-0.0 and 0.0 are two values",
+        f"{_TOP}._keys", "astype(np.float64) + 0.0", "astype(np.float64)", SHARE,
+    ),
+    _corpus(
+        "negative-values-in-their-bits-order",
+        "of negative values those nearer to zero are the smaller ones",
+        f"{_TOP}._keys", "~raw", "raw", SHARE,
+    ),
+    _corpus(
+        "rank-with-its-own-digit",
+        "numbers of the digit that was found count as larger ones",
+        f"{_TOP}.top_threshold", "above[digit] - counts[digit]", "above[digit]", SHARE,
+    ),
+    _corpus(
+        "other-prefixes-count",
+        "later digits are counted among all numbers, not among those of the digits found",
+        f"{_TOP}.top_threshold", "if bits:", "if False:", SHARE,
+    ),
+    _corpus(
+        "gradient-kept-for-good",
+        "a G that was kept is used after the weights have changed",
+        "direction.current.DirectionBuilder._kept_gradient",
+        "self._kept[0] != self._current_stamp()", "False", KEPT,
+    ),
+    _corpus(
+        "kept-gradient-ignored",
+        "G is built anew although it was read from a file",
+        "direction.current.DirectionBuilder._build_direction",
+        "self._kept_gradient() or {}", "{}", KEPT,
+    ),
+    _corpus(
+        "rows-counted-from-the-mark",
+        "the rows between the mark and the first that is asked for are not passed over",
+        _SOURCE, "if index >= start:", "if index >= 0:", PLACES,
+    ),
+    _corpus(
+        "blank-lines-are-rows",
+        "a blank line counts as a row while rows are read, though not when they were counted",
+        _SOURCE, "if is_blank(raw):", "if raw is None:", PLACES,
+    ),
+    _corpus(
+        "line-numbers-from-the-mark",
+        "places are counted from the mark on",
+        _SOURCE, "enumerate(file, start=line)", "enumerate(file, start=1)", PLACES,
+    ),
+    _corpus(
+        "drawn-rows-are-trained-on",
+        "rows that were drawn for validation are valued where no other rule removes them",
+        f"{_ROW}.rows", "if found.index in self.drawn:", "if False:", SPLIT,
+    ),
+    _corpus(
+        "repeats-of-the-fisher-stay",
+        "rows that the Fisher was fitted on are valued",
+        f"{_ROW}._checked", '("fisher", self.fisher)', '("fisher", frozenset())', SPLIT,
+    ),
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""Claims about corpora: rows from any place, the exact share of all values, G from a file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from alphatoken import ConfigError, DataError, Scorer, ScorerConfig, select_top
+from alphatoken.data import Fields, Row, read_rows, row_of, split_pools
+from alphatoken.data import source as sources
+from alphatoken.data.corpus import Corpus, draw_rows
+from alphatoken.data.split import leak_keys
+from alphatoken.select.threshold import top_threshold
+from tests.property.decoder import ReferenceAdapter
+from tests.property.properties import Setup
+
+NUMBERS = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 5e-324, -5e-324, 1e-45, 2.0**-16, 3e38, -3e38]),
+    st.integers(-3, 3).map(float),
+    st.floats(-1e3, 1e3),
+)
+
+
+def check_top_threshold(values: Sequence[float], cuts: Sequence[int], ratio: float) -> None:
+    """The best share of values that lie in parts is that of all of them at once, ties included."""
+    for dtype in (np.float64, np.float32):
+        whole = np.array(values, dtype=dtype)
+        places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
+        parts = [whole[a:b] for a, b in pairwise(places)]
+        found = top_threshold(lambda parts=parts: iter(parts), ratio)
+        keep = found.keeper()
+        kept = np.concatenate([keep(part) for part in parts])
+        mask = torch.ones(1, len(whole), dtype=torch.bool)
+        due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
+        assert np.array_equal(kept, due), (values, ratio)
+        assert (found.count, found.kept) == (len(whole), due.sum())
+
+
+def check_kept_gradient(setup: Setup, estimator: str) -> None:
+    """A scorer that reads G from a file gives the same bits, for as long as the weights stay."""
+
+    def scorer(model: Any) -> Scorer:
+        config = ScorerConfig(estimator=estimator, layers=setup.layers)
+        return Scorer(model, setup.case.validation, config=config, adapter=ReferenceAdapter(model))
+
+    model = setup.case.model()
+    first, second = scorer(model), scorer(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gradient.safetensors"
+        first.save_gradient(path)
+        second.load_gradient(path)
+    whole = first.score(setup.case.batch).total
+    assert torch.equal(second.score(setup.case.batch).total, whole)
+    # It is G that was read, and none that was built: twice of it gives twice the values.
+    doubled = scorer(model)
+    doubled.builder.keep_gradient({n: 2 * g for n, g in first.builder.gradient().items()})
+    assert torch.equal(doubled.score(setup.case.batch).total, 2 * whole)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.25)
+    anew = scorer(model).score(setup.case.batch).total
+    assert torch.equal(doubled.score(setup.case.batch).total, anew)
+
+
+def lines(least: int = 1) -> st.SearchStrategy[list[Any]]:
+    """Lines of a file: rows by prompt and response, blank ones, and bad ones."""
+    row = st.tuples(st.integers(0, 6), st.integers(0, 2))
+    other = st.sampled_from(["", "  ", "\t", "{oops", "[1]", "é", b"\xff\xfe"])
+    return st.lists(st.one_of(row, other), min_size=least, max_size=40)
+
+
+def _line(line: Any, *, good: bool) -> bytes:
+    if isinstance(line, tuple):
+        return json.dumps({"prompt": f"Number {line[0]}", "response": f"r{line[1]} é"}).encode()
+    if good and line not in ("", "  ", "\t"):
+        return b""
+    return line if isinstance(line, bytes) else line.encode()
+
+
+def check_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more: int) -> None:
+    """Rows of a JSONL file from any one on are those of the whole, bad ones in their places."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
+        kept, sources.STRIDE = sources.STRIDE, stride
+        try:
+            _check_places(path, lines, start, more)
+        finally:
+            sources.STRIDE = kept
+
+
+def _check_places(path: Path, lines: Sequence[Any], start: int, more: int) -> None:
+    rows = [(n, line) for n, line in enumerate(lines, start=1) if _line(line, good=False).strip()]
+    if not rows:
+        return
+    source = sources.source_of(json.loads(json.dumps(sources.find_source(path).as_dict())))
+    assert source.rows == len(rows)
+    found = list(source.read(start, start + more))
+    due = rows[start : start + more]
+    assert [one.index for one in found] == list(range(len(rows)))[start : start + more]
+    assert [one.place for one in found] == [f"rows.jsonl, line {n}" for n, _ in due]
+    for one, (_, line) in zip(found, due, strict=True):
+        if isinstance(line, tuple):
+            assert one.record == json.loads(_line(line, good=True))
+        else:
+            assert isinstance(one.record, DataError)
+
+
+def check_corpus(
+    lines: Sequence[Any], fisher: Sequence[tuple[int, int]], drawn: int, seed: int, cut: int
+) -> None:
+    """Block by block a corpus keeps what splitting the whole list keeps, and draws the same."""
+    keys = frozenset(key for row in _rows_of(fisher) for key in leak_keys(row))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join(_line(line, good=True) for line in lines))
+
+        def split() -> tuple[list[Row], list[Row], dict[str, int]]:
+            rows = read_rows(path)
+            pools = split_pools(rows, validation_rows=drawn, fisher_keys=keys, seed=seed)
+            return pools.train, pools.validation, pools.counts
+
+        def stream() -> tuple[list[Row], list[Row], dict[str, int]]:
+            corpus = Corpus(sources.find_source(path), Fields(), fisher=keys)
+            held = draw_rows(corpus, drawn, seed)
+            out = frozenset(row.index for row in held)
+            held_keys = frozenset(key for row in held for key in leak_keys(row))
+            corpus = replace(corpus, drawn=out, held=held_keys)
+            counts = corpus.survey()
+            starts = range(0, corpus.source.rows, cut)
+            rows = [row for first in starts for row in corpus.rows(first, first + cut)]
+            return [row for row in rows if isinstance(row, Row)], held, counts
+
+        due, found = _outcome(split), _outcome(stream)
+    if isinstance(due, type):
+        assert found is due
+        return
+    assert found[:2] == due[:2]
+    for name in ("rows", "train", "drawn_validation", *_REMOVED):
+        assert found[2][name] == due[2][name], name
+
+
+_REMOVED = ("removed_same_as_validation", "removed_same_as_fisher")
+
+
+def _rows_of(lines: Sequence[tuple[int, int]]) -> list[Row]:
+    records = [json.loads(_line(line, good=True)) for line in lines]
+    return [row_of(record, index, "held", Fields()) for index, record in enumerate(records)]
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except (ConfigError, DataError) as error:
+        return type(error)
