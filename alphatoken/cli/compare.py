@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.cli.compare_grid import GridOptions, read_grid
 from alphatoken.cli.options import CommandParser, add_options, option
@@ -46,7 +48,13 @@ class _Running:
     """How to run."""
 
     output_dir: str = option("runs/compare", "folder for cells and tables")
-    processes: int = option(1, "cells at a time")
+    processes: int = option(1, "cells at a time, or in the queue at a time")
+    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
+    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
+    launcher: Literal["local", "slurm", "submitit-local"] = option(
+        "local", "this machine, or a queue by submitit"
+    )
+    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells and stop")
     report: bool = option(False, "write the tables of what is there, run nothing")
@@ -120,21 +128,107 @@ def _check_files(cells: Sequence[Cell]) -> None:
 def _run(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
     from alphatoken.compare.running import run_grid
 
-    if options.processes < 1:
-        raise ConfigError("--processes must be at least 1", got=str(options.processes))
     wanted = _only(cells, options.only)
-
-    def command(path: Path) -> list[str]:
-        allow = ["--allow_code_execution"] if options.allow_code_execution else []
-        return [sys.executable, "-m", "alphatoken.cli", "compare", "--cell", str(path), *allow]
-
+    for cell in wanted:
+        if cell.kind == "train":  # refused now, not when it is the cell's turn
+            _for_processes(cell.options, options.devices_per_cell)
     return run_grid(
         wanted,
         folder,
-        command,
-        processes=options.processes,
+        partial(_command, options),
+        launcher=_launcher(options, folder.path),
         progress=not options.quiet,
     )
+
+
+def _command(options: CompareOptions, path: Path) -> list[str]:
+    """What runs the cell of a folder: a process, or those of a launcher where it has devices."""
+    from alphatoken.cli.recipes import accelerate_config
+    from alphatoken.compare.folder import CellFolder
+    from alphatoken.compare.launchers import PORT
+    from alphatoken.compare.running import ATTACHED
+
+    allow = ["--allow_code_execution"] if options.allow_code_execution else []
+    own = ["-m", "alphatoken.cli", "compare", "--cell", str(path), *allow]
+    spec, count = CellFolder(path).spec(), str(options.devices_per_cell)
+    if count == "1" or spec["kind"] != "train":
+        return [sys.executable, *own]
+    layout = spec["resolved"].get("accelerate_config")
+    if layout in (None, "none"):
+        start = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", PORT]
+    else:
+        start = ["accelerate.commands.launch", "--config_file", str(accelerate_config(layout)[0]),
+                 "--num_processes", count, "--main_process_port", PORT]  # fmt: skip
+    attached = ["-c", ATTACHED] if sys.platform == "linux" else []
+    return [sys.executable, *attached, "-m", *start, *own]
+
+
+def _launcher(options: CompareOptions, folder: Path) -> Any:
+    from alphatoken.compare.launchers import LocalLauncher, SubmititLauncher
+
+    devices = [] if options.devices is None else options.devices.split(",")
+    if options.launcher == "local":
+        if options.queue is not None:
+            raise ConfigError("--queue is of --launcher slurm", got=options.queue)
+        if options.devices_per_cell > 1 and not devices:
+            raise ConfigError(
+                "--devices_per_cell needs the devices", got="no --devices", remedy="--devices 0,1"
+            )
+        return LocalLauncher(options.processes, devices, options.devices_per_cell)
+    if devices:
+        raise ConfigError(
+            "a queue gives devices itself", got=f"--devices {options.devices}",
+            remedy="--devices_per_cell, or --queue gpus_per_node=N",
+        )  # fmt: skip
+    cluster = options.launcher.removeprefix("submitit-")
+    given = _parameters(options.queue or "")
+    if options.devices_per_cell > 1:
+        given = {"gpus_per_node": options.devices_per_cell, **given}
+    return SubmititLauncher(folder / "queue", cluster, options.processes, given)
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """``a=1,b=x`` as {a: 1, b: x}."""
+    import yaml  # type: ignore[import-untyped]
+
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, given, value = part.partition("=")
+        if not given:
+            raise ConfigError("--queue is NAME=VALUE,NAME=VALUE", got=part)
+        found[name.strip()] = yaml.safe_load(value)
+    return found
+
+
+def _for_processes(options: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """Options for so many processes, with the global batch that the recipe means.
+
+    A recipe with a layout of P processes trains on P micro-batches at a time. Another number of
+    them takes more or fewer accumulation steps, or else smaller micro-batches.
+
+    Raises:
+        ConfigError: the global batch cannot be kept.
+    """
+    from alphatoken.cli.recipes import accelerate_config
+
+    name = options.get("accelerate_config")
+    layout = {} if name in (None, "none") else accelerate_config(str(name))[1]
+    meant = int(options.get("num_processes") or layout.get("num_processes", 1))
+    if meant == world:
+        return dict(options)
+    rows = int(options.get("per_device_train_batch_size", 8))
+    steps = int(options.get("gradient_accumulation_steps", 1)) * meant
+    shared = math.gcd(steps, world)
+    parts = world // shared
+    if rows % parts:
+        raise ConfigError(
+            "the global batch of the recipe cannot be kept",
+            got=f"{rows * steps} rows a step, on {world} processes a cell",
+            why="cells would train on another batch than the recipe says",
+            remedy="another --devices_per_cell, or a batch that they divide",
+        )
+    kept = {"per_device_train_batch_size": rows // parts}
+    return {**options, **kept, "gradient_accumulation_steps": steps // shared}
 
 
 def _only(cells: Sequence[Cell], text: str) -> list[Cell]:
@@ -182,12 +276,11 @@ def _cell(path: Path, *, allow_code: bool) -> int:
     from alphatoken.compare.folder import try_lock
 
     logging.disable_progress_bar()
-    if try_lock(path / "lock") is None:
+    first = os.environ.get("RANK", "0") == "0"
+    if first and try_lock(path / "lock") is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:
-        run_cell(
-            path, lambda command, options: _trainer(path, command, options), allow_code=allow_code
-        )
+        run_cell(path, _trainer, _load, allow_code=allow_code)
     except AlphaTokenError:
         raise
     except Exception as error:  # the whole of it is in the log; its last line is in the table
@@ -201,24 +294,41 @@ def _cell(path: Path, *, allow_code: bool) -> int:
 
 def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     """The trainer that ``alphatoken sft --config CELL/recipe.yaml`` would make."""
-    import yaml  # type: ignore[import-untyped]
+    from alphatoken.cli.training import build_trainer, check_files, trainer_of
+
+    arguments = _arguments(path, command, options)
+    check_files(arguments)
+    trainer, notes = build_trainer(arguments, trainer_of(command)[1])
+    for note in notes:
+        print(f"note: {note}")
+    return trainer
+
+
+def _load(
+    path: Path, command: str, options: Mapping[str, Any], folder: str | None = None
+) -> tuple[Any, Any]:
+    """A model that is not trained here, as that trainer would load it, and its tokenizer."""
+    from alphatoken.cli.training import load_untrained
+
+    return load_untrained(_arguments(path, command, options), folder)
+
+
+def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
+    """Those of a cell, which its recipe holds."""
+    import yaml
 
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.training import build_trainer, check_files, trainer_of
+    from alphatoken.cli.training import trainer_of
+    from alphatoken.support.storage import replacing
 
     shared = path.parent.parent
     own = {
         "fisher_cache": str(shared / "fishers"),
         "policy_cache": str(shared / "policies"),
-        **options,
+        **_for_processes(options, int(os.environ.get("WORLD_SIZE", "1"))),
         "output_dir": str(path / "run"),
     }
     recipe = path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
-    configuration, kind = trainer_of(command)
-    arguments = read_arguments(command, ["--config", str(recipe)], configuration)
-    check_files(arguments)
-    trainer, notes = build_trainer(arguments, kind)
-    for note in notes:
-        print(f"note: {note}")
-    return trainer
+    with replacing(recipe) as temporary:  # by each process of the cell, the same
+        temporary.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+    return read_arguments(command, ["--config", str(recipe)], trainer_of(command)[0])

@@ -234,13 +234,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     data = load_run_data(arguments, tokenizer)
     if data.several_turns:
         args.assistant_only_loss = True
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = _model_options(arguments)
     file = arguments.data.fisher_file
     read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
     trainer = kind(
@@ -258,6 +252,46 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     )
     freeze_unreached(trainer.model)
     return trainer, data.notes
+
+
+def _model_options(arguments: Any) -> dict[str, Any]:
+    """Options of ``from_pretrained``."""
+    args, model = arguments.training, arguments.model
+    return {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+
+
+def load_untrained(arguments: Any, folder: str | None = None) -> tuple[Any, Any]:
+    """The model as its trainer would load it, in evaluation mode, and its tokenizer.
+
+    Args:
+        arguments: of the run.
+        folder: of another model with the same options, such as a trained one.
+
+    Raises:
+        ModelError: model or tokenizer cannot be loaded.
+    """
+    from trl.trainer.utils import create_model_from_path, get_quantization_config
+
+    from alphatoken.train.loading import load_or_refuse, no_progress_bar
+
+    options = _model_options(arguments)
+    quantization = get_quantization_config(arguments.model)
+    if quantization is not None and folder is None:
+        options["quantization_config"] = quantization
+    if folder is not None:
+        options.pop("revision")
+    name = folder or arguments.model.model_name_or_path
+    with no_progress_bar():
+        model = load_or_refuse("model", name, create_model_from_path, **options)
+    if quantization is None:
+        model = model.to(arguments.training.device)
+    return model.eval(), _tokenizer(arguments)
 
 
 def _tokenizer(arguments: Any) -> Any:

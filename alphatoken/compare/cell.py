@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import time
@@ -18,10 +19,12 @@ from transformers import TrainerCallback
 from alphatoken.compare.evaluate import measure
 from alphatoken.compare.folder import CellFolder, exclusive_lock, read_json
 from alphatoken.compare.grid import Measures
+from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
 from alphatoken.support.storage import write_json
-from alphatoken.train.loading import load_causal_model, load_with_tokenizer
+from alphatoken.train.distributed import Ranks
+from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policy_names import TRAINER_POLICIES
 
 __all__ = ["TokenCounter", "run_cell"]
@@ -31,17 +34,22 @@ _COST = (
     "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of",
 )  # fmt: skip
 
-Build = Callable[[str, Mapping[str, Any]], Any]
-"""(command, options) -> a trainer with its model and data."""
+Build = Callable[[Path, str, Mapping[str, Any]], Any]
+"""(folder of the cell, command, options) -> a trainer with its model and data."""
+
+Load = Callable[..., tuple[nn.Module, Any]]
+"""The same and, if it is another one, the model's folder -> a model and the run's tokenizer."""
 
 
-def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str, Any]:
+def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) -> dict[str, Any]:
     """Run the cell of a folder and write its ``result.json``.
 
     Args:
         path: folder of the cell, with ``cell.json``.
         build: makes the trainer; the command line's, so that a cell is what ``alphatoken sft`` or
             ``dpo`` would train with the same options.
+        load: a model that is not trained here, with dtype, attention, revision and template of the
+            trainer's: what is compared differs in training alone.
         allow_code: execute generated code, in a sandbox.
 
     Raises:
@@ -50,17 +58,19 @@ def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str,
     begun = time.perf_counter()
     folder = CellFolder(path)
     spec = folder.spec()
-    start_name = spec["resolved"]["model_name_or_path"]
+    loaded = partial(load, path, spec["command"], _plain(spec["resolved"]))
     found: dict[str, Any] = {}
     if spec["kind"] == "train":
-        model, tokenizer, found = _train(spec, folder, build)
+        model, tokenizer, found = _train(spec, folder, build, loaded)
+        if not _first():
+            return found
     elif spec["kind"] == "merge":
-        base = load_causal_model(start_name)
-        model, tokenizer = load_with_tokenizer(spec["resolved"]["merged"])
+        base, tokenizer = loaded()
+        model, _ = loaded(spec["resolved"]["merged"])
         merge_models(base, model, float(spec["resolved"]["alpha"]))
         found = _cost_of(Path(spec["resolved"]["merged"]).parent)
     else:
-        model, tokenizer = load_with_tokenizer(start_name)
+        model, tokenizer = loaded()
         found = {"kept_tokens": 0, "response_tokens": 0}
     if spec["measures"] is not None:
         found |= measure(
@@ -68,7 +78,7 @@ def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str,
             tokenizer,
             Measures(**spec["measures"]),
             command=spec["command"],
-            start=lambda: load_causal_model(start_name),
+            start=lambda: loaded()[0],
             beta=float(spec["resolved"].get("beta", 0.1)),
             folder=path,
             allow_code=allow_code,
@@ -82,17 +92,30 @@ def run_cell(path: Path, build: Build, *, allow_code: bool = False) -> dict[str,
     return result
 
 
+def _first() -> bool:
+    """Whether this is the process that measures: the only one, or the first of a launcher's."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _train(
-    spec: Mapping[str, Any], folder: CellFolder, build: Build
+    spec: Mapping[str, Any], folder: CellFolder, build: Build, loaded: Load
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """The trained model, its tokenizer, and what training cost."""
     options = spec["resolved"]
     by_name = options.get("policy") not in TRAINER_POLICIES or options.get("screen_share")
     # Static passes of one policy in two cells would write the same files.
-    with exclusive_lock(folder.path.parent.parent / "setup.lock") if by_name else nullcontext():
+    alone = by_name and _first()  # the other processes of the cell wait for the first by themselves
+    with exclusive_lock(folder.path.parent.parent / "setup.lock") if alone else nullcontext():
         begun = time.perf_counter()
-        trainer = build(spec["command"], spec["resolved"])
+        trainer = build(folder.path, spec["command"], spec["resolved"])
         setup = time.perf_counter() - begun
+    if layout(trainer.accelerator) in SHARDED and hasattr(trainer.model, "peft_config"):
+        raise ConfigError(
+            "a cell cannot measure adapters on sharded weights",
+            got=f"{layout(trainer.accelerator)}, use_peft",
+            why="what is saved are the adapters alone, and no process has the whole model",
+            remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
     counter = TokenCounter(trainer, folder.path / "counts")
     counter.add_earlier(getattr(trainer.token_policy, "summary", {}))
     peak = PeakMemory()
@@ -100,6 +123,7 @@ def _train(
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint="auto" if checkpoints else None)
     counter.seconds += time.perf_counter() - began
+    counter.gather()
     found = {
         "steps": trainer.state.global_step,
         "kept_tokens": counter.kept,
@@ -114,7 +138,9 @@ def _train(
         "peak_memory_of": peak.kind,
         "notes": counter.notes,
     }
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = _trained(trainer, folder, loaded)
+    if not _first():
+        return model, trainer.processing_class, found
     if spec["keep_model"]:
         partial_folder = folder.path / "model.partial"
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -123,6 +149,21 @@ def _train(
         partial_folder.rename(folder.model)
     shutil.rmtree(folder.path / "counts", ignore_errors=True)
     return model, trainer.processing_class, found
+
+
+def _trained(trainer: Any, folder: CellFolder, loaded: Load) -> nn.Module:
+    """The model after training, whole in this process; of weights in parts, in the first one."""
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    if layout(trainer.accelerator) not in SHARDED:
+        return model
+    place = folder.path / "run" / "whole"
+    trainer.save_model(str(place))  # all processes: each gives its part
+    return loaded(str(place))[0] if _first() else model
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run whose trainer is not made: those of merging are none of the trainer's."""
+    return {name: value for name, value in options.items() if name not in ("merged", "alpha")}
 
 
 def _cost_of(path: Path) -> dict[str, Any]:
@@ -168,8 +209,22 @@ class TokenCounter(TrainerCallback):
         trainer.monitor.direction = partial(self._direction, trainer.monitor.direction)
         trainer.add_callback(self)
 
+    def gather(self) -> None:
+        """Count what the other processes trained on as well."""
+        names = ("response", "kept", "effective")
+        of_all = Ranks(self._trainer.accelerator).gather_objects([getattr(self, n) for n in names])
+        for name, values in zip(names, zip(*of_all, strict=True), strict=True):
+            setattr(self, name, sum(values))
+
+    def _place(self, step: int) -> Path:
+        """The counts of this process at a checkpoint."""
+        rank = self._trainer.accelerator.process_index
+        return self._folder / (f"{step}-{rank}.json" if rank else f"{step}.json")
+
     def add_earlier(self, summary: Mapping[str, float]) -> None:
         """Count what a policy trained on before this run, such as earlier rounds."""
+        if not self._trainer.accelerator.is_main_process:
+            return  # counted once, by the first process
         tokens, kept = (int(summary.get(f"earlier_{name}", 0)) for name in ("tokens", "kept"))
         self.response, self.kept = self.response + tokens, self.kept + kept
         self.effective += kept
@@ -200,18 +255,18 @@ class TokenCounter(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Beside the checkpoint: what was counted up to it."""
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(exist_ok=True, parents=True)
         names = ("response", "kept", "effective", "scoring", "direction")
         seconds = self.seconds + time.perf_counter() - self._begun
         counts = {**{name: getattr(self, name) for name in names}, "seconds": seconds}
-        write_json(self._folder / f"{state.global_step}.json", counts)
+        write_json(self._place(state.global_step), counts)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A run that goes on takes up the counts of its checkpoint."""
         self._begun = time.perf_counter()
         if not state.global_step:
             return
-        found = read_json(self._folder / f"{state.global_step}.json")
+        found = read_json(self._place(state.global_step))
         for name, value in (found or {}).items():
             setattr(self, name, value)
         self.notes.append(

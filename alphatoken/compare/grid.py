@@ -20,6 +20,13 @@ _FAMILY = {"sft": "sft", "dpo": "preference"}
 SECOND = {"sft": "curated", "dpo": "oracle"}
 """The reference that methods score with which need a second model and name none."""
 
+_LOADING = (
+    "model_revision", "dtype", "attn_implementation", "trust_remote_code", "model_init_kwargs",
+    "chat_template_path", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
+    "use_bnb_nested_quant", "use_cpu", "bf16", "fp16", "beta",
+)  # fmt: skip
+"""Options of the trainer that matter to a model that is not trained: how it is loaded, and read."""
+
 _SHARED: dict[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",
@@ -334,7 +341,8 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
         if "policy_reference" not in options and reference_option(method):
             options["policy_reference"] = _second_model(grid, method, task.command)
     else:
-        options = {**method.options, "model_name_or_path": model}
+        loading = {name: task.options[name] for name in _LOADING if name in task.options}
+        options = {**loading, **method.options, "model_name_or_path": model}
     if method.kind == "merge":
         wanted = method.merges or PLAIN[task.command]
         merged = next((one for one in grid.methods if one.name == wanted), None)

@@ -10,35 +10,43 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from alphatoken.compare.folder import GridFolder, Status, try_lock
 from alphatoken.compare.grid import Cell
+from alphatoken.compare.launchers import PARENT, Job, Launcher, LocalLauncher
 from alphatoken.errors import ConfigError
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import write_json
 
-__all__ = ["end_with_parent", "run_grid"]
+__all__ = ["ATTACHED", "end_with_parent", "run_grid"]
 
 _POLL = 0.1
 _PATIENCE = 20.0
 """Seconds that an interrupted cell gets to end by itself."""
 
-_PARENT = "ALPHATOKEN_COMPARE_PARENT"
 _PR_SET_PDEATHSIG = 1
+
+AGENT = "torch/distributed/elastic"
+"""Stands in the first line that torchrun's agent writes when a process has failed."""
+
+ATTACHED = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, 9); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""A program that becomes another one, and is killed when the process that started it ends."""
 
 
 @dataclass
 class _Running:
     cell: Cell
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
+    job: Job
 
 
 def run_grid(
@@ -47,6 +55,7 @@ def run_grid(
     command: Callable[[Path], list[str]],
     *,
     processes: int = 1,
+    launcher: Launcher | None = None,
     progress: bool | ProgressSink | None = None,
 ) -> dict[str, Status]:
     """Run what is missing, and say of every cell what became of it.
@@ -55,7 +64,8 @@ def run_grid(
         cells: those that others need before them.
         folder: where they stand; one run at a time.
         command: of the process that runs the cell in a folder.
-        processes: cells at a time.
+        processes: cells at a time, as processes of this machine.
+        launcher: starts them instead.
         progress: as for ``alphatoken.support.progress``.
 
     Raises:
@@ -70,7 +80,7 @@ def run_grid(
             remedy="wait for it, or give another --output_dir",
         )
     try:
-        return _Run(cells, folder, command, processes, progress).go()
+        return _Run(cells, folder, command, launcher or LocalLauncher(processes), progress).go()
     finally:
         os.close(lock)
 
@@ -81,10 +91,10 @@ class _Run:
         cells: Sequence[Cell],
         folder: GridFolder,
         command: Callable[[Path], list[str]],
-        processes: int,
+        launcher: Launcher,
         progress: bool | ProgressSink | None,
     ) -> None:
-        self.folder, self.command, self.processes = folder, command, processes
+        self.folder, self.command, self.launcher = folder, command, launcher
         self.cells = list(cells)
         self.finished = {cell.name for cell in cells if folder.done(cell)}
         self.lost: set[str] = set()
@@ -116,43 +126,33 @@ class _Run:
 
     def _start_ready(self) -> None:
         """Cells whose models are there, as many as may run; drop those that wait in vain."""
+        ready: list[Cell] = []
+        room = self.launcher.room()
         for cell in list(self.waiting):
             gone = cell.hopeless(self.lost)
             if gone:
                 self.waiting.remove(cell)
                 self.lost.add(cell.name)
                 self._report(f"{cell.name} is left out: it needs {', '.join(gone)}")
-            elif len(self.running) < self.processes and cell.ready(self.finished, self.lost):
+            elif len(ready) < room and cell.ready(self.finished, self.lost):
                 self.waiting.remove(cell)
-                self._start(cell)
-
-    def _start(self, cell: Cell) -> None:
-        place = self.folder.of(cell)
-        place.prepare(cell, self.folder.resolved(cell))
-        log = (place.path / "log.txt").open("wb")
-        process = subprocess.Popen(
-            self.command(place.path),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=self._environment(),
-            start_new_session=True,  # an interrupt on the terminal is this process's to pass on
-        )
-        self.running.append(_Running(cell, process, log))
-
-    def _environment(self) -> dict[str, str]:
-        """Several cells share the cores, unless the user has said how."""
-        threads = str(max(1, (os.cpu_count() or 1) // self.processes))
-        shared = {"OMP_NUM_THREADS": threads} if self.processes > 1 else {}
-        return {**shared, **os.environ, _PARENT: str(os.getpid())}
+                ready.append(cell)
+        if not ready:
+            return
+        commands = []
+        for cell in ready:
+            place = self.folder.of(cell)
+            place.prepare(cell, self.folder.resolved(cell))
+            commands.append((self.command(place.path), place.path / "log.txt"))
+        jobs = self.launcher.start(commands)
+        self.running += [_Running(cell, job) for cell, job in zip(ready, jobs, strict=True)]
 
     def _collect(self) -> None:
         for one in list(self.running):
-            code = one.process.poll()
+            code = one.job.poll()
             if code is None:
                 continue
             self.running.remove(one)
-            one.log.close()
             place = self.folder.of(one.cell)
             if code == 0 and place.result() is not None:
                 self.finished.add(one.cell.name)
@@ -170,15 +170,10 @@ class _Run:
 
     def _stop(self) -> None:
         for one in self.running:
-            one.process.terminate()
+            one.job.stop()
         end = time.monotonic() + _PATIENCE
         for one in self.running:
-            try:
-                one.process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
-            one.log.close()
+            one.job.finish(max(0.0, end - time.monotonic()))
 
 
 def _last_words(log: Path, code: int) -> str:
@@ -189,7 +184,10 @@ def _last_words(log: Path, code: int) -> str:
         except ValueError:
             name = f"signal {-code}"
         return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    # What a launcher's agent says about its processes comes after what they said themselves.
+    own = takewhile(lambda line: AGENT not in line, text.splitlines())
+    lines = [line.strip() for line in own]
     said = [line for line in lines if line]
     return f"exit code {code}" if not said else said[-1][:400]
 
@@ -200,10 +198,12 @@ def end_with_parent() -> None:
     Without this, cells of a grid that was killed outright would train on, and the next start would
     run them a second time beside themselves.
     """
-    parent: Any = os.environ.get(_PARENT)
+    parent: Any = os.environ.get(PARENT)
     if parent is None or sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "RANK" in os.environ:  # between them stands the launcher's agent, which does the same
+        return
     if os.getppid() != int(parent):  # it ended before the request
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from alphatoken.cli import main
+from alphatoken.cli.compare import _for_processes
 from alphatoken.compare.evaluate import (
     mean_response_loss,
     measure,
@@ -29,6 +31,7 @@ from alphatoken.compare.evaluate import (
 from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
 from alphatoken.compare.harness import task_scores
+from alphatoken.compare.launchers import PORT, LocalLauncher, SubmititLauncher
 from alphatoken.compare.methods import Method, custom_method, known_methods
 from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
@@ -262,6 +265,162 @@ def test_a_model_that_is_gone_is_made_again(tmp_path: Path) -> None:
     assert run_grid([kept], folder, quick)[kept.name].state == "done"
     (folder.of(kept).model).rmdir()
     assert not folder.done(kept)
+
+
+# --- devices and queues -------------------------------------------------------------------------
+
+SEEING = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+spec = json.loads((folder / "cell.json").read_text())
+seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "MASTER_PORT")}
+seen |= {"port": sys.argv[2], "began": time.time()}
+others = folder.parent
+end = time.time() + 20  # until the cell beside it is at work as well
+(folder / "began").touch()
+while len(list(others.glob("*/began"))) < 2 and time.time() < end:
+    time.sleep(0.02)
+result = {"spec": {k: v for k, v in spec.items() if k != "resolved"}, "seen": seen}
+(folder / "result.json").write_text(json.dumps(result | {"ended": time.time()}))
+"""
+
+
+def seeing(path: Path) -> list[str]:
+    return [sys.executable, "-c", SEEING, str(path), PORT]
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("t/*/result.json"))]
+
+
+def test_two_devices_run_two_cells_at_a_time(tmp_path: Path) -> None:
+    cells = [cell(name) for name in "abcd"]
+    launcher = LocalLauncher(devices=["3", "5"])
+    found = run_grid(cells, GridFolder(tmp_path), seeing, launcher=launcher, progress=False)
+    assert {status.state for status in found.values()} == {"done"}
+    results = results_of(tmp_path)
+    assert sorted(one["seen"]["CUDA_VISIBLE_DEVICES"] for one in results) == ["3", "3", "5", "5"]
+    for one in results:
+        assert one["seen"]["port"] == one["seen"]["MASTER_PORT"]
+        beside = [
+            other for other in results
+            if other is not one and other["seen"]["began"] < one["ended"]
+            and one["seen"]["began"] < other["ended"]
+        ]  # fmt: skip
+        for other in beside:
+            assert other["seen"]["CUDA_VISIBLE_DEVICES"] != one["seen"]["CUDA_VISIBLE_DEVICES"]
+            assert other["seen"]["port"] != one["seen"]["port"]
+    first, second = sorted(results, key=lambda one: one["seen"]["began"])[:2]
+    assert second["seen"]["began"] < first["ended"], "at the same time"
+    pairs = LocalLauncher(devices=["0", "1", "2", "3"], per_cell=2)
+    assert pairs.room() == 2
+
+
+def test_a_queue_of_submitit(tmp_path: Path) -> None:
+    cells = [cell("a"), cell("b"), cell("c", "raise"), cell("d", needs=("t/a-native-seed0",))]
+    queue = SubmititLauncher(tmp_path / "queue", "local", 2)
+    found = run_grid(cells, GridFolder(tmp_path), quick, launcher=queue, progress=False)
+    said = {name[2]: (status.state, status.error) for name, status in found.items()}
+    assert [said[name][0] for name in "abcd"] == ["done", "done", "failed", "done"]
+    assert said["c"][1] == "RuntimeError: no such luck"
+    assert queue.room() == 2
+    with pytest.raises(ConfigError, match="submitit refuses this"):
+        SubmititLauncher(tmp_path, "local", 1, {"no_such_parameter": 3})
+    with pytest.raises(ConfigError, match="submitit refuses this"):
+        SubmititLauncher(tmp_path, "slurm", 1)  # no sbatch here
+
+
+def test_an_interrupt_empties_the_queue(tmp_path: Path) -> None:
+    def interrupt(progress: Any) -> None:
+        if progress.done == 1:
+            raise KeyboardInterrupt
+
+    cells = [cell("a"), cell("b", "sleep")]
+    queue = SubmititLauncher(tmp_path / "queue", "local", 2)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="1 of 2 cells are done"):
+        run_grid(cells, GridFolder(tmp_path), quick, launcher=queue, progress=interrupt)
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--devices", "0,0"], "a device is named twice"),
+        (["--devices", "0,1,2", "--devices_per_cell", "2"], "cannot be dealt out evenly"),
+        (["--devices", "0,1", "--processes", "2"], "says how many cells"),
+        (["--devices_per_cell", "2"], "needs the devices"),
+        (["--queue", "timeout_min=3"], "--queue is of --launcher slurm"),
+        (["--launcher", "slurm", "--devices", "0"], "a queue gives devices itself"),
+        (["--launcher", "submitit-local", "--queue", "five"], "NAME=VALUE"),
+        (["--devices", "0,1,2", "--devices_per_cell", "3"], "global batch .* cannot be kept"),
+        (["--processes", "0"], "at least 1"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused(
+    words: list[str], says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = grid_file(tmp_path, model)
+    out = ["--output_dir", str(tmp_path / "out")]
+    options = ["--gradient_accumulation_steps", "2"]
+    assert main(["compare", "--config", str(grid), *out, *words, *options]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not list((tmp_path / "out").glob("*/*"))
+
+
+def test_the_global_batch_is_that_of_the_recipe() -> None:
+    """Four processes of a layout, in one cell of 1, 2, 4, 8 or 16."""
+    recipe = {"accelerate_config": "fsdp2", "per_device_train_batch_size": 4,
+              "gradient_accumulation_steps": 2}  # fmt: skip
+    for world, rows, steps in ((1, 4, 8), (2, 4, 4), (4, 4, 2), (8, 4, 1), (16, 2, 1)):
+        found = _for_processes(recipe, world)
+        sizes = found["per_device_train_batch_size"], found["gradient_accumulation_steps"]
+        assert sizes == (rows, steps)
+        assert world * rows * steps == 32
+    assert _for_processes({}, 1) == {}
+    with pytest.raises(ConfigError, match="32 rows a step, on 3 processes"):
+        _for_processes(recipe, 3)
+
+
+def test_a_cell_of_two_processes_is_a_cell_of_one(model: Path, tmp_path: Path) -> None:
+    policies = {"policies": ["standard", "alphatoken"], "modes": ["budget"]}
+    grid = grid_file(tmp_path, model, **policies)
+    common = ["--config", str(grid), "--gradient_accumulation_steps", "2",
+              "--validation_rows", "4", "--held_out_steps", "0"]  # fmt: skip
+    for name, more in (
+        ("one", []),
+        ("two", ["--devices", "0,1", "--devices_per_cell", "2"]),
+    ):
+        words = compare(*common, "--output_dir", str(tmp_path / name), *more)
+        run = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+    for path in sorted((tmp_path / "one").glob("small/*/result.json")):
+        one = json.loads(path.read_text())
+        beside = tmp_path / "two" / path.parent.relative_to(tmp_path / "one")
+        two = json.loads((beside / "result.json").read_text())
+        assert two["steps"] == one["steps"] == 2
+        assert two["response_tokens"] == one["response_tokens"]
+        assert two["target"] == pytest.approx(one["target"], rel=1e-4)
+        recipe = yaml.safe_load(
+            (tmp_path / "two" / "small" / path.parent.name / "recipe.yaml").read_text()
+        )
+        assert recipe["gradient_accumulation_steps"] == 1
+
+
+def test_start_and_merge_are_loaded_as_trained_cells_are(model: Path, tmp_path: Path) -> None:
+    """A model that is saved in bfloat16: training at rate 0 measures what the start measures."""
+    half = tmp_path / "half"
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    found.save_pretrained(half)
+    make_tokenizer().save_pretrained(half)
+    grid = grid_file(tmp_path, half, policies=["start", "standard", "wise-ft"], modes=["native"])
+    words = ["--config", str(grid), "--output_dir", str(tmp_path / "out"), "--quiet"]
+    assert main(["compare", *words, "--learning_rate", "0.0"]) == 0
+    results = [
+        json.loads(path.read_text()) for path in (tmp_path / "out").glob("small/*/result.json")
+    ]
+    assert len(results) == 3
+    assert len({(one["target"], one["retention"]) for one in results}) == 1
 
 
 # --- which cells there are ----------------------------------------------------------------------
