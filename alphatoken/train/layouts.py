@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from alphatoken.errors import ConfigError
@@ -12,7 +15,14 @@ from alphatoken.model.sharding import Sharding
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
-__all__ = ["SHARDED", "check_layout", "layout", "needs_own_forward", "sharding_of"]
+__all__ = [
+    "SHARDED",
+    "check_layout",
+    "check_same_weights",
+    "layout",
+    "needs_own_forward",
+    "sharding_of",
+]
 
 SHARDED = ("fsdp2", "zero3")
 
@@ -31,6 +41,34 @@ def layout(accelerator: Any) -> str:
     if kind == "DEEPSPEED":
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return "ddp" if kind.startswith("MULTI_") else kind.lower()
+
+
+def check_same_weights(accelerator: Any, model: nn.Module) -> None:
+    """See that all processes hold the same weights, before the model is wrapped.
+
+    Raises:
+        ConfigError: they do not: a model was made at random by each, or loaded by the first alone
+           .
+    """
+    if accelerator.num_processes == 1 or layout(accelerator) != "fsdp2":
+        return
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        start = parameter.detach().flatten()[:256].cpu().contiguous()
+        digest.update(start.view(torch.uint8).numpy().data)
+    own: list[str | None] = [None] * accelerator.num_processes
+    dist.all_gather_object(own, digest.hexdigest())
+    if len(set(own)) > 1:
+        raise ConfigError(
+            "the processes hold different weights",
+            got=f"process {next(i for i, one in enumerate(own) if one != own[0])} has others than "
+            "the first",
+            why="Fisher, start weights and static passes are taken before FSDP hands the first "
+            "one's weights on",
+            remedy="load one model in all of them, where it must be with "
+            "fsdp_cpu_ram_efficient_loading: false",
+        )
 
 
 def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:

@@ -36,6 +36,7 @@ from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
+from alphatoken.train.layouts import check_same_weights
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
@@ -138,6 +139,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             second_model=policy_reference is not None,
         )
         check_run(self.model, self.accelerator, options, self._policy, handed_over)
+        check_same_weights(self.accelerator, self.model)
         if self._policy is not None:
             self._screen()
             self.weigher = PolicyWeigher(

@@ -180,8 +180,8 @@ class AlphaOptions:
     validation_batch_size: int = option(32, "Validation rows (pairs) a step, over all ranks.")
     validation_micro_batch_size: int | None = option(
         None,
-        "Rows of one validation forward; null for all at once, under policy='harmless' for an "
-        "eighth of them: its errors are from the spread between the forwards.",
+        "Rows of one validation forward; null for as many as of a training forward, under "
+        "policy='harmless' for an eighth of them: its errors are from the spread between them.",
     )
     running_mean: float = option(
         0.0,
@@ -496,10 +496,13 @@ class AlphaOptions:
 
     @property
     def validation_rows_at_once(self) -> int | None:
-        """Rows of one validation forward; None for all of a process."""
-        if self.validation_micro_batch_size is None and self.policy == "harmless":
+        """Rows of one validation forward; None for all of a process, where nothing is known."""
+        if self.validation_micro_batch_size is not None:
+            return self.validation_micro_batch_size
+        if self.policy == "harmless":
             return -(-self.validation_batch_size // 8)
-        return self.validation_micro_batch_size
+        # What memory a training forward has, it has: all rows at once may be many times as large.
+        return getattr(self, "per_device_train_batch_size", None)
 
     @property
     def needs_values(self) -> bool:

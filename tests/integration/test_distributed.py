@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,8 @@ JOBS = {
               "trainers.empty_global", "trainers.reused", "trainers.resumed",
               "refusals.refusals", "trainers.sft_bf16"),
 }  # fmt: skip
+RAM = "fsdp2-ram"
+"""FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
 EMPTY = ("empty_global", "empty_batch")
 TWO = [layout for layout in JOBS if layout != "single"]
 
@@ -216,6 +219,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
     for rank in runs(layout):
         assert rank["resumed"]["steps"] == [2, 2, 3, 3]
         assert rank["resumed"]["equal"], rank["resumed"]["furthest"]
+
+
+def test_fsdp_as_packaged(runs: Callable[[str], Ranks], tmp_path: Path) -> None:
+    """Weights that the first process hands on: the run of one process; others are refused."""
+    found = launch(RAM, tmp_path / RAM, "trainers.own_weights", "trainers.by_name")
+    for rank in found:
+        assert "the processes hold different weights" in rank["own_weights"]["refused"]
+    expected = runs("single")[0]["sft_global"]
+    same_decisions(decided([{"by_name": expected}], "by_name"), decided(found, "by_name"))
+    same_weights(expected, found, "by_name", model())
 
 
 @with_job("sft_bf16")

@@ -252,6 +252,7 @@ PLACES: dict[str, str] = {
     "cli/training_rows.py:_some": ROWS,
     "cli/training_rows.py:_hub": MACHINE,
     "cli/launching.py:_require_devices": MACHINE,
+    "train/layouts.py:check_same_weights": MACHINE,
 }
 """Each function between the command line and the first step that raises -> the case above that
 shows the plan to raise the same, or why a plan cannot. Options that contradict each other are

@@ -174,16 +174,17 @@ def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
 @pytest.mark.slow
 def test_talr_at_one_is_dft(tmp_path: Path) -> None:
     """w = p at tau = 1 without a floor: DFT's gradient on TRL's cross-entropy."""
-    shared = {"max_steps": 6, "gradient_accumulation_steps": 2}
+    # Rounding in a gradient near zero is not to decide the sign of a step.
+    shared = {"max_steps": 6, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4}
     plain = plain_sft(tmp_path / "trl", loss_type="dft", **shared)
     plain.train()
     own = sft(tmp_path / "own", TALR(tau=1.0, w_min=0.0), **shared)
     own.train()
     assert furthest(own, plain) < 1e-6
     assert moved(own, model()) > 1e-3
-    floor = sft(tmp_path / "floor", TALR(tau=1.0), **shared)
+    floor = sft(tmp_path / "floor", TALR(tau=1.0, w_min=0.1), **shared)
     floor.train()
-    assert furthest(floor, plain) > 1e-6, "the floor of 0.01 is seen"
+    assert furthest(floor, plain) > 1e-4, "a floor is seen"
 
 
 def masked_rows() -> Dataset:

@@ -36,11 +36,11 @@ def accelerate_config(layout: str) -> dict[str, Any]:
         return {**config, "distributed_type": "MULTI_GPU"}
     if layout.startswith("fsdp"):
         fsdp = {
-            "fsdp_version": int(layout[-1]),
+            "fsdp_version": int(layout[4]),
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_cpu_ram_efficient_loading": layout.endswith("ram"),
             "fsdp_offload_params": False,
-            "fsdp_reshard_after_forward": True if layout == "fsdp2" else "FULL_SHARD",
+            "fsdp_reshard_after_forward": True if layout[4] == "2" else "FULL_SHARD",
             "fsdp_state_dict_type": "FULL_STATE_DICT",
         }
         return {**config, "distributed_type": "FSDP", "fsdp_config": fsdp}

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
 from datasets import Dataset
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
+from alphatoken.errors import ConfigError
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -56,11 +58,17 @@ def arguments(layout: str, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def sft(
-    layout: str, folder: Path, *, peft: bool = False, rows: Any = None, **more: Any
+    layout: str,
+    folder: Path,
+    *,
+    peft: bool = False,
+    rows: Any = None,
+    loaded: Any = None,
+    **more: Any,
 ) -> AlphaSFTTrainer:
     torch.manual_seed(11)  # of LoRA's initial factors
     return AlphaSFTTrainer(
-        model=model(),
+        model=model() if loaded is None else loaded,
         args=AlphaSFTConfig(**arguments(layout, folder, **more)),
         train_dataset=sft_rows(64) if rows is None else rows,
         processing_class=tokenizer(),
@@ -210,6 +218,29 @@ def resumed(layout: str, folder: Path) -> dict[str, Any]:
         "equal": all(torch.equal(again[n], p) for n, p in whole["parameters"].items()),
         "furthest": max(float((again[n] - p).abs().max()) for n, p in whole["parameters"].items()),
     }
+
+
+def saved_model(folder: Path) -> str:
+    """The model in a folder, which the first process writes."""
+    state = PartialState()
+    if state.is_main_process:
+        model().save_pretrained(folder / "model")
+    state.wait_for_everyone()
+    return str(folder / "model")
+
+
+def own_weights(layout: str, folder: Path) -> dict[str, Any]:
+    """A model that each process has made at random for itself."""
+    try:
+        sft(layout, folder, loaded=model(seed=PartialState().process_index))
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def by_name(layout: str, folder: Path) -> dict[str, Any]:
+    """The same run as ``sft_global``, with the model loaded by the trainer."""
+    return run(sft(layout, folder, loaded=saved_model(folder), keep_scope="global"))
 
 
 def sft_bf16(layout: str, folder: Path) -> dict[str, Any]:
