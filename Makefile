@@ -18,7 +18,7 @@ READY_DOCS := .venv/.ready-docs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast all-tests property integration \
-	coverage lint format types imports docs bench mutants random nightly clean
+	coverage lint format types imports docs bench gpu gpu-wheels mutants random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -30,6 +30,8 @@ help:
 	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make bench        the ratios with a target, about 25 minutes; writes docs/benchmarks.md"
+	@echo "make gpu          numbers, ratios and a training run of one CUDA GPU, ten minutes, no network;"
+	@echo "                  make gpu-wheels fetches into wheels/ what such a machine may lack"
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
@@ -119,6 +121,15 @@ docs: $(READY_DOCS)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.run
+
+# For a bare machine with torch and one GPU: nothing of it is changed. Needs no .venv.
+GPU_WHEELS ?= wheels
+gpu:
+	@test ! -d $(GPU_WHEELS) || $(PY) -m benchmarks.gpu.wheels install $(GPU_WHEELS) build/gpu
+	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.gpu
+
+gpu-wheels: $(READY)
+	$(RUN) -m benchmarks.gpu.wheels fetch $(GPU_WHEELS)
 
 mutants: $(READY)
 	@echo "== mutants: sampled over the syntax trees; goes on where it was stopped"

@@ -106,10 +106,13 @@ class RunArguments:
     )
     accelerate_config: str | None = option(
         None,
-        "Launch on several processes: an accelerate YAML file, one of ours (fsdp2, zero2) or of "
-        "TRL's; 'none' for one process.",
+        "Launch on several processes: an accelerate file, one of ours (ddp, fsdp2, zero2) "
+        "or of TRL's; 'none' for one process. Default: ddp where there are several GPUs, or "
+        "num_processes asks for them.",
     )
-    num_processes: int | None = option(None, "Number of processes, instead of the file's.")
+    num_processes: int | None = option(
+        None, "Number of processes, instead of the file's; without a file, of GPUs to take."
+    )
     traceback: bool = option(False, "Show the whole traceback of an error.")
 
 

@@ -273,10 +273,14 @@ def _cell(path: Path, *, allow_code: bool) -> int:
     from transformers.utils import logging
 
     from alphatoken.compare.cell import run_cell
-    from alphatoken.compare.folder import try_lock
+    from alphatoken.compare.folder import CellFolder, try_lock
 
     logging.disable_progress_bar()
     first = os.environ.get("RANK", "0") == "0"
+    place = CellFolder(path)
+    whole = not place.spec()["keep_model"] or place.model.is_dir()
+    if place.result() is not None and whole:  # it was queued twice
+        return 0
     if first and try_lock(path / "lock") is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:

@@ -18,27 +18,52 @@ __all__ = ["launch", "layout_of", "wants_launch"]
 _INSIDE = ("ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "WORLD_SIZE")
 """Set in a process that accelerate or torchrun has started."""
 
+_BY_OTHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Number of processes that MPI or a step of SLURM has started."""
+
 
 def wants_launch(arguments: Arguments) -> bool:
     """Whether processes are still to be started."""
-    name = arguments.run.accelerate_config
-    return name not in (None, "none") and not any(key in os.environ for key in _INSIDE)
+    inside = any(key in os.environ for key in _INSIDE)
+    # By itself nothing is started where somebody else has: each of theirs would start its own.
+    if arguments.run.accelerate_config is None:
+        inside = inside or any(int(os.environ.get(key) or 1) > 1 for key in _BY_OTHERS)
+    return _asked(arguments) is not None and not inside
+
+
+def _asked(arguments: Arguments) -> tuple[str, int | None] | None:
+    """The layout to start, by name, and its processes (None: as its file says); None: neither.
+
+    Without an accelerate_config, as many processes as are asked for, or one for each GPU, run
+    under DistributedDataParallel, as `trl sft` has it.
+    """
+    name, count = arguments.run.accelerate_config, arguments.run.num_processes
+    if name is not None:
+        return None if name == "none" else (name, count)
+    if count is None and not arguments.training.use_cpu:
+        import torch
+
+        count = torch.cuda.device_count()
+    return None if count is None or count < 2 else ("ddp", count)
 
 
 def layout_of(arguments: Arguments) -> Layout:
     """The layout of the run: what it was started in, or what it asks for.
 
     Raises:
-        ConfigError: no such accelerate configuration.
+        ConfigError: no such accelerate configuration, or one that is not started.
     """
-    name = arguments.run.accelerate_config
-    config: dict[str, Any] = {}
-    if name is not None and name != "none":
-        config = accelerate_config(name)[1]
-    elif "WORLD_SIZE" in os.environ:
-        config = {"distributed_type": "MULTI_GPU", "num_processes": os.environ["WORLD_SIZE"]}
-    if arguments.run.num_processes is not None:
-        config["num_processes"] = arguments.run.num_processes
+    if arguments.run.accelerate_config in (None, "none") and "WORLD_SIZE" in os.environ:
+        started = os.environ["WORLD_SIZE"]
+        return Layout.read({"distributed_type": "MULTI_GPU", "num_processes": started})
+    asked = _asked(arguments)
+    if asked is None:
+        return Layout()
+    name, count = asked
+    config = accelerate_config(name)[1]
+    if count is not None:
+        config = {**config, "num_processes": count}
+    _require_launcher(config)
     return Layout.read(config)
 
 
@@ -48,9 +73,19 @@ def launch(arguments: Arguments) -> int:
     Raises:
         ConfigError: no such configuration, or fewer GPUs than it needs.
     """
-    path, config = accelerate_config(str(arguments.run.accelerate_config))
-    count = arguments.run.num_processes or int(config.get("num_processes", 1))
+    asked = _asked(arguments)
+    assert asked is not None
+    path, config = accelerate_config(asked[0])
+    count = asked[1] or int(config.get("num_processes", 1))
+    _require_launcher({**config, "num_processes": count})
     _require_devices(arguments, config, count)
+    if arguments.run.accelerate_config is None:
+        batch = count * arguments.training.per_device_train_batch_size
+        print(
+            f"{count} processes under DistributedDataParallel, {batch} rows a forward; "
+            "--accelerate_config takes another layout, or 'none' for one process",
+            file=sys.stderr,
+        )
     command = [
         sys.executable, "-m", "accelerate.commands.launch",
         "--config_file", str(path), "--num_processes", str(count),
@@ -79,6 +114,19 @@ def _wait_for(command: list[str], environment: dict[str, str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+def _require_launcher(config: dict[str, Any]) -> None:
+    """Refuse a layout of which accelerate would start a single process, and say nothing."""
+    count = int(config.get("num_processes", 1))
+    by_mpi = config.get("mpirun_config") is not None
+    if config.get("distributed_type") == "MULTI_CPU" and count > 1 and not by_mpi:
+        raise ConfigError(
+            "accelerate starts processes on the CPU by MPI only",
+            got=f"distributed_type: MULTI_CPU, {count} processes, no mpirun_config",
+            why="one process would train alone on a part of the batch",
+            remedy=f"--use_cpu --num_processes {count} without this file, or mpirun_config in it",
+        )
+
+
 def _require_devices(arguments: Arguments, config: dict[str, Any], count: int) -> None:
     """Refuse a layout on more GPUs than this machine has."""
     import torch
@@ -92,6 +140,6 @@ def _require_devices(arguments: Arguments, config: dict[str, Any], count: int) -
         raise ConfigError(
             "the layout needs more GPUs than there are",
             got=f"{here} processes on this machine, {found} GPUs",
-            remedy="--num_processes, another --accelerate_config, or --accelerate_config none for "
-            "one process",
+            remedy="--num_processes, another --accelerate_config, --use_cpu, or "
+            "--accelerate_config none for one process",
         )

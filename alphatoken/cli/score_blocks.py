@@ -38,8 +38,10 @@ class BlockFacts:
         encoded: of the others.
         bad: rows that cannot be read or encoded, under "skip".
         values_sha256: digest of rows, ids, labels and values, in order.
+        job: digest of the settings that it was valued with.
     """
 
+    job: str = ""
     rows: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     encoded: EncodeReport = field(default_factory=EncodeReport)
@@ -56,7 +58,10 @@ def read_facts(job: Job, number: int) -> BlockFacts:
     path = block_facts(job.folder, number)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if found["job"] != job.digest:
+            raise ValueError("it is of a run with other settings")
         return BlockFacts(
+            found["job"],
             found["rows"],
             found["left_out"],
             EncodeReport(**found["encoded"]),
@@ -101,7 +106,7 @@ class BlockValuer:
             DataError: a row that must not be passed over, or a file that cannot be written.
             ModelError: out of memory.
         """
-        job, facts, digest = self._job, BlockFacts(), hashlib.sha256()
+        job, facts, digest = self._job, BlockFacts(self._job.digest), hashlib.sha256()
         first = number * job.block
 
         def scored() -> Iterator[ScoredExample]:

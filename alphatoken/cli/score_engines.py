@@ -118,6 +118,7 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
             done += _size(job, number)
         tracker.report(total)
     except KeyboardInterrupt:
+        done = total - sum(_size(job, number) for number in job.missing())
         raise KeyboardInterrupt(
             f"{done} of {total} rows are finished and kept; the same command with --resume "
             "continues after them"

@@ -8,8 +8,10 @@ OUT/job/blocks/00000.json    what became of the rows of each finished part
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -80,7 +82,7 @@ class Job:
         how: rows become tokens.
         counts: of rows by what becomes of them; empty in a process that only values.
         block: rows of a value file, those that are left out included.
-        settings: what the values depend on, by name; empty likewise.
+        settings: what the values depend on, by name.
     """
 
     options: ScoreOptions
@@ -105,6 +107,12 @@ class Job:
     def kind(self) -> str:
         """Format of the value files."""
         return str(self.options.format)
+
+    @property
+    def digest(self) -> str:
+        """Of the settings."""
+        text = json.dumps(self.settings, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def blocks(self) -> range:
@@ -136,7 +144,9 @@ class Job:
             rows = self.corpus.rows(first, first + self.block)
             some = islice((row for row in rows if isinstance(row, Row)), each)
             lenient = replace(self.how, on_long="truncate", on_empty="skip")
-            found += encode_rows(list(some), self.tokenizer, lenient)[0]
+            for row in some:
+                with suppress(DataError):  # said when it is the row's turn
+                    found += encode_rows([row], self.tokenizer, lenient)[0]
         return found
 
 
@@ -299,7 +309,7 @@ def open_job(options: ScoreOptions) -> Job:
             why="its values would not be those of the other processes",
             remedy="the same model, files and options on every machine",
         )
-    return job
+    return replace(job, settings=due)
 
 
 def _held_again(corpus: Corpus, options: ScoreOptions) -> list[Row]:

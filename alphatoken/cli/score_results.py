@@ -47,7 +47,6 @@ class _Rows:
 
     counts: dict[str, int]
     encoded: EncodeReport
-    bad: int
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
@@ -144,7 +143,9 @@ def _what_became(job: Job) -> _Rows:
             f"{encoded.skipped_empty} without response within the length, {bad} bad",
             remedy="look at --max_length, --on_long and --on_empty, or give other rows",
         )
-    return _Rows(job.counts | {"bad_rows": bad}, encoded, bad)
+    late = bad - job.counts["bad_rows"]  # those that the tokenizer or its template refused
+    counts = {"bad_rows": bad, "train": job.counts["train"] - late}
+    return _Rows(job.counts | counts, encoded)
 
 
 def _checked(job: Job) -> Iterator[ScoredExample]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +37,7 @@ from alphatoken.cli.score_job import (
     seal_job,
 )
 from alphatoken.cli.score_results import write_results
+from alphatoken.compare.folder import try_lock
 from alphatoken.errors import ConfigError
 from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
@@ -66,8 +70,8 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
     start = time.monotonic()
     job = prepare_job(options)
     _expect(job)
-    _open(job)
-    with collected_warnings() as warned:
+    with _alone(job.folder), collected_warnings() as warned:
+        _open(job)
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
@@ -79,6 +83,31 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
             value_blocks(job, scorer, here.share(numbers))
         here.wait()
         write_results(job, scorer, warned, start)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """See that no other run is at work in the output folder, for as long as this one is.
+
+    Raises:
+        ConfigError: one is.
+    """
+    there = folder.exists()
+    handle = try_lock(folder / "lock")
+    if handle is None:
+        raise ConfigError(
+            "another run is at work in this folder",
+            got=str(folder),
+            why="values of two runs would be mixed in it",
+            remedy="wait for it, or another --output_dir; several processes of one run are started "
+            "by torchrun or accelerate",
+        )
+    try:
+        yield
+    finally:
+        if not there and [path.name for path in folder.iterdir()] == ["lock"]:
+            shutil.rmtree(folder)  # nothing was written
+        os.close(handle)
 
 
 def _follow(options: ScoreOptions, here: Launched) -> None:

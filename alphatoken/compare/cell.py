@@ -88,7 +88,8 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     asked = {key: value for key, value in spec.items() if key != "resolved"}
     result = {**own, "status": "done", **found, "seconds": seconds, "spec": asked}
     write_json(path / "result.json", result)
-    shutil.rmtree(path / "run", ignore_errors=True)  # checkpoints of a cell that is done
+    for name in ("run", "counts"):  # checkpoints of a cell that is done, and what they counted
+        shutil.rmtree(path / name, ignore_errors=True)
     return result
 
 
@@ -104,8 +105,13 @@ def _train(
     options = spec["resolved"]
     by_name = options.get("policy") not in TRAINER_POLICIES or options.get("screen_share")
     # Static passes of one policy in two cells would write the same files.
-    alone = by_name and _first()  # the other processes of the cell wait for the first by themselves
+    building = folder.path / "building"
+    if by_name and not _first():  # or a collective would wait for the first, with a limit
+        while not building.exists():
+            time.sleep(0.1)
+    alone = by_name and _first()
     with exclusive_lock(folder.path.parent.parent / "setup.lock") if alone else nullcontext():
+        building.touch()
         begun = time.perf_counter()
         trainer = build(folder.path, spec["command"], spec["resolved"])
         setup = time.perf_counter() - begun
@@ -147,7 +153,6 @@ def _train(
         _whole(model).save_pretrained(partial_folder)
         trainer.processing_class.save_pretrained(partial_folder)
         partial_folder.rename(folder.model)
-    shutil.rmtree(folder.path / "counts", ignore_errors=True)
     return model, trainer.processing_class, found
 
 

@@ -30,7 +30,7 @@ from alphatoken.support.storage import write_json
 
 __all__ = ["CellFolder", "GridFolder", "Status", "exclusive_lock", "read_json", "try_lock"]
 
-_RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json")
+_RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json", "building")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ __all__ = ["PARENT", "PORT", "Job", "Launcher", "LocalLauncher", "SubmititLaunch
 PORT = "{port}"
 """Stands in a command for a port that no other cell of the grid has."""
 
-PARENT = "ALPHATOKEN_COMPAREPARENT"
+PARENT = "ALPHATOKEN_COMPARE_PARENT"
 
 
 @runtime_checkable

@@ -100,6 +100,7 @@ class _Run:
         self.lost: set[str] = set()
         self.waiting = [cell for cell in cells if cell.name not in self.finished]
         self.running: list[_Running] = []
+        self.elsewhere = False
         self.tracker = Tracker("cells", len(self.cells), progress)
         self.tracker.resume(len(self.finished))
 
@@ -108,8 +109,9 @@ class _Run:
         self.tracker.report(len(self.finished))
         try:
             while self.waiting or self.running:
+                self.elsewhere = False
                 self._start_ready()
-                if not self.running:
+                if not self.running and not self.elsewhere:
                     break
                 time.sleep(_POLL)
                 self._collect()
@@ -135,6 +137,8 @@ class _Run:
                 self.lost.add(cell.name)
                 self._report(f"{cell.name} is left out: it needs {', '.join(gone)}")
             elif len(ready) < room and cell.ready(self.finished, self.lost):
+                if self._elsewhere(cell):
+                    continue
                 self.waiting.remove(cell)
                 ready.append(cell)
         if not ready:
@@ -146,6 +150,19 @@ class _Run:
             commands.append((self.command(place.path), place.path / "log.txt"))
         jobs = self.launcher.start(commands)
         self.running += [_Running(cell, job) for cell, job in zip(ready, jobs, strict=True)]
+
+    def _elsewhere(self, cell: Cell) -> bool:
+        """Whether a job of an earlier start is still at work on it, or has just finished it."""
+        handle = try_lock(self.folder.of(cell).path / "lock")
+        if handle is not None:
+            os.close(handle)
+        if self.folder.done(cell):
+            self.waiting.remove(cell)
+            self.finished.add(cell.name)
+            self._report("")
+            return True
+        self.elsewhere |= handle is None
+        return handle is None
 
     def _collect(self) -> None:
         for one in list(self.running):

@@ -145,16 +145,24 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
     """
     total = corpus.source.rows
     check_draw(count, total, "validation rows")
-    bad: set[int] = set()
-    while True:  # a bad row among the drawn ones is passed over, and the draw made among the others
-        good = [i for i in range(total) if i not in bad] if bad else range(total)
-        check_draw(count, len(good), "validation rows")
-        chosen = sorted(good[i] for i in random.Random(seed).sample(range(len(good)), count))
-        found = [corpus.row(one) for one in _at(corpus.source, chosen)]
-        more = {row.index for row in found if isinstance(row, BadRow)}
-        if not more:
-            return [row for row in found if isinstance(row, Row)]
-        bad |= more
+    draw = random.Random(seed)
+    chosen, bad = set(draw.sample(range(total), count)), set[int]()
+    found: dict[int, Row] = {}
+    while left := sorted(chosen - found.keys()):
+        for one in _at(corpus.source, left):
+            row = corpus.row(one)
+            if isinstance(row, Row):
+                found[one.index] = row
+                continue
+            # A bad row is passed over: another one is drawn in its place.
+            bad.add(one.index)
+            check_draw(count, total - len(bad), "validation rows")
+            chosen.remove(one.index)
+            while len(chosen) < count:
+                other = draw.randrange(total)
+                if other not in bad:
+                    chosen.add(other)
+    return [found[index] for index in sorted(found)]
 
 
 def _at(source: RowSource, places: Sequence[int]) -> Iterator[Found]:

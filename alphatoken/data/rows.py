@@ -117,7 +117,18 @@ def row_of(record: Mapping[str, Any], index: int, place: str, fields: Fields | N
     Raises:
         DataError: a missing or wrong field; the message names ``place``.
     """
-    return Row(index, place, _turns(record, fields or Fields(), place))
+    row = Row(index, place, _turns(record, fields or Fields(), place))
+    for turn in row.turns:
+        try:
+            turn.text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "a text holds half of a character",
+                got=f"{place}: {error.object[error.start]!r} at character {error.start}",
+                why="a surrogate without its other half is no text that a tokenizer can read",
+                remedy="mend or drop the row; the text may have been cut in the middle of a pair",
+            ) from None
+    return row
 
 
 def text_or_row(
@@ -241,6 +252,10 @@ def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
             "broken JSON line",
             got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
             remedy="each line must be one JSON object; mend or drop this line",
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
+        raise DataError(
+            "a JSON line cannot be read", got=f"{place}: {error}", remedy="mend or drop this line"
         ) from None
     if not isinstance(record, dict):
         raise DataError(
@@ -376,7 +391,7 @@ def turn_of(message: Any, place: str) -> Turn:
         raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise DataError(
             "a message has an unknown role",
             got=f"{place}: {role!r}",

@@ -8,6 +8,7 @@ was found fits a small JSON document, with which another process reads the same 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -72,7 +73,7 @@ class RowSource(ABC):
         Raises:
             DataError: the file is not what it was when it was found, or cannot be read at all.
         """
-        if _stamp(Path(self.path)) != self.stamp:
+        if self._stamp_now() != self.stamp:
             raise DataError(
                 "a data file changed while it was in use",
                 got=self.path,
@@ -82,6 +83,9 @@ class RowSource(ABC):
         stop = self.rows if stop is None else min(stop, self.rows)
         if start < stop:
             yield from self._read(start, stop)
+
+    def _stamp_now(self) -> tuple[int, int]:
+        return _stamp(Path(self.path))
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> Iterator[Found]: ...
@@ -290,6 +294,9 @@ def _find_parquet(path: Path, stamp: tuple[int, int]) -> ParquetRows:
 class SavedDataset(RowSource):
     """A folder that ``datasets`` wrote with ``save_to_disk``."""
 
+    def _stamp_now(self) -> tuple[int, int]:
+        return _saved_stamp(Path(self.path))
+
     def _read(self, start: int, stop: int) -> Iterator[Found]:
         data, name = _load_saved(Path(self.path)), Path(self.path).name
         for low in range(start, stop, _CHUNK):
@@ -297,6 +304,25 @@ class SavedDataset(RowSource):
             for own, values in enumerate(zip(*columns.values(), strict=True), start=low):
                 record = dict(zip(columns, values, strict=True))
                 yield Found(own, f"{name}, row {own + 1}", record)
+
+
+def _saved_files(path: Path) -> list[Path]:
+    """What a saved data set consists of; caches of ``map`` beside it are no part of it."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        files = [path / one["filename"] for one in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "the saved data set cannot be read",
+            got=f"{path / 'state.json'}: {type(error).__name__}: {short(str(error))}",
+            remedy="save it again with save_to_disk",
+        ) from None
+    return [path / "state.json", *files]
+
+
+def _saved_stamp(path: Path) -> tuple[int, int]:
+    stamps = [_stamp(file) for file in _saved_files(path)]
+    return sum(size for size, _ in stamps), max(time for _, time in stamps)
 
 
 def _load_saved(path: Path) -> Any:
@@ -358,10 +384,9 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 def _folder(path: Path) -> RowSource:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         data = _load_saved(path)
-        files = sorted(one for one in path.iterdir() if one.is_file())
-        return SavedDataset(str(path), len(data), _digest(files), _stamp(path))
+        return SavedDataset(str(path), len(data), _digest(_saved_files(path)), _saved_stamp(path))
     names = sorted(os.listdir(path))
-    files = [path / n for n in names if n.endswith(_SUFFIXES) and not n.startswith(".")]
+    files = [path / n for n in names if n.lower().endswith(_SUFFIXES) and not n.startswith(".")]
     if not files:
         raise DataError(
             "the folder holds no data files",

@@ -8,7 +8,8 @@ gives it for every token at once, through every module type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.capture import evaluation_mode
@@ -34,12 +36,38 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
     """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise.
 
     No tangent arrives where nothing before the call depends on the direction, and the kernel is
-    faster. Fused kernels cannot be given dual tensors.
+    faster. Fused kernels cannot be given dual tensors. Who asked for flash attention is told.
     """
     tensors = (call.query, call.key, call.value, call.sinks)
     if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
         return native(call.query, call.key, call.value)
+    if call.flash:
+        warn_caller(
+            "label values replace flash attention by plain products in blocks of queries, since "
+            "its kernels have no forward mode: exact, memory linear in the length, but slower; "
+            "'alphatoken', 'direct' and 'path' run on the kernel itself",
+            AlphaTokenWarning,
+        )
     return forward_mode_attention(call)
+
+
+def _run(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; a kernel that torch cannot differentiate forwards is named.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    try:
+        return call()
+    except NotImplementedError as error:
+        found = str(error)
+    raise UnsupportedError(
+        "'label' meets a kernel without forward mode",
+        got=found.partition(". ")[0],
+        why="label values are one pass of forward-mode differentiation",
+        remedy="plain layers in place of fused ones (no Liger, no kernels of the hub), or "
+        "estimator='alphatoken', 'direct' or 'path'",
+    )
 
 
 class _OneProduct(TorchFunctionMode):
@@ -186,8 +214,8 @@ def _dual_losses(
 
         def logits() -> Tensor:
             arguments = adapter.arguments(batch.inputs)
-            output = functional_call(adapter.model, places, (), arguments, tie_weights=False)
-            return adapter.logits_of(output)
+            call = partial(functional_call, adapter.model, places, (), arguments, tie_weights=False)
+            return adapter.logits_of(_run(call))
 
         losses, tangent = forward_ad.unpack_dual(
             response_losses(adapter, batch.inputs, batch.labels, run=logits, observed=head)

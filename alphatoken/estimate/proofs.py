@@ -229,7 +229,7 @@ def prove_coverage(
     def add(name: str, gradient: Tensor | None, size: Tensor | float) -> None:
         if gradient is not None:
             before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
-            captured[name] = (before + gradient, known + float(size))
+            captured[name] = (before + gradient, known + float(torch.as_tensor(size).detach()))
 
     # Ordinary errors, whatever the estimator: only they sum to the gradient. What is proved holds
     # for the self-only ones too, since it is about where the weights are used.

@@ -18,9 +18,9 @@ single forward serves scoring and training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from alphatoken.errors import ConfigError
+from alphatoken.model.causal import CausalStructure
+from alphatoken.model.kernel_state import agrees, saved_log_sum_exp
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.support.precision import full_precision, wide
 
@@ -50,6 +52,10 @@ _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get s
 
 MODES = ("ordinary", "self", "cross")
 """Gradient to all positions, to the same one only, or to the other ones only."""
+
+
+_CONFIRMED: dict[Hashable, bool | None] = {}
+"""Kinds of kernels whose saved log-sum-exp was compared with ours: kind -> whether they agreed."""
 
 
 class BackwardSwitch:
@@ -115,10 +121,11 @@ class _Block:
 class AttentionStatistics:
     """Logits, log-sum-exp and weights of one attention call, recomputed in blocks, never T x T.
 
-    The model's fused kernel returns neither weights nor log-sum-exp, so both are computed again
-    from the queries and keys. These are kept detached, which costs no memory because the graph
-    holds the same storage. Everything is computed without a graph, in float32 or wider, as fused
-    kernels accumulate in float32 for 16-bit inputs too.
+    The model's fused kernel returns no weights, so they are computed again from the queries and
+    keys; the log-sum-exp too, unless the kernel saved it (``adopt``). Queries and keys are kept
+    detached, which costs no memory because the graph holds the same storage. Everything is computed
+    without a graph, in float32 or wider, as fused kernels accumulate in float32 for 16-bit inputs
+    too.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -129,6 +136,7 @@ class AttentionStatistics:
         self.sinks = None if call.sinks is None else call.sinks.detach()
         self.dtype = wide(self.query.dtype)
         self.length = self.key.shape[2]
+        self._causal = None if call.mask is not None else CausalStructure(call)
         self._lse: Tensor | None = None
 
     @full_precision
@@ -137,7 +145,17 @@ class AttentionStatistics:
         q = self.query[..., rows, :].to(self.dtype)
         k = self.key[..., columns, :].to(self.dtype)
         logits, slope = _cap(torch.einsum("bgrkd,bgtd->bgrkt", q, k) * self.scale, self.softcap)
-        return _Block(_mask(logits, self.mask, rows, columns), slope, rows, columns)
+        if self._causal is not None:
+            logits = logits.masked_fill(~self._causal.block(rows, columns), -torch.inf)
+        else:
+            part = _block(self.mask, rows, columns)
+            assert part is not None
+            logits = _apply(logits, _grouped_mask(part, self.groups))
+        return _Block(logits, slope, rows, columns)
+
+    def first_key(self, rows: slice) -> int:
+        """No query of ``rows`` attends to a key before this one."""
+        return 0 if self._causal is None else self._causal.first_key(rows)
 
     def row_blocks(self) -> Iterator[_Block]:
         """Blocks that cover every query once, with all the keys that it can attend to."""
@@ -146,7 +164,28 @@ class AttentionStatistics:
         for start in range(0, self.length, size):
             rows = slice(start, min(start + size, self.length))
             # Without a mask attention is causal, and keys after the block's last query drop out.
-            yield self.block(rows, slice(0, rows.stop if self.mask is None else self.length))
+            last = rows.stop if self.mask is None else self.length
+            yield self.block(rows, slice(self.first_key(rows), last))
+
+    def adopt(self, output: Tensor, call: AttentionCall) -> None:
+        """Take the log-sum-exp that the kernel saved when it made ``output``, if it is ours.
+
+        It spares the pass over T x T logits that ``lse`` makes otherwise. A kernel of a kind that
+        was not met before is believed only after that pass has confirmed it.
+        """
+        if output.dtype != call.query.dtype:
+            return  # autocast: the kernel rounded queries and keys, and ours are not rounded
+        saved = saved_log_sum_exp(output, call)
+        if saved is None or saved.lse.dtype != self.dtype:
+            return
+        lse = _group(saved.lse, self.groups)
+        confirmed = _CONFIRMED.get(saved.kind)
+        if confirmed is None:  # not met before, or only where no row attends to anything
+            padding = None if self._causal is None else self._causal.padding
+            confirmed = agrees(lse, self.lse, self.query.dtype, padding)
+            _CONFIRMED[saved.kind] = confirmed
+        if confirmed:
+            self._lse = lse
 
     @property
     def lse(self) -> Tensor:
@@ -154,8 +193,9 @@ class AttentionStatistics:
 
         -inf for a row that attends to nothing.
         """
-        # This is the one quantity that needs all T x T logits. It is kept, because the self-only
-        # backward (``diagonal``) and Value-Propagation (``weights``) of a call both need it.
+        # This is the one quantity that needs all T x T logits, unless the kernel saved it
+        # (``adopt``). It is kept, because the self-only backward (``diagonal``) and
+        # Value-Propagation (``weights``) of a call both need it.
         if self._lse is None:
             with torch.no_grad():
                 rows = [torch.logsumexp(block.logits, -1) for block in self.row_blocks()]
@@ -188,9 +228,9 @@ class AttentionStatistics:
             alpha, share = torch.softmax(torch.cat([logits, column], -1), -1).split(
                 [logits.shape[-1], 1], -1
             )
-        # A query that may attend to nothing: softmax gives NaN there. Without a mask attention is
-        # causal, and every query attends to itself at least.
-        if self.mask is not None:
+        # A query that may attend to nothing: softmax gives NaN there. In causal attention every
+        # query attends to itself at least, if it is no padding.
+        if self._causal is None or self._causal.documents is not None:
             alpha = alpha.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         return alpha, share
 
@@ -206,6 +246,8 @@ class AttentionStatistics:
             if mask.shape[-2] == 1 or mask.shape[-1] == 1:
                 mask = mask.expand(*mask.shape[:-2], self.length, self.length)
             logits = _apply(logits, _grouped_mask(mask[..., every, every], self.groups))
+        elif self._causal is not None and self._causal.padding is not None:
+            logits = logits.masked_fill(self._causal.padding[:, None, None], -torch.inf)
         lse = self.lse
         return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)), slope
 
@@ -228,15 +270,6 @@ def _apply(logits: Tensor, mask: Tensor) -> Tensor:
     # Additive masks carry the dtype's most negative number, not -inf. They are added as they are: a
     # row in which everything is masked (padding) then gets the same equal weights as in the model.
     return logits + mask.to(logits.dtype)
-
-
-def _mask(logits: Tensor, mask: Tensor | None, rows: slice, columns: slice) -> Tensor:
-    part = _block(mask, rows, columns)
-    if part is not None:
-        return _apply(logits, _grouped_mask(part, logits.shape[1]))
-    k = torch.arange(rows.start, rows.stop, device=logits.device)
-    t = torch.arange(columns.start, columns.stop, device=logits.device)
-    return logits.masked_fill(t > k.unsqueeze(-1), -torch.inf)
 
 
 @full_precision
@@ -357,6 +390,7 @@ def switchable_attention(
     statistics = AttentionStatistics(call)
     query, key, value = _Gate.apply(switch, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
     output = native(query, key, value)
+    statistics.adopt(output, call)
     tapped: Tensor = _Tap.apply(switch, statistics, output, call.key, call.value)  # type: ignore[no-untyped-call]
     return tapped, statistics
 
@@ -393,8 +427,9 @@ def propagate_values(
 
     Exactness: approximates the causal part (column minus diagonal) of the influence matrix;
     exact for the value projection of the last decoder layer with W = T and per-head weights.
-    Cost: O(T (W + block)) with a window, and all T x T logits once for the log-sum-exp, which the
-    self-only backward of the same call needs too and shares; in blocks, never T x T in memory.
+    Cost: O(T (W + block)) with a window. The log-sum-exp, which the self-only backward of the same
+    call needs too, is the kernel's own where it saves it (flash and memory-efficient ones do); else
+    it takes all T x T logits once, in blocks, never T x T in memory.
     Source: eqs. app_causal_rank1, phi_tgt_causal. Oracle: ``alphatoken.oracle.propagation``.
     """
     length = statistics.length
@@ -409,7 +444,7 @@ def propagate_values(
     for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
         # The block's first query sees back the farthest, and t >= k - W.
-        first = 0 if window is None else max(0, start - window)
+        first = max(statistics.first_key(rows), 0 if window is None else start - window)
         block = statistics.block(rows, slice(first, rows.stop))
         alpha = statistics.weights(block).masked_fill(~_band(block, window), 0.0)
         if head_reduction == "per_head":
@@ -449,12 +484,7 @@ def forward_mode_attention(call: AttentionCall) -> Tensor:
         else:
             plain[name], tangent[name] = None, None
     groups = plain["key"].shape[1]
-    statistics = AttentionStatistics(
-        AttentionCall(
-            call.module, plain["query"], plain["key"], plain["value"], call.mask, call.scale,
-            call.softcap, plain["sinks"],
-        )
-    )  # fmt: skip
+    statistics = AttentionStatistics(replace(call, **plain))
     dtype = statistics.dtype
 
     def zero_or(name: str) -> Tensor:

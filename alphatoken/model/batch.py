@@ -244,10 +244,11 @@ def read_batch(
                 remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
                 "-100 where nothing is learned",
             )
-    if batch.get("past_key_values") is not None:
+    caches = [key for key in ("cache", "past_key_values") if batch.get(key) is not None]
+    if caches:
         raise UnsupportedError(
             f"the {role} continues a cache",
-            got="past_key_values",
+            got=caches[0],
             why="its keys belong to positions that no forward of this batch runs, and every "
             "forward would fill the cache further",
             remedy="pass the whole sequence, with labels of -100 where nothing is valued",

@@ -2,12 +2,14 @@
 
 A slice has at most ``ROWS`` rows of at most ``LENGTH`` neighbouring positions. Masks,
 ``position_ids`` and other inputs that have one entry a token, or one a pair of tokens, are cut as
-the tokens are. An input of another shape is not understood: then whole rows are taken where it has
-one entry a row, and the whole batch where it has not.
+the tokens are, and so are the bounds of a packed row's documents (``cu_seq_lens_q``). An input of
+another shape is not understood: then whole rows are taken where it has one entry a row, and the
+whole batch where it has not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,6 +72,9 @@ def _cut(batch: LabelledBatch, worth: Int[Tensor, " b"], stop: Int[Tensor, " b"]
     first = (stop[rows] - LENGTH).clamp(0, max(length - LENGTH, 0))
     columns = first[:, None] + torch.arange(min(length, LENGTH), device=first.device)
     cut = {name: _of_tokens(x, rows, columns, count, length) for name, x in batch.inputs.items()}
+    if count == 1:
+        cut |= _of_bounds(batch.inputs, int(first[0]), columns.shape[1])
+        cut |= _from_the_start(cut.get("position_ids"))
     if any(value is _UNKNOWN for value in cut.values()):
         columns = torch.arange(length, device=first.device).expand(len(rows), -1)
         cut = {name: _of_rows(x, rows, count) for name, x in batch.inputs.items()}
@@ -100,6 +105,32 @@ def _of_tokens(value: Any, rows: Tensor, columns: Tensor, count: int, length: in
         chosen = value[rows[:, None, None], :, columns[:, :, None], columns[:, None, :]]
         return chosen.permute(0, 3, 1, 2)
     return _UNKNOWN
+
+
+def _of_bounds(inputs: Mapping[str, Any], first: int, length: int) -> dict[str, Any]:
+    """Bounds of the documents of a single row, as kernels for packed rows take them."""
+    cut: dict[str, Any] = {}
+    for side in ("q", "k"):
+        bounds = inputs.get(f"cu_seq_lens_{side}")
+        if isinstance(bounds, Tensor):
+            inside = [bound - first for bound in bounds.tolist() if first < bound < first + length]
+            cut[f"cu_seq_lens_{side}"] = found = bounds.new_tensor([0, *inside, length])
+            if f"max_length_{side}" in inputs:
+                cut[f"max_length_{side}"] = int(found.diff().max())
+    return cut
+
+
+def _from_the_start(positions: Any) -> dict[str, Any]:
+    """Positions whose first document, of which the beginning was cut off, starts as others do.
+
+    Kernels that tell documents apart by positions leave out what lies before the first start.
+    """
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return {}
+    breaks = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=False)
+    of_first = breaks.long().cumsum(-1) == 0
+    shifted = positions - positions[:, :1] + positions.amin(-1, keepdim=True)
+    return {"position_ids": torch.where(of_first, shifted, positions)}
 
 
 def _of_rows(value: Any, rows: Tensor, count: int) -> Any:

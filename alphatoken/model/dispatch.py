@@ -15,19 +15,21 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
 
-__all__ = ["dispatched"]
+__all__ = ["dispatched", "is_understood"]
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _MISSING: Any = object()  # stands for "no entry": None could be an entry
@@ -60,7 +62,9 @@ class _Dispatch:
         # library-wide one, and for "eager", which has none, the function of the model's own file.
         if self.name == "eager":
             return _eager_function(module)
-        return ALL_ATTENTION_FUNCTIONS._global_mapping[self.name]  # type: ignore[no-any-return]
+        library: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._global_mapping
+        kernel: Kernel = library[self.name]
+        return kernel
 
     def __call__(
         self,
@@ -117,6 +121,20 @@ def dispatched(
                 else:
                     del dispatch.active[module]
             _remove_idle(name)
+
+
+def is_understood(name: str) -> bool:
+    """Whether calls of this attention implementation carry all that its weights depend on.
+
+    Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
+    flash-attn packages or of the hub. Others may encode the mask elsewhere.
+    """
+    function = _entry(name)
+    while isinstance(function, _Dispatch):
+        function = function.before
+    if function is _MISSING:
+        function = ALL_ATTENTION_FUNCTIONS._global_mapping.get(name)
+    return name in ("sdpa", "eager") or function is flash_attention_forward
 
 
 def _entry(name: str) -> Any:
@@ -206,7 +224,8 @@ def _translated(
             got=type(module).__qualname__,
             remedy="estimator='path'",
         )
-    mask = named.get("attention_mask")
+    # A function that a user has put around the kernel may name nothing, and take it as ``*args``.
+    mask = named.get("attention_mask", args[0] if args else None)
     query = tensors[0]
     # To an sdpa kernel no mask means causal attention, as to ``AttentionCall``. An eager function
     # masks nothing then, and lets every query see every key.
@@ -215,6 +234,12 @@ def _translated(
             1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
         )
     scale = named.get("scaling")
+    flash, documents, window = kernel is flash_attention_forward, None, None
+    if flash:
+        mask, documents = None, _documents(module, named, query)
+        window = named.get("sliding_window")
+        if window is not None and window < 1:  # flash-attn's "none" is -1
+            window = None
     call = AttentionCall(
         module,
         *tensors,
@@ -223,6 +248,9 @@ def _translated(
         softcap=named.get("softcap"),
         sinks=named.get("s_aux"),
         dropout=float(named.get("dropout") or 0.0),
+        documents=documents,
+        window=window,
+        flash=flash,
     )
     weights: list[Tensor | None] = [None]
 
@@ -233,3 +261,45 @@ def _translated(
         return transposed
 
     return call, native, weights
+
+
+def _documents(module: nn.Module, named: Mapping[str, Any], query: Tensor) -> Tensor | None:
+    """(b, t) sequence of each position, -1 for padding, as transformers' flash wrapper reads it.
+
+    It takes the first of these that there is: the mask of real tokens, each row then being one
+    sequence; bounds of sequences in the flattened batch; positions that start again, in a batch of
+    one row. None: each row is one sequence.
+    """
+    causal = named.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedError(
+            "attention that is not causal is not covered",
+            got=type(module).__qualname__,
+            remedy="attn_implementation='sdpa', or estimator='path'",
+        )
+    batch, _, length, _ = query.shape
+    mask: Tensor | None = named.get("attention_mask")
+    if mask is not None:
+        return mask.long() - 1
+    bounds, positions = named.get("cu_seq_lens_q"), named.get("position_ids")
+    keys = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+    if bounds is None or any(named.get(key) is None for key in keys):
+        if positions is None or batch != 1 or length == 1:
+            return None
+        steps = torch.arange(length, device=positions.device) + positions.min()
+        if bool((steps == positions).all()):
+            return None
+        bounds = prepare_fa_kwargs_from_position_ids(positions)[0][0]
+    flat = torch.arange(batch * length, device=query.device)
+    bounds = bounds.to(query.device)
+    documents = torch.bucketize(flat, bounds[1:-1], right=True)
+    outside = (flat < bounds[0]) | (flat >= bounds[-1])
+    rows = documents.masked_fill(outside, -1).view(batch, length)
+    if batch > 1 and bool(((rows[1:, 0] == rows[:-1, -1]) & (rows[1:, 0] >= 0)).any()):
+        raise UnsupportedError(
+            "a packed sequence reaches over two rows of the batch",
+            got=f"{batch} rows of {length} positions",
+            why="values are taken row by row",
+            remedy="one row, as transformers' and TRL's collators for packing give it",
+        )
+    return rows

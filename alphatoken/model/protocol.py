@@ -79,8 +79,12 @@ class AttentionCall:
     ``softcap * tanh(logits / softcap)`` if ``softcap`` is set, then masked. ``sinks`` (H,) are
     extra logits that take probability and give no value.
 
-    ``mask`` is boolean (True: may attend) or additive float, broadcastable to (b, h, t, t);
-    None means plain causal.
+    ``mask`` is boolean (True: may attend) or additive float, broadcastable to (b, h, t, t). None
+    means causal, within what the next two say, which kernels are given that take no mask:
+    ``documents`` (b, t) numbers the sequence that each position belongs to, -1 for padding, which
+    attends to nothing and is attended to by none; ``window`` is the number of positions of its own
+    document, the last of which is its own, that a query attends to. ``flash`` says that the kernel
+    is one of these, of the flash-attn packages or the hub's builds of them.
     """
 
     module: nn.Module
@@ -92,6 +96,9 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
+    documents: Tensor | None = None
+    window: int | None = None
+    flash: bool = False
 
 
 NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]

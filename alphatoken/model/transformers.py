@@ -21,14 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken.errors import ModelError
-from alphatoken.model.dispatch import dispatched
+from alphatoken.model.dispatch import dispatched, is_understood
 from alphatoken.model.protocol import AttentionOverride, ScoredLinear
 
 __all__ = ["TransformersAdapter"]
 
-# Implementations whose calls carry all that the weights depend on. Others (flash attention and the
-# like) may encode the mask elsewhere, so that it could not be recomputed.
-_SUPPORTED = ("sdpa", "eager")
 _LOSS_KEYWORDS = frozenset(
     (
         "labels", "shift_labels", "num_items_in_batch",  # the loss, which we take ourselves
@@ -193,12 +190,13 @@ class TransformersAdapter:
             yield
             return
         name = self.config._attn_implementation
-        if name not in _SUPPORTED:
+        if not is_understood(name):
             raise ModelError(
                 "this attention implementation is not known to the estimators",
                 got=f"attn_implementation={name!r}",
                 why="its mask, and so its weights, cannot be recomputed from the call",
-                remedy="model.set_attn_implementation('sdpa') (or 'eager'), or estimator='path'",
+                remedy="model.set_attn_implementation('sdpa') (or 'eager', or a flash kernel), or "
+                "estimator='path'",
             )
         with dispatched(name, modules, override):
             yield
@@ -253,15 +251,17 @@ class TransformersAdapter:
         # Rows are padded on the left, so positions count real tokens and not columns.
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         arguments: dict[str, Any] = {"use_cache": True}
-        if "logits_to_keep" in inspect.signature(self.base.forward).parameters:
+        named = inspect.signature(self.base.forward).parameters
+        if "logits_to_keep" in named:
             arguments["logits_to_keep"] = 1  # or the head would run on the whole prompt
+        cache = "cache" if "cache" in named else "past_key_values"  # up to transformers 5.23
         if state is not None:
-            arguments["past_key_values"] = state
+            arguments[cache] = state
             input_ids, positions = input_ids[:, -1:], positions[:, -1:]
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, **arguments
         )
-        return self.logits_of(output)[:, -1], getattr(output, "past_key_values", None)
+        return self.logits_of(output)[:, -1], getattr(output, cache, None)
 
     def max_positions(self) -> int | None:
         """``max_position_embeddings`` of the text config, or what its rotary scaling makes of it.

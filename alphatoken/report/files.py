@@ -219,10 +219,9 @@ def _example(row: int, place: str, columns: Mapping[str, NDArray[Any]]) -> Score
         ids=columns["input_ids"].tolist(),
         labels=columns["labels"].tolist(),
         kept=columns["keep"].astype(bool),
+        # Copies, because Arrow's own memory must not be written to.
         values={
-            key: columns[column].astype(np.float64)
-            for key, column in _COLUMNS.items()
-            if column in columns
+            key: columns[column].copy() for key, column in _COLUMNS.items() if column in columns
         },
     )
 

@@ -32,6 +32,7 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.placement import on_accelerator
 
 __all__ = [
     "cache_folder",
@@ -142,6 +143,7 @@ def fitted_fisher(
     folder: str | os.PathLike[str],
     *,
     progress: bool | ProgressSink | None = None,
+    device: torch.device | None = None,
 ) -> FisherDrift:
     """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
 
@@ -155,6 +157,7 @@ def fitted_fisher(
         options: of the run.
         folder: of the cache; created. On several machines it must be a shared one.
         progress: as for :func:`alphatoken.fit_fisher`.
+        device: where a model that waits on the CPU is fitted; it goes back afterwards.
 
     Raises:
         ConfigError: the weights are sharded already, or the folder is not shared.
@@ -164,7 +167,8 @@ def fitted_fisher(
     _require_whole(model)
     folder = Path(folder)
     if PartialState().is_main_process:
-        entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
+        with on_accelerator(model, device or torch.device("cpu")):
+            entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
     else:
         entry = _as_other(folder)
     return entry if options.fisher_offload else _on(model, entry)

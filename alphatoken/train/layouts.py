@@ -179,8 +179,9 @@ def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterato
         yield ConfigError(
             "Liger kernels do not work with token values",
             got="use_liger_kernel=True",
-            why="they fuse the loss with the output layer, so there are no token log-probabilities",
-            remedy="use_liger_kernel=False",
+            why="the backward of its gated MLP overwrites the activations that it saved, and "
+            "values take a backward of their own through the graph that the step uses",
+            remedy="use_liger_kernel=False; flash attention is supported",
         )
 
 

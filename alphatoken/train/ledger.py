@@ -238,10 +238,14 @@ class ValueLedger:
 
     # --- state --------------------------------------------------------------------------------
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything, as copies: one tensor a column, documents in the order of first visits."""
+    def state_tensors(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """Everything: one tensor a column, documents in the order of first visits.
+
+        Args:
+            copy: False gives views, good until the next visit: enough for writing them down.
+        """
         columns = (*self._documents.items(), *self._tokens.items())
-        state = {name: torch.from_numpy(column.copy()) for name, column in columns}
+        state = {n: torch.from_numpy(column.copy() if copy else column) for n, column in columns}
         return {"format": torch.tensor(_FORMAT), **state}
 
     def load_tensors(self, state: Mapping[str, Tensor]) -> None:
@@ -269,7 +273,7 @@ class ValueLedger:
         Raises:
             DataError: the file could not be written; an old one is intact.
         """
-        write_tensors(path, self.state_tensors(), {"kind": "alphatoken value ledger"})
+        write_tensors(path, self.state_tensors(copy=False), {"kind": "alphatoken value ledger"})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ValueLedger:
@@ -278,8 +282,17 @@ class ValueLedger:
         Raises:
             DataError: no such file, truncated, altered, or something else.
         """
+        return cls.of(read_tensors(path)[0])
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> ValueLedger:
+        """The ledger that :meth:`state_tensors` was taken of.
+
+        Raises:
+            DataError: not such a state.
+        """
         ledger = cls()
-        ledger.load_tensors(read_tensors(path)[0])
+        ledger.load_tensors(state)
         return ledger
 
     # --- export -------------------------------------------------------------------------------

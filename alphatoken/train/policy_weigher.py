@@ -34,6 +34,7 @@ from alphatoken.train.distributed import Ranks
 from alphatoken.train.gate import TokenGate, by_token, gated_loss, require_finite
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
+from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
@@ -114,7 +115,8 @@ class PolicyWeigher:
                     got=", ".join(policy.needs.columns),
                 )
             return
-        with kept_random_state():
+        device = self._trainer.accelerator.device
+        with kept_random_state(), on_accelerator(self._trainer.model, device):
             stage = make_stage(self._trainer, policy, validation, reference)
             if chooses_rows:
                 rows = policy.choose_rows(stage)

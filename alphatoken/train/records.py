@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,12 @@ class RunRecords:
     def write_results(self) -> None:
         """Values and a page about the run, into ``output_dir/_alphatoken``."""
         trainer = self._trainer
-        parts = Ranks(trainer.accelerator).gather_objects(self.ledger.state_tensors())
+        whole = self._all_ledgers() if trainer.args.export_values else None
         if not trainer.args.should_save:
             return
         trainer.save_state()
         folder = Path(str(trainer.args.output_dir))
-        if trainer.args.export_values and len(self.ledger):
-            whole = ValueLedger()
-            for part in parts:
-                one = ValueLedger()
-                one.load_tensors(part)
-                whole.merge(one)
+        if whole is not None and len(whole):
             rows = trainer.train_dataset if hasattr(trainer.train_dataset, "__len__") else None
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             place = folder / RESULTS / "values"
@@ -117,11 +113,43 @@ class RunRecords:
             return
         write_run_report(folder, history=trainer.state.log_history)
 
+    def _all_ledgers(self) -> ValueLedger | None:
+        """The ledgers of all processes added up, on those that write; None on the others.
+
+        Each process writes its own to a file, and those that write read one file at a time: what
+        hundreds of millions of tokens are worth does not fit into a message to every process. Where
+        the folder is not shared between machines it is sent after all.
+        """
+        trainer = self._trainer
+        ranks, writes = Ranks(trainer.accelerator), bool(trainer.args.should_save)
+        if ranks.world == 1:
+            return self.ledger
+        folder = Path(str(trainer.args.output_dir)) / RESULTS
+        # A name of this run's own: a killed run may have left files, which are no part of this one.
+        run = ranks.broadcast_object(secrets.token_hex(4))
+        files = [folder / f"ledger-{run}-rank{rank}.safetensors" for rank in range(ranks.world)]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ledger.save(files[ranks.rank])
+        ranks.wait()
+        apart = ranks.any(writes and not all(file.is_file() for file in files))
+        parts = ranks.gather_objects(self.ledger.state_tensors(copy=False)) if apart else ()
+        whole = ValueLedger()
+        for rank in range(ranks.world if writes else 0):
+            one = ValueLedger.load(files[rank]) if not apart else ValueLedger.of(parts[rank])
+            whole.merge(one)
+        several_write = bool(trainer.args.save_on_each_node)
+        if several_write:
+            ranks.wait()  # until the others have read
+        # One writer: the others need not wait for it, since collectives lose their patience.
+        for file in [files[ranks.rank]] if apart or several_write else files if writes else []:
+            file.unlink(missing_ok=True)
+        return whole if writes else None
+
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The ledger by column, and the statistics since the last log."""
-        return self.ledger.state_tensors(), self.monitor.state_values()
+        return self.ledger.state_tensors(copy=False), self.monitor.state_values()
 
     def load(self, ledger: dict[str, Tensor], monitor: Mapping[str, Any]) -> None:
         """Take back what ``state`` gave."""

@@ -125,7 +125,8 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
         )
     folder = cache_folder(options, str(options.output_dir))
     progress = None if not options.disable_tqdm else False
-    return fitted_fisher(trainer.model, prompts, options, folder, progress=progress)
+    place = trainer.accelerator.device
+    return fitted_fisher(trainer.model, prompts, options, folder, progress=progress, device=place)
 
 
 def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:

@@ -236,6 +236,23 @@ def test_an_entry_that_a_user_puts_in_meanwhile_stays() -> None:
     assert entry("sdpa") is around
 
 
+def test_a_mask_that_a_users_function_does_not_name_is_read() -> None:
+    """With padding on the left the weights would be others without it."""
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[0, :3] = 0
+    labels = torch.where(mask == 0, -100, BATCH["labels"])
+    labels[0, 3] = -100
+    batch = {**BATCH, "attention_mask": mask, "labels": labels}
+    expected = scorer_of(0).score(batch).total
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda module, *args, **kwargs: plain(module, *args, **kwargs)
+    try:
+        found = scorer_of(0).score(batch).total
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["at once", "after a pass that was seen"])
 @pytest.mark.parametrize("layer", [None, 1], ids=["all layers", "one layer"])
 def test_a_pass_that_goes_around_the_override_is_refused(before: bool, layer: int | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -719,19 +720,41 @@ def test_adapters_retention_rows_and_evaluation(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
-    layout = tmp_path / "two.yaml"
-    layout.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n"
-        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
-        "main_training_function: main\nrdzv_backend: static\nsame_network: true\n"
-    )
     words = real(
         library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none",
-        accelerate_config=layout,
+        accelerate_config="ddp",
     )  # fmt: skip
     done = run(tmp_path, *words)
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
+    words[words.index(tmp_path / "out")] = tmp_path / "again"
+    place = words.index("--accelerate_config")
+    done = run(tmp_path, *words[:place], *words[place + 2 :], "--num_processes", "2")
+    assert done.stdout.count("1 steps trained") == 1
+    assert "2 processes under DistributedDataParallel" in done.stderr
+    assert not differ(tmp_path / "out", tmp_path / "again"), "the layout written out, and by itself"
+    results = tmp_path / "again" / "_alphatoken"
+    records = pq.read_table(results / "values" / "values.parquet").to_pylist()
+    rows = {row for record in records for row in record["rows"]}
+    assert len(rows) == 8, "one step of two processes, two micro-batches, two rows each"
+    whole = json.loads((results / "values" / "summary.json").read_text())
+    assert whole["visits_of_tokens"] == len(records)
+    assert not list(results.glob("ledger-*")), "what the processes wrote for each other is gone"
+
+
+def test_a_layout_that_accelerate_starts_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = tmp_path / "two.yaml"
+    layout.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\n"
+        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
+    )
+    words = ["--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
+             "--train_file", str(write(tmp_path / "train.jsonl", rows(4))),
+             "--output_dir", str(tmp_path / "out"), "--accelerate_config", str(layout)]  # fmt: skip
+    assert main(["sft", *words]) == 2
+    assert "by MPI only" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import (
@@ -258,6 +260,9 @@ def test_boundaries_that_are_always_told_alike_are_proved_once() -> None:
 
 # --- passes that read a cache ---------------------------------------------------------------------
 
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""As transformers calls it: by the first name from 5.24 on."""
+
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path", "label"])
 def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
@@ -267,14 +272,15 @@ def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
     scorer.score(BATCH)  # the proofs that run once are done
     ids = BATCH["input_ids"]
     with torch.no_grad():
-        cache = model(ids[:, :3], use_cache=True).past_key_values
+        cache = model(ids[:, :3], use_cache=True)[CACHE]
     rest, labels = ids[:, 3:], BATCH["labels"][:, 3:]
     with scorer.observe() as observed:
-        logits = model(rest, past_key_values=cache, use_cache=True).logits
-        with pytest.raises(UnsupportedError, match="past_key_values"):
+        logits = model(rest, **{CACHE: cache}, use_cache=True).logits
+        with pytest.raises(UnsupportedError, match=f"Got: {CACHE}"):
             observed.values(logits, labels)
-    with pytest.raises(UnsupportedError, match="past_key_values"):
-        scorer.score({"input_ids": rest, "labels": labels, "past_key_values": cache})
+    for name in ("cache", "past_key_values"):
+        with pytest.raises(UnsupportedError, match=f"Got: {name}"):
+            scorer.score({"input_ids": rest, "labels": labels, name: cache})
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop"])
@@ -286,12 +292,12 @@ def test_more_keys_than_queries_have_no_self_only_backward(
     scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, layers=2))
     scorer.score(BATCH)
     with torch.no_grad():
-        cache = model(BATCH["input_ids"][:, :3], use_cache=True).past_key_values
+        cache = model(BATCH["input_ids"][:, :3], use_cache=True)[CACHE]
     inner = model.model.forward
     monkeypatch.setattr(
         model.model,
         "forward",
-        lambda *args, **more: inner(*args, **more | {"past_key_values": cache}),
+        lambda *args, **more: inner(*args, **more | {CACHE: cache}),
     )
     rest, labels = BATCH["input_ids"][:, 3:], BATCH["labels"][:, 3:]
     with scorer.observe() as observed:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alphatoken import DataError
+from alphatoken import ConfigError, DataError, Scorer
 from alphatoken.cli import main
-from alphatoken.data import read_records
+from alphatoken.data import Fields, read_records
+from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.source import find_source, source_of
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.report import value_files
@@ -90,6 +93,24 @@ def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
     assert find_source(other).sha256 != source.sha256
 
 
+def test_a_saved_data_set_that_changed_is_noticed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "rows", ROWS)
+    source = find_source(path)
+    (path / "cache-0123.arrow").write_bytes(b"of a map")
+    assert find_source(path).sha256 == source.sha256
+    assert len(list(source.read())) == 700
+    saved(path, ROWS[:600])
+    with pytest.raises(DataError, match="changed while it was in use"):
+        list(source.read(0, 10))
+
+
+def test_a_folder_is_read_whatever_the_case_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    jsonl(tmp_path / "rows" / "a.jsonl", ROWS[:3])
+    jsonl(tmp_path / "rows" / "B.JSONL", ROWS[3:5])
+    assert find_source(tmp_path / "rows").rows == 5
+
+
 def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
     path = folder(tmp_path / "rows", ROWS)
     source = find_source(path)
@@ -143,8 +164,14 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
 ) -> None:
     good = (world / "train.jsonl").read_text().splitlines()
     bad = ["{oops", '{"prompt": 3, "response": "x"}', '{"text": "no response"}', "[]"]
+    odd = [
+        '{"prompt": "add : 1 and 2", "response": "half \\ud83d"}',
+        '{"prompt": "add", "response": "x", "n": ' + "9" * 5000 + "}",
+        '{"messages": [{"role": ["user"], "content": "x"}]}',
+        "[" * 100_000,
+    ]
     empty = '{"prompt": "add : 1 and 2", "response": ""}'
-    mixed = [*good[:5], bad[0], *good[5:9], *bad[1:3], *good[9:], empty, bad[3]]
+    mixed = [*good[:5], bad[0], *good[5:9], *bad[1:3], *good[9:], empty, bad[3], *odd]
     path = jsonl(tmp_path / "mixed.jsonl", mixed)
     out = tmp_path / "out"
     assert world.score(out, train=path) == 2
@@ -153,16 +180,33 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert world.score(out, "--on_bad_rows", "skip", train=path) == 0
     found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in found] == [
-        f"mixed.jsonl, line {n}" for n in (6, 11, 12, 24, 25)
+        f"mixed.jsonl, line {n}" for n in (6, 11, 12, 24, 25, 26, 27, 28, 29)
     ]
-    assert [row["index"] for row in found] == [5, 10, 11, 23, 24]
+    assert [row["index"] for row in found] == [5, 10, 11, *range(23, 29)]
     assert "empty response" in found[3]["reason"]
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["pools"]["bad_rows"] == 5
-    assert "5 rows cannot be read; bad_rows.jsonl names them." in summary["notes"]
+    assert (summary["pools"]["rows"], summary["pools"]["train"]) == (29, 20)
+    assert summary["pools"]["bad_rows"] == 9
+    assert "9 rows cannot be read; bad_rows.jsonl names them." in summary["notes"]
     assert summary["values"]["sequences"] == 20
     rows = [example.row for example in load(out)]
     assert rows == [n for n in range(25) if n not in (5, 10, 11, 23, 24)]
+
+
+def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:
+    rows: list[Any] = [row if n % 3 else "{oops" for n, row in enumerate(ROWS)]
+    corpus = Corpus(find_source(jsonl(tmp_path / "r.jsonl", rows)), Fields(), on_bad_rows="skip")
+    counts = Counter[int]()
+    for seed in range(60):
+        found = [row.index for row in draw_rows(corpus, 40, seed)]
+        assert found == sorted(set(found))
+        assert len(found) == 40
+        assert all(index % 3 for index in found)
+        counts.update(found)
+    thirds = [sum(counts[i] for i in range(a, a + 233)) for a in (0, 233, 466)]
+    assert min(thirds) > 0.85 * 800, "uniform over the file"
+    with pytest.raises(ConfigError, match="cannot be drawn"):
+        draw_rows(corpus, 500, 0)
 
 
 def test_no_row_left_is_said(world: World, tmp_path: Path, capsys: Any) -> None:
@@ -177,6 +221,40 @@ def test_no_row_left_is_said(world: World, tmp_path: Path, capsys: Any) -> None:
 
 
 # --- the job --------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder_are_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    score, said = Scorer.score, []
+
+    def second(self: Scorer, batch: Any) -> Any:
+        if not said:
+            said.append(world.score(tmp_path / "out", "--overwrite_output", ratio=0.3))
+        return score(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", second)
+        assert world.score(tmp_path / "out", "--no_report") == 0
+    assert said == [2]
+    assert "another run is at work in this folder" in capsys.readouterr().err
+    # A part of other settings, with its note: as a process that went on would leave them.
+    assert world.score(tmp_path / "other", "--no_report", ratio=0.3) == 0
+    for place in ("values/part-00001.parquet", "job/blocks/00001.json"):
+        shutil.copy(tmp_path / "other" / place, tmp_path / "out" / place)
+    assert world.score(tmp_path / "out", "--no_report", "--resume") == 2
+    assert "of a run with other settings" in capsys.readouterr().err
+
+
+def test_a_selection_over_all_keeps_the_files_types(world: World, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    types = set()
+    for scope in ("batch", "dataset"):
+        assert world.score(tmp_path / scope, "--no_report", scope=scope) == 0
+        schema = pq.read_schema(value_files(tmp_path / scope / "values")[0])
+        types.add(str(schema.field("value").type))
+    assert types == {"list<element: float>"}
 
 
 def test_a_resumed_run_takes_the_sealed_gradient(
@@ -233,7 +311,7 @@ def test_engines_are_refused_before_any_work(
 # --- several processes ----------------------------------------------------------------------------
 
 
-class Corpus:
+class Job:
     """Many rows of the small world, and the words that value them."""
 
     def __init__(self, world: World, path: Path, rows: int, shard: int) -> None:
@@ -257,13 +335,13 @@ class Corpus:
 
 
 @pytest.fixture(scope="module")
-def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> Job:
     path = tmp_path_factory.mktemp("corpus") / "train.jsonl"
-    return Corpus(world, write_rows(path, 240, seed=11), 240, 8)
+    return Job(world, write_rows(path, 240, seed=11), 240, 8)
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(corpus: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of it."""
     out = tmp_path_factory.mktemp("whole")
     assert main([*corpus.words, "--output_dir", str(out / "out"), "--quiet"]) == 0
@@ -283,7 +361,7 @@ def agree(left: Path, right: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torchrun", "ray"])
 def test_every_engine_gives_the_same_files(
-    corpus: Corpus, whole: Path, tmp_path: Path, engine: str
+    corpus: Job, whole: Path, tmp_path: Path, engine: str
 ) -> None:
     command = corpus.command(engine, tmp_path / "out")
     run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
@@ -317,7 +395,7 @@ def victim(process: subprocess.Popen[str], mark: str) -> int:
     ("engine", "mark"), [("torchrun", "alphatoken.cli"), ("ray", "MapWorker"), ("ray", "")]
 )
 def test_killed_processes_lose_nothing(
-    corpus: Corpus, whole: Path, tmp_path: Path, engine: str, mark: str
+    corpus: Job, whole: Path, tmp_path: Path, engine: str, mark: str
 ) -> None:
     """One of two ranks, one of two actors, and the driver itself."""
     out = tmp_path / "out"

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, list[str], str]] = {
         "dpo", ["--masked_logit", "true", "--precompute_ref_log_probs", "true"], "masked_logit",
     ),
     "a sum over pairs": ("dpo", ["--kept_normalization", "sum"], "is not defined for DPO"),
+    "processes by MPI": ("sft", ["--accelerate_config", "alone.yaml"], "by MPI only"),
     "no ratio": ("dpo", ["--keep_ratio", "0"], "keep_ratio must lie in (0, 1]"),
 }  # fmt: skip
 
@@ -85,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer().save_pretrained(place / "model")
     for name, rows in (("rows", sums(12)), ("pairs", list(preference_rows(12)))):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "alone.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     (place / "full").mkdir()
     (place / "full" / "notes.txt").write_text("mine")
     return place
@@ -252,6 +254,7 @@ PLACES: dict[str, str] = {
     "cli/training_rows.py:_some": ROWS,
     "cli/training_rows.py:_hub": MACHINE,
     "cli/launching.py:_require_devices": MACHINE,
+    "cli/launching.py:_require_launcher": "processes by MPI",
     "train/layouts.py:check_same_weights": MACHINE,
 }
 """Each function between the command line and the first step that raises -> the case above that

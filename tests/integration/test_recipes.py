@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alphatoken import FisherDrift
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
-from alphatoken.cli.launching import layout_of
+from alphatoken.cli.launching import layout_of, wants_launch
 from alphatoken.cli.planning import plan_run, show_plan
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
@@ -267,15 +267,52 @@ def test_json_holds_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["steps"]["steps"] == found.steps["steps"]
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "ddp"])
 def test_layouts_are_read_by_accelerate_too(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     path, config = accelerate_config(name)
+    count = 4 if name in ("fsdp2", "zero2") else 2
     theirs = load_config_from_file(str(path))
-    assert theirs.num_processes == config["num_processes"] == 4
+    assert theirs.num_processes == config["num_processes"] == count
     assert str(theirs.distributed_type.value) == config["distributed_type"]
-    assert Layout.read(config) == Layout(name, 4)
+    mixed = name in ("fsdp2", "zero2")
+    assert Layout.read(config) == Layout(name, count, mixed)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "layout"),
+    [
+        (0, [], Layout()),
+        (1, [], Layout()),
+        (4, [], Layout("ddp", 4, False)),
+        (4, ["--num_processes", "2"], Layout("ddp", 2, False)),
+        (4, ["--num_processes", "1"], Layout()),
+        (4, ["--accelerate_config", "none"], Layout()),
+        (4, ["--use_cpu"], Layout()),
+        (0, ["--use_cpu", "--num_processes", "3"], Layout("ddp", 3, False)),
+        (4, ["--accelerate_config", "zero2"], Layout("zero2", 4)),
+        (8, ["--accelerate_config", "zero2", "--num_processes", "8"], Layout("zero2", 8)),
+    ],
+)
+def test_processes_without_a_layout_of_ones_own(
+    gpus: int, words: list[str], layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are GPUs, unless something else is asked for."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    base = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--bf16", "false"]
+    arguments = read_arguments("sft", [*base, *words], AlphaSFTConfig)
+    assert layout_of(arguments) == layout
+    assert wants_launch(arguments) == (layout.processes > 1)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        with monkeypatch.context() as started:
+            started.setenv(name, "1")
+            assert wants_launch(arguments) == (layout.processes > 1)
+            started.setenv(name, "2")
+            asked = "--accelerate_config" in words
+            assert wants_launch(arguments) == (asked and layout.processes > 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not wants_launch(arguments), "this is one of the processes already"
 
 
 # --- refused ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_f
 from alphatoken.errors import (
     AlphaTokenError,
     ConfigError,
+    CoverageError,
     FisherError,
     InputError,
     ModelError,
     NumericalError,
+    UnsupportedError,
 )
 from alphatoken.estimate.estimators import ESTIMATORS
 from tests.integration.snapshot import Snapshot
@@ -377,6 +380,48 @@ def test_an_attention_implementation_that_is_not_known(
     found = scorer_for(model, "path").score(BATCH).total  # the way out works
     # transformers makes no mask for a name that it does not know: other kernels, other rounding.
     assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+class Overwriting(torch.autograd.Function):
+    """A gated activation whose backward writes gradients over what it saved, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        of_gate, of_up = error * slope * up, error * sigmoid * gate
+        gate.data.copy_(of_gate)
+        up.data.copy_(of_up)
+        return gate, up
+
+
+def overwriting_model() -> nn.Module:
+    model = model_of()
+    for layer in model.model.layers:
+
+        def forward(x: Tensor, mlp: Any = layer.mlp) -> Tensor:
+            return mlp.down_proj(Overwriting.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+        layer.mlp.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path"])
+def test_kernels_that_overwrite_what_they_saved(estimator: str) -> None:
+    """A second backward through the graph would be wrong; the proof of coverage notices."""
+    score = partial(scorer_for(overwriting_model(), estimator).score, BATCH)
+    refused(CoverageError, score, "captured uses explain its gradient")
+
+
+def test_kernels_without_forward_mode() -> None:
+    scorer = scorer_for(overwriting_model(), "label")
+    refused(UnsupportedError, lambda: scorer.score(BATCH), "without forward mode", "Liger")
 
 
 class Foreign(nn.Module):

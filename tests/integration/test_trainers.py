@@ -23,6 +23,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
+from tests.flash_standin import NAME, standin
 from tests.integration.tiny_training import (
     ALPHA,
     lora,
@@ -646,6 +647,26 @@ def test_padding_free_rows_have_the_values_of_padded_ones(tmp_path: Path, estima
     )
     assert padded.shape == flat.shape
     assert float((padded - flat).abs().max()) < 1e-5 * float(padded.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:label values replace flash attention")
+@pytest.mark.parametrize("layout", ["padded", "padding-free", "packed"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_flash_kernels_train_as_others_do(tmp_path: Path, estimator: str, layout: str) -> None:
+    """The same rows on sdpa and on a flash kernel: values, choices and weights after the run."""
+    more: dict[str, Any] = {"estimator": estimator}
+    if layout != "padded":
+        more |= {"padding_free": True, "max_length": 64 if layout == "packed" else None}
+        more["packing"] = layout == "packed"
+    on_sdpa, on_flash = (sft(tmp_path / name, **more) for name in ("sdpa", "flash"))
+    with standin():
+        on_flash.model.set_attn_implementation(NAME)
+    values = [totals_of_first_step(trainer) for trainer in (on_sdpa, on_flash)]
+    size = float(values[0].abs().max())
+    assert float((values[0] - values[1]).abs().max()) < 1e-5 * size
+    expected, found = weights(on_sdpa.model), weights(on_flash.model)
+    for name, weight in expected.items():
+        close(found[name], weight, weight.abs() + 0.01, 1e-3, name="weights after a run")
 
 
 @pytest.mark.slow

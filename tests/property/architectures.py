@@ -15,6 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.flash_standin import NAME, standin
+
 __all__ = [
     "ARCHITECTURES",
     "BY_NAME",
@@ -61,7 +63,8 @@ class Architecture:
         model: name of the causal language model class.
         options: of the configuration.
         choices: option -> other values that it may take; "rope" picks one of ``ROPES``.
-        implementations: attention implementations that the family has here.
+        implementations: attention implementations that the family has here; "flash" is a kernel of
+            our own behind transformers' flash wrapper.
         value: suffix of the linear that makes the value states.
         output: suffix of the linear that takes the heads' outputs.
         fused: that linear makes queries and keys as well, in front of the values.
@@ -75,7 +78,7 @@ class Architecture:
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    implementations: tuple[str, ...] = ("sdpa", "eager")
+    implementations: tuple[str, ...] = ("sdpa", "eager", "flash")
     value: str = "v_proj"
     output: str = "o_proj"
     fused: bool = False
@@ -125,8 +128,9 @@ class Architecture:
             options["rope_parameters"] = scaling
         if "sliding_window" in self.choices and "layer_types" in options:
             options["layer_types"] = (options["layer_types"] * 2)[: self.depth]
+        kind = implementation or self.implementations[0]
         config = getattr(transformers, self.config)(
-            **options, attn_implementation=implementation or self.implementations[0]
+            **options, attn_implementation="eager" if kind == "flash" else kind
         )
         config._experts_implementation = "eager"  # the grouped kernel has no float64
         return config
@@ -146,6 +150,9 @@ class Architecture:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # some vectors start at random
             model = getattr(transformers, self.model)(config)
+        if implementation == "flash":
+            with standin():
+                model.set_attn_implementation(NAME)
         draw_weights(model, seed)
         model = model.to(device, dtype).eval()
         if architecture.options.get("rope") == "dynamic":
@@ -213,7 +220,7 @@ ARCHITECTURES = (
          "layer_types": _MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
         {**_GROUPS, **_ROPE, "sliding_window": (3, 2), "attn_logit_softcapping": (2.0, 0.7, None),
          "attention_bias": _FLAG},
-        implementations=("eager",),
+        implementations=("eager", "flash"),
         masks_by_type=True,
     ),
     Architecture(
@@ -260,7 +267,7 @@ ARCHITECTURES = (
         {**_TWO, "head_dim": 4, "sliding_window": 3, "num_local_experts": 3,
          "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]},
         {**_GROUPS, **_ROPE, "sliding_window": (3, 2), "num_experts_per_tok": (2, 1, 3)},
-        implementations=("eager",),
+        implementations=("eager", "flash"),
         masks_by_type=True,
         experts=True,
     ),

@@ -85,6 +85,12 @@ check_self_and_cross_add_up | | (ordinary backward) | exact
 check_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
 check_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
 check_log_sum_exp_and_weights | | (explicit softmax) | exact
+check_the_kernels_log_sum_exp | | (explicit softmax) | exact
+check_what_is_saved_spares_the_pass | | (explicit attention) | exact
+check_a_kernel_is_not_believed_unseen | | (explicit softmax) | exact
+check_other_calls_are_not_taken | | (a call without a fused kernel) | exact
+check_a_flash_call_is_what_the_model_computes | | (explicit attention) | exact
+check_flash_values_are_eager_ones | phi_total | (values on eager attention) | exact
 check_forward_mode_is_the_jvp | | (explicit attention) | exact
 check_forward_mode_by_finite_differences | | (finite differences) | exact
 check_no_square_of_the_length | | (shapes of every tensor) | exact

@@ -162,6 +162,21 @@ class DecoderConfig:
         return self.windows[layer % len(self.windows)]
 
 
+def dense_mask(call: AttentionCall) -> Tensor:
+    """The mask of a call, written out for every pair where the call has none."""
+    if call.mask is not None:
+        return call.mask
+    batch, _, length, _ = call.query.shape
+    mask = torch.zeros(batch, 1, length, length, dtype=torch.bool, device=call.query.device)
+    documents = call.documents
+    for b in range(batch):
+        own = [0] * length if documents is None else documents[b].tolist()
+        for k in range(length):
+            seen = [t for t in range(k + 1) if own[t] == own[k] >= 0]
+            mask[b, 0, k, seen if call.window is None else seen[-call.window :]] = True
+    return mask
+
+
 def explicit_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Softmax attention written out: logits, soft-cap, mask, sinks, softmax, weighted sum."""
     repeats = query.shape[1] // key.shape[1]
@@ -169,9 +184,7 @@ def explicit_attention(call: AttentionCall, query: Tensor, key: Tensor, value: T
     logits = torch.einsum("bhkd,bhtd->bhkt", query, key) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    mask = call.mask
-    if mask is None:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    mask = dense_mask(call)
     if mask.dtype == torch.bool:
         blind = ~mask.any(-1, keepdim=True)
         # A row without keys gets finite logits first, because softmax over -inf alone is NaN.

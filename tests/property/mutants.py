@@ -261,7 +261,13 @@ LISTED = (
     Mutant(
         "padding-leaks-into-the-attention-weights",
         "padding leaking in",
-        (Edit("model.attention._mask", "part = _block(mask, rows, columns)", "part = None"),),
+        (
+            Edit(
+                "model.attention.AttentionStatistics.__init__",
+                "None if call.mask is not None else CausalStructure(call)",
+                "CausalStructure(call)",
+            ),
+        ),
         (
             claim(attending.check_log_sum_exp_and_weights, calls(mask="left")),
             alphatoken(PADDED),

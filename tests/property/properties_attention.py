@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken.model import attention
 from alphatoken.model.protocol import AttentionCall
-from tests.property.decoder import explicit_attention
+from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
@@ -29,6 +29,8 @@ __all__ = ["MASKS", "AttentionCase", "attention_cases"]
 
 EXACT = 1e-12
 MASKS = ("none", "causal", "window", "left", "packed", "broadcast", "blind", "additive", "by_head")
+STRUCTURES = ("documents", "holes", "sliding", "sliding documents", "sliding holes")
+"""What kernels are told that take no mask; "holes": documents with padding in and around them."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,24 @@ class AttentionCase:
             for i, (n, w) in enumerate(shapes)
         )
         sinks = self.numbers(self.h, salt=3) if self.sinks else None
-        return AttentionCall(
-            nn.Identity(), q, k, v, self.build_mask(), self.scale, self.softcap, sinks
-        )
+        call = AttentionCall(nn.Identity(), q, k, v, None, self.scale, self.softcap, sinks)
+        if self.mask not in STRUCTURES:
+            return replace(call, mask=self.build_mask())
+        window = 2 + self.seed % 2 if "sliding" in self.mask else None
+        return replace(call, documents=self.build_documents(), window=window)
+
+    def build_documents(self) -> Tensor | None:
+        """(b, t): two or three documents a row, all numbers different."""
+        if self.mask == "sliding":
+            return None
+        draw = torch.Generator().manual_seed(self.seed + 7)
+        starts = torch.rand(self.b, self.t, generator=draw) < 0.3
+        documents = starts.long().flatten().cumsum(0).view(self.b, self.t)
+        documents += torch.arange(self.b)[:, None]
+        if "holes" in self.mask:
+            padding = torch.rand(self.b, self.t, generator=draw) < 0.3
+            documents = documents.masked_fill(padding, -1)
+        return documents
 
     def build_mask(self) -> Tensor | None:
         if self.mask == "none":
@@ -112,7 +129,7 @@ def attention_cases(draw: st.DrawFn, **pins: Any) -> AttentionCase:
         "t": st.integers(1, 9),
         "d": st.integers(1, 4),
         "v": st.integers(1, 3),
-        "mask": st.sampled_from(MASKS),
+        "mask": st.sampled_from(MASKS + STRUCTURES),
         "softcap": st.sampled_from([None, 1.5]),
         "sinks": st.booleans(),
         "scale": st.sampled_from([1.0, 0.6]),
@@ -272,9 +289,7 @@ def explicit_logits(call: AttentionCall) -> Tensor:
     logits = call.query.detach() @ key.mT * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    mask = call.mask
-    if mask is None:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    mask = dense_mask(call)
     return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
 
 
@@ -304,6 +319,7 @@ def check_log_sum_exp_and_weights(case: AttentionCase) -> None:
             size = size.masked_fill(part == 0, 0.0)
             close(found, part[..., block.columns], size[..., block.columns], EXACT, name="alpha")
             assert not bool(part[..., block.columns.stop :].any())
+            assert not bool(part[..., : block.columns.start].any())
         assert rows == case.t
         own, slope = statistics.diagonal()
     own_alpha = alpha.diagonal(dim1=2, dim2=3)

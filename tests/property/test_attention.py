@@ -13,13 +13,16 @@ from tests.property import properties_attention as claims
 from tests.property.profiles import budget
 from tests.property.properties_attention import AttentionCase, attention_cases
 
+ALL = claims.MASKS + claims.STRUCTURES
 HARD = AttentionCase(b=2, g=2, r=3, t=7, mask="left", softcap=1.5, sinks=True, chunk=3)
 BLIND = AttentionCase(b=2, g=1, r=2, t=5, mask="blind", chunk=2, seed=3)
+HOLES = AttentionCase(b=2, g=2, r=2, t=9, mask="sliding holes", softcap=1.5, chunk=2, seed=1)
 
 
 @given(attention_cases())
 @example(HARD)
 @example(BLIND)
+@example(HOLES)
 def test_the_self_only_backward_is_the_diagonal(case: AttentionCase) -> None:
     claims.check_self_backward_is_the_diagonal(case)
 
@@ -54,6 +57,7 @@ def test_one_forward_serves_both_backwards(case: AttentionCase) -> None:
 @given(attention_cases())
 @example(HARD)
 @example(BLIND)
+@example(HOLES)
 def test_log_sum_exp_and_weights_are_the_models(case: AttentionCase) -> None:
     claims.check_log_sum_exp_and_weights(case)
 
@@ -66,7 +70,7 @@ def test_forward_mode_is_the_jvp(case: AttentionCase, moving: frozenset[str]) ->
     claims.check_forward_mode_is_the_jvp(case, moving)
 
 
-@given(attention_cases(mask=st.sampled_from([m for m in claims.MASKS if m != "additive"])))
+@given(attention_cases(mask=st.sampled_from([m for m in ALL if m != "additive"])))
 @example(HARD)
 @budget(0.5)
 def test_forward_mode_agrees_with_finite_differences(case: AttentionCase) -> None:

@@ -57,5 +57,7 @@ def test_a_slice_finds_documents_that_see_each_other(seed: int) -> None:
 @example(("pr|pprr", "pppp|pr"), (1, 3), "pairs")
 @example(("pprrr", "prrrr"), (1, 2), "unknown")
 @example(("pr", "pp"), (2, 2), "shared")
+@example(("pp|pr",), (1, 2), "plain")
+@example(("ppprr|ppr",), (1, 5), "plain")
 def test_a_slice_is_cut_alike(lines: tuple[str, ...], size: tuple[int, int], form: str) -> None:
     claims.check_a_slice_is_a_part_of_its_batch(lines, *size, form)

@@ -46,6 +46,7 @@ from tests.property.tolerance import allowed, close
 # torch's forward mode compiles some rules with torch.jit at first use, which torch deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:label values replace flash attention"),
     # A drawn model may have next to no drift: nothing is wrong with its values.
     pytest.mark.filterwarnings("ignore:The (adaptation|stability) side alone decides"),
 ]
@@ -60,7 +61,8 @@ REACH = settings(
     suppress_health_check=list(HealthCheck),
 )
 LEAKING = ("gpt_oss", "qwen3_5")
-"""Packed documents see each other there: no mask by positions, a recurrent state that runs on."""
+"""Packed documents see each other there: no mask by positions, a recurrent state that runs on. A
+flash kernel keeps gpt_oss's apart, by their bounds."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class Setup:
             for line in itertools.chain(self.train, self.validation, *self.more)
         )
         overflows = self.implementation == "eager" and self.name not in ("gpt2", "gpt_oss")
-        single = not self.double or (blind and overflows)
+        # In float32 transformers' flash wrapper looks for an nn.Linear, and GPT-2 has none.
+        narrow = not self.double and (self.name, self.implementation) != ("gpt2", "flash")
+        single = narrow or (blind and overflows)
         return torch.float32 if single else torch.float64
 
     @property
@@ -117,7 +121,11 @@ class Setup:
             explicit_mask=self.explicit_mask and not any("|" in line for line in lines),
             explicit_positions=self.explicit_positions,
         )
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+        packed = any("|" in line for line in lines)
+        if self.implementation == "flash" and packed and self.name != "qwen3_5":  # it refuses them
+            batch |= bounds_of(lines)
+        moved = {k: v.to(self.device) for k, v in batch.items() if isinstance(v, Tensor)}
+        return {**batch, **moved}
 
     @property
     def batch(self) -> dict[str, Tensor]:
@@ -132,6 +140,15 @@ class Setup:
     def validations(self) -> list[dict[str, Tensor]]:
         """Two batches, so that a mean of means would show."""
         return [self._batch(self.validation, 2**17), self._batch(("prrr",), 2**18)]
+
+
+def bounds_of(lines: Rows) -> dict[str, Any]:
+    """The arguments with which a collator tells flash kernels where documents begin."""
+    lengths = torch.tensor([len(document) for line in lines for document in line.split("|")])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    found = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return {**found, "max_length_q": longest, "max_length_k": longest}
 
 
 @st.composite
@@ -519,7 +536,8 @@ def test_values_equal_per_token_autograd(name: str, mode: str, data: st.DataObje
     ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
     """
     setup = data.draw(setups(name, mode))
-    if "|" in "".join(setup.train) and name in LEAKING:
+    apart = name not in LEAKING or (name, setup.implementation) == ("gpt_oss", "flash")
+    if "|" in "".join(setup.train) and not apart:
         for estimator in ("label", "path"):
             with pytest.raises((ModelError, UnsupportedError)):
                 value_of(setup, setup.build(), None, estimator)

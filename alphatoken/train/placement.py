@@ -1,0 +1,48 @@
+"""Where a model is while something runs before training: on the accelerator, if it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from alphatoken.errors import AlphaTokenWarning, warn_caller
+
+__all__ = ["on_accelerator"]
+
+
+@contextmanager
+def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the model is on ``device``; afterwards it is where it was.
+
+    Under FSDP2 and ZeRO transformers leaves the model on the CPU until it is cut up, which is
+    after the Fisher is fitted and static passes are run: there they would take hours. Weights that
+    are cut up already, or on several devices, stay; a model that does not fit as a whole stays too,
+    and that is said. Parameters remain the same objects.
+    """
+    homes = {parameter.device for parameter in model.parameters()}
+    split = any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh")
+        for parameter in model.parameters()
+    )
+    if device.type == "cpu" or split or homes != {torch.device("cpu")}:
+        yield
+        return
+    try:
+        model.to(device)
+    except torch.OutOfMemoryError:
+        model.to("cpu")
+        warn_caller(
+            "the model does not fit onto one accelerator as a whole, so that what runs before "
+            "training (the Fisher, passes over the rows) runs on the CPU; it can be run beforehand "
+            "on another machine: `alphatoken fisher`, policy_cache=...",
+            AlphaTokenWarning,
+        )
+    try:
+        yield
+    finally:
+        model.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

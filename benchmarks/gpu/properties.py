@@ -1,0 +1,37 @@
+"""The property tests that run on every device that is here, on this one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Run
+
+__all__ = ["properties"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_FILES = ("tests/property/test_transformers.py", "tests/property/test_contraction.py")
+
+
+def properties(run: Run) -> Iterator[dict[str, Any]]:
+    """What pytest says of them; needs pytest and hypothesis."""
+    missing = [name for name in ("pytest", "hypothesis", "jaxtyping") if find_spec(name) is None]
+    if missing:
+        yield {"ok": None, "why": f"not installed: {', '.join(missing)}"}
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
+    command += [run.device.type, *(_FILES[1:] if run.quick else _FILES)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    counts = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
+    found: dict[str, Any] = {kind: int(count) for count, kind in counts}
+    bad = "" if done.returncode == 0 else done.stdout[-1500:]
+    yield {"ok": done.returncode == 0 and found.get("passed", 0) > 0, **found, "why": bad}

@@ -1,0 +1,99 @@
+"""A run of AlphaSFTTrainer in bf16 beside TRL's own, on the demonstration's world."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.world import draw_exchanges
+from alphatoken.support.machine import timed
+from benchmarks.measure import Run
+
+__all__ = ["training"]
+
+Row = dict[str, Any]
+
+
+def training(run: Run) -> Iterator[Row]:
+    """TRL's trainer; ours with all tokens, which must end where TRL's does; ours with half.
+
+    On a CPU to the last bit; the backward of CUDA's attention kernels adds up in any order, so that
+    there the last losses are compared.
+    """
+    steps, rows = (3, 24) if run.quick else (60, 960)
+    reference: dict[str, torch.Tensor] | None = None
+    end = math.nan
+    for name, ratio in (("TRL", None), ("all tokens", 1.0), ("half of the tokens", 0.5)):
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = _trainer(run, folder, ratio, steps, rows)
+            if run.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = timed(trainer.train)
+            weights = {n: p.detach().float().cpu() for n, p in trainer.model.named_parameters()}
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        apart = None
+        if ratio == 1.0 and reference is not None:
+            apart = max(float((weights[n] - reference[n]).abs().max()) for n in weights)
+        elif ratio is None:
+            reference = weights
+        if ratio is None:
+            end = losses[-1]
+        exact = run.device.type == "cpu"
+        same = ratio != 1.0 or (apart == 0.0 if exact else abs(losses[-1] - end) <= 0.05 * end)
+        finite = all(math.isfinite(loss) for loss in losses)
+        fell = run.quick or losses[-1] < losses[0]
+        peak = torch.cuda.max_memory_allocated() / 2**20 if run.device.type == "cuda" else None
+        yield {
+            "run": name,
+            "seconds_a_step": seconds / steps,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "apart": apart,
+            "memory_mib": peak,
+            "ok": finite and fell and same,
+        }
+
+
+def _trainer(run: Run, folder: str, ratio: float | None, steps: int, rows: int) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+
+    on_cpu = run.device.type == "cpu"
+    tokenizer = make_tokenizer()
+
+    def data(count: int, seed: int) -> Any:
+        exchanges = draw_exchanges(count, random.Random(seed))
+        return Dataset.from_list(
+            [{"prompt": f"{e.prompt} ", "completion": " ".join(e.response)} for e in exchanges]
+        )
+
+    common: dict[str, Any] = {
+        "output_dir": folder, "per_device_train_batch_size": 8, "max_steps": steps,
+        "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "bf16": not on_cpu, "use_cpu": on_cpu, "disable_tqdm": True, "seed": 0,
+        "dataloader_pin_memory": False, "log_level": "error",
+    }  # fmt: skip
+    made: dict[str, Any] = {
+        "model": make_model(tokenizer),
+        "train_dataset": data(rows, 1),
+        "processing_class": tokenizer,
+    }
+    if ratio is None:
+        return _quiet(SFTTrainer(args=SFTConfig(**common), **made))
+    config = AlphaSFTConfig(**common, keep_ratio=ratio, retention="none", held_out_steps=0)
+    return _quiet(AlphaSFTTrainer(args=config, validation_dataset=data(48, 2), **made))
+
+
+def _quiet(trainer: Any) -> Any:
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer

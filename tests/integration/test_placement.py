@@ -1,0 +1,155 @@
+"""What runs before training: where the model is meanwhile, and how processes add up their books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from alphatoken import AlphaTokenWarning
+from alphatoken.policies.stm import STM
+from alphatoken.train import fisher_cache, policy_weigher, records
+from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.placement import on_accelerator
+from alphatoken.train.policy import PolicySettings
+from alphatoken.train.records import RunRecords
+from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+from tests.integration import tiny_training as tiny
+from tests.integration.test_ledger import Doc, add, visit
+
+GPU = torch.device("cuda", 0)
+
+
+class Moves:
+    """Stands for the accelerator: notes where a model is sent, and moves nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
+        self.places: list[str] = []
+
+        def to(model: nn.Module, place: Any) -> nn.Module:
+            self.places.append(str(place))
+            if full and torch.device(place).type == "cuda":
+                raise torch.OutOfMemoryError("full")
+            return model
+
+        monkeypatch.setattr(nn.Module, "to", to)
+
+
+def test_a_model_that_waits_on_the_cpu_is_taken_there_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, moves = tiny.model(), Moves(monkeypatch)
+
+    def inside() -> None:
+        with on_accelerator(model, GPU):
+            assert moves.places == ["cuda:0"]
+            raise KeyError("an error inside")
+
+    with pytest.raises(KeyError):
+        inside()
+    assert moves.places == ["cuda:0", "cpu"]
+
+
+def test_one_that_does_not_fit_stays_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moves = tiny.model(), Moves(monkeypatch, full=True)
+    with pytest.warns(AlphaTokenWarning, match="does not fit"), on_accelerator(model, GPU):
+        assert moves.places == ["cuda:0", "cpu"]
+
+
+def test_others_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = Moves(monkeypatch)
+    cut = tiny.model()
+    next(cut.parameters()).ds_id = 0  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        elsewhere = tiny.model()
+    for model, device in ((cut, GPU), (elsewhere, GPU), (tiny.model(), torch.device("cpu"))):
+        with on_accelerator(model, device):
+            pass
+    assert moves.places == []
+
+
+def test_fisher_and_static_passes_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of a run's passes before training are inside."""
+    seen: list[tuple[str, Any]] = []
+
+    def spying(module: Any, inner: str) -> None:
+        @contextmanager
+        def spy(model: nn.Module, device: torch.device) -> Iterator[None]:
+            seen.append((inner, device))
+            yield
+            seen.append((inner, "left"))
+
+        monkeypatch.setattr(module, "on_accelerator", spy)
+
+    spying(fisher_cache, "fisher")
+    spying(policy_weigher, "policy")
+    made: dict[str, Any] = {"train_dataset": tiny.sft_rows(8), "processing_class": tiny.tokenizer()}
+    options = tiny.options(tmp_path / "a", **tiny.ALPHA) | {"retention": "diagonal"}
+    options |= {"fisher_samples": 2, "fisher_max_new_tokens": 2}
+    AlphaSFTTrainer(
+        tiny.model(), AlphaSFTConfig(**options), validation_dataset=tiny.sft_rows(8, 1), **made
+    )
+    plain = AlphaSFTConfig(**tiny.options(tmp_path / "b"), retention="none")
+    AlphaSFTTrainer(tiny.model(), plain, policy=STM(PolicySettings("budget", 0.5)), **made)
+    cpu = torch.device("cpu")
+    assert seen == [("fisher", cpu), ("fisher", "left"), ("policy", cpu), ("policy", "left")]
+
+
+class Two:
+    """The first of two processes: what it sends to all is noted, the other's part is given."""
+
+    def __init__(self, theirs: ValueLedger, folder: Path, *, shared: bool) -> None:
+        self.rank, self.world, self.main = 0, 2, True
+        self._theirs, self._folder, self._shared = theirs, folder, shared
+        self.sent = 0
+
+    def wait(self) -> None:
+        if self._shared:
+            self._theirs.save(self._folder / "_alphatoken/ledger-run-rank1.safetensors")
+
+    def broadcast_object(self, item: Any) -> Any:
+        return "run"
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        self.sent += 1
+        return [item, self._theirs.state_tensors()]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ledgers_of_processes_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """By files where the folder is shared, by messages where it is not."""
+    ours, theirs, both = ValueLedger(), ValueLedger(), ValueLedger()
+    documents = [Doc((1, 0, 1, 1), (False, True, True, True)), Doc((0, 1, 1), (False, True, True))]
+    for seed, ledger in ((1, ours), (2, theirs)):
+        add(ledger, documents, visit(2, seed), "right", range(2))
+        both.merge(ledger)
+    args = SimpleNamespace(output_dir=str(tmp_path), should_save=True, save_on_each_node=False)
+    ranks = Two(theirs, tmp_path, shared=shared)
+    monkeypatch.setattr(records, "Ranks", lambda accelerator: ranks)
+    run = RunRecords.__new__(RunRecords)
+    run._trainer = SimpleNamespace(args=args, accelerator=None)  # type: ignore[assignment]
+    run.ledger = ours
+    (tmp_path / "_alphatoken").mkdir()
+    stale = tmp_path / "_alphatoken" / "ledger-killed-rank1.safetensors"
+    ours.save(stale)  # what a killed run left is no part of this one
+    before = ours.state_tensors()
+    found = run._all_ledgers()
+    assert found is not None
+    expected = both.state_tensors()
+    assert all(torch.equal(t, expected[n]) for n, t in found.state_tensors().items())
+    assert all(torch.equal(t, before[n]) for n, t in ours.state_tensors().items())
+    assert ranks.sent == (0 if shared else 1)
+    assert list((tmp_path / "_alphatoken").iterdir()) == [stale]
