@@ -129,7 +129,7 @@ gpu:
 	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.gpu
 
 gpu-wheels: $(READY)
-	$(RUN) -m benchmarks.gpu.wheels fetch $(GPU_WHEELS)
+	$(RUN) -m benchmarks.gpu.wheels fetch $(GPU_WHEELS) $(if $(GPU_PYTHONS),--pythons $(GPU_PYTHONS))
 
 mutants: $(READY)
 	@echo "== mutants: sampled over the syntax trees; goes on where it was stopped"

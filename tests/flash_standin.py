@@ -98,8 +98,9 @@ class _Kernel(torch.autograd.Function):
         ctx.bounds, ctx.left, ctx.softcap = [int(x) for x in bounds], left, softcap
         ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
-        lse = torch.zeros(q.shape[1], q.shape[0], dtype=wide)
+        # What no document covers is whatever was in memory.
+        out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan, dtype=wide)
+        lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
         for start, stop in zip(ctx.bounds[:-1], ctx.bounds[1:], strict=True):
             part = slice(start, stop)
             logits, _ = _logits(ctx, q[part].to(wide), k[part].to(wide))

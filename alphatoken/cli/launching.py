@@ -18,8 +18,10 @@ __all__ = ["launch", "layout_of", "wants_launch"]
 _INSIDE = ("ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "WORLD_SIZE")
 """Set in a process that accelerate or torchrun has started."""
 
-_BY_OTHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Number of processes that MPI or a step of SLURM has started."""
+_BY_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Number of processes that MPI has started; accelerate reads it, and they find each other."""
+_BY_SLURM = "SLURM_STEP_NUM_TASKS"
+"""Number of tasks of a step of SLURM; nothing that trains here reads it."""
 
 
 def wants_launch(arguments: Arguments) -> bool:
@@ -27,7 +29,7 @@ def wants_launch(arguments: Arguments) -> bool:
     inside = any(key in os.environ for key in _INSIDE)
     # By itself nothing is started where somebody else has: each of theirs would start its own.
     if arguments.run.accelerate_config is None:
-        inside = inside or any(int(os.environ.get(key) or 1) > 1 for key in _BY_OTHERS)
+        inside = inside or any(_started(key) > 1 for key in (*_BY_MPI, _BY_SLURM))
     return _asked(arguments) is not None and not inside
 
 
@@ -51,11 +53,13 @@ def layout_of(arguments: Arguments) -> Layout:
     """The layout of the run: what it was started in, or what it asks for.
 
     Raises:
-        ConfigError: no such accelerate configuration, or one that is not started.
+        ConfigError: no such accelerate configuration, one that is not started, or tasks of SLURM
+            that nothing joins.
     """
     if arguments.run.accelerate_config in (None, "none") and "WORLD_SIZE" in os.environ:
         started = os.environ["WORLD_SIZE"]
         return Layout.read({"distributed_type": "MULTI_GPU", "num_processes": started})
+    _require_one_task(arguments)
     asked = _asked(arguments)
     if asked is None:
         return Layout()
@@ -112,6 +116,23 @@ def _wait_for(command: list[str], environment: dict[str, str]) -> int:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _started(key: str) -> int:
+    return int(os.environ.get(key) or 1)
+
+
+def _require_one_task(arguments: Arguments) -> None:
+    """Refuse tasks of SLURM that would not know of each other."""
+    known = any(key in os.environ for key in (*_INSIDE, *_BY_MPI))
+    if arguments.run.accelerate_config is None and not known and _started(_BY_SLURM) > 1:
+        raise ConfigError(
+            "the tasks of this step of SLURM would each train alone",
+            got=f"{_BY_SLURM}={os.environ[_BY_SLURM]}, no WORLD_SIZE",
+            why="all would train on the same rows, and write to the same folder",
+            remedy="one task a machine (srun --ntasks-per-node 1), and in it torchrun, `accelerate "
+            "launch`, or --accelerate_config with a file that names the machines",
+        )
 
 
 def _require_launcher(config: dict[str, Any]) -> None:

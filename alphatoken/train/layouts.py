@@ -183,6 +183,14 @@ def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterato
             "values take a backward of their own through the graph that the step uses",
             remedy="use_liger_kernel=False; flash attention is supported",
         )
+    if getattr(args, "activation_offloading", False):
+        yield ConfigError(
+            "offloaded activations do not work with token values",
+            got="activation_offloading=True",
+            why="TRL forgets an activation when the first backward has fetched it, and values take "
+            "a backward of their own through the graph that the step uses",
+            remedy="activation_offloading=False; gradient_checkpointing=True saves more memory",
+        )
 
 
 def _compiled(accelerator: Any, args: Any, model: nn.Module) -> bool:

@@ -34,6 +34,7 @@ def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
         model.to(device)
     except torch.OutOfMemoryError:
         model.to("cpu")
+        _emptied()
         warn_caller(
             "the model does not fit onto one accelerator as a whole, so that what runs before "
             "training (the Fisher, passes over the rows) runs on the CPU; it can be run beforehand "
@@ -44,5 +45,10 @@ def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         model.to("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _emptied()
+
+
+def _emptied() -> None:
+    """Give back what the allocator holds: training wants all of the accelerator."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

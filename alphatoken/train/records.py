@@ -118,7 +118,7 @@ class RunRecords:
 
         Each process writes its own to a file, and those that write read one file at a time: what
         hundreds of millions of tokens are worth does not fit into a message to every process. Where
-        the folder is not shared between machines it is sent after all.
+        the folder is not shared between machines, or one could not write, it is sent after all.
         """
         trainer = self._trainer
         ranks, writes = Ranks(trainer.accelerator), bool(trainer.args.should_save)
@@ -128,10 +128,14 @@ class RunRecords:
         # A name of this run's own: a killed run may have left files, which are no part of this one.
         run = ranks.broadcast_object(secrets.token_hex(4))
         files = [folder / f"ledger-{run}-rank{rank}.safetensors" for rank in range(ranks.world)]
-        folder.mkdir(parents=True, exist_ok=True)
-        self.ledger.save(files[ranks.rank])
-        ranks.wait()
-        apart = ranks.any(writes and not all(file.is_file() for file in files))
+        full = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.ledger.save(files[ranks.rank])
+        except OSError:  # no room, or no right to write here: the others must not wait for nothing
+            full = True
+        apart = ranks.any(full)  # all have written now
+        apart = ranks.any(apart or (writes and not all(file.is_file() for file in files)))
         parts = ranks.gather_objects(self.ledger.state_tensors(copy=False)) if apart else ()
         whole = ValueLedger()
         for rank in range(ranks.world if writes else 0):

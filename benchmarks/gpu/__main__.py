@@ -5,9 +5,10 @@
     python -m benchmarks.gpu ratios                 one part; the others stay as they are
     python -m benchmarks.gpu --page                 the page again, from what is measured
 
-Each part is written when it is done, and is not measured again by the next call unless it is named.
-Parts that the time no longer allows are left to that call. The exit status is 1 where a check of
-correctness failed; a target that is missed is written down and fails nothing.
+Each row is written when it is done. A part that went well is not measured again by the next call
+unless it is named; one that failed or was cut off is, as are parts that the time did not allow.
+The exit status is 1 where a check of correctness failed; a target that is missed is written down
+and fails nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[], metavar="PART")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="a folder for both files")
-    parser.add_argument("--minutes", type=float, default=10.0, help="start no part after these")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no row after these")
     parser.add_argument("--page", action="store_true", help="measure nothing, write the page")
     options = parser.parse_args(arguments)
     if options.out is None:
@@ -76,34 +77,46 @@ def _measure(run: Run, names: Sequence[str], minutes: float, path: Path, text: P
     found = _kept(path, run)
     begun = time.monotonic()
     for number, (name, (work, title, expected)) in enumerate(PARTS.items(), 1):
-        if (names and name not in names) or (not names and name in found["parts"]):
+        done = found["parts"].get(name, {}).get("ok", False)
+        if name not in names if names else done:
             continue
         left = minutes - (time.monotonic() - begun) / 60
         if left <= 0 or (not run.quick and left < expected / 2):
             print(f"# {name}: no time left; the same command goes on with it", file=sys.stderr)
             continue
         _say(f"[{number}/{len(PARTS)}] {title} (about {expected:g} min; {left:.1f} min left)")
-        found["parts"][name] = _part(work, title, run)
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        for part in _so_far(work, title, run, time.monotonic() + 60 * left):
+            found["parts"][name] = part
+            write_text(path, json.dumps(found, indent=1) + "\n")
         write_text(text, page(found))
     wrong = [name for name, part in found["parts"].items() if not part["ok"]]
     _say(f"written: {path}, {text}" + (f"; FAILED: {', '.join(wrong)}" if wrong else ""))
     return 1 if wrong else 0
 
 
-def _part(work: Callable[[Run], Iterator[dict[str, Any]]], title: str, run: Run) -> dict[str, Any]:
+def _so_far(
+    work: Callable[[Run], Iterator[dict[str, Any]]], title: str, run: Run, stop: float
+) -> Iterator[dict[str, Any]]:
+    """The part after each of its rows, and when it is done."""
     rows: list[dict[str, Any]] = []
-    start, error = time.monotonic(), None
+    start, error = time.monotonic(), "cut off before its end"
+    part = {"title": title, "ok": False, "error": error, "rows": rows}
     try:
         for row in work(run):
             rows.append(row)
             _say("  " + ", ".join(f"{k} {_short(v)}" for k, v in row.items() if v is not None))
+            yield {**part, "seconds": time.monotonic() - start}
+            if time.monotonic() > stop:
+                break
+        else:
+            error = ""
     except Exception as caught:  # the other parts are wanted all the same
         traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
-    ok = error is None and bool(rows) and all(row.get("ok") is not False for row in rows)
-    seconds = time.monotonic() - start
-    return {"title": title, "ok": ok, "error": error, "seconds": seconds, "rows": rows}
+    # A row of which "ok" is None could not be asked; a part with no other row has shown nothing.
+    said = [row.get("ok", True) for row in rows]
+    part |= {"error": error or None, "seconds": time.monotonic() - start}
+    yield {**part, "ok": not error and any(said) and False not in said}
 
 
 def _kept(path: Path, run: Run) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from benchmarks.measure import Run
 __all__ = ["properties"]
 
 ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300
 _FILES = ("tests/property/test_transformers.py", "tests/property/test_contraction.py")
 
 
@@ -25,12 +26,19 @@ def properties(run: Run) -> Iterator[dict[str, Any]]:
     if missing:
         yield {"ok": None, "why": f"not installed: {', '.join(missing)}"}
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
+    # Of the machine's own plugins none is wanted, and its packages may warn of each other.
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    command += ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin", "-k"]
     command += [run.device.type, *(_FILES[1:] if run.quick else _FILES)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        yield {"ok": False, "why": f"not done within {SECONDS} s"}
+        return
     counts = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
     found: dict[str, Any] = {kind: int(count) for count, kind in counts}
     bad = "" if done.returncode == 0 else done.stdout[-1500:]

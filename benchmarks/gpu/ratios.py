@@ -49,7 +49,7 @@ def ratios(run: Run) -> Iterator[Row]:
             try:
                 row |= _measured(run, model, size, estimator, best)
             except torch.OutOfMemoryError as error:
-                row |= {"why": str(error).splitlines()[0][:120]}
+                row |= {"why": str(error).splitlines()[0][:120], "ok": None}
             yield row
             model.zero_grad(set_to_none=True)
             _freed()
@@ -76,6 +76,8 @@ def _fitting(run: Run, size: Size) -> tuple[Any, Size]:
 
 def _measured(run: Run, model: Any, size: Size, estimator: str, best: float) -> Row:
     batch = size.batch(run.device)
+    model.zero_grad(set_to_none=True)
+    plain = _peak(run, partial(plain_step, model, batch))  # while no direction is held
     scorer = Scorer(
         model, size.batch(run.device, seed=1), None,
         ScorerConfig(estimator=estimator, layers=LAYERS),
@@ -85,12 +87,12 @@ def _measured(run: Run, model: Any, size: Size, estimator: str, best: float) -> 
     )
     shape = size.shape(model)
     least = (shape.step + scoring_floor(shape, LAYERS, estimator)) / best
-    plain = _peak(run, partial(plain_step, model, batch))
 
     def whole() -> None:
         scorer.refresh()  # the validation side belongs to the peak of a step
         observed_step(scorer, model, batch, components=False)
 
+    model.zero_grad(set_to_none=True)
     valued = _peak(run, whole)
     found = {
         "size": row["size"],

@@ -221,6 +221,7 @@ def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator
         ({"ddp_static_graph": True}, "static_graph"),
         ({"torch_compile": True}, "compile"),
         ({"use_liger_kernel": True}, "Liger"),
+        ({"activation_offloading": True}, "forgets an activation"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,41 @@ def test_a_part_that_breaks_is_written_down(
     assert found["contraction"]["rows"] == [{"route": "a", "ok": True}]
     assert kit.main(["contraction", "--minutes", "0", *words]) == 1
     assert "no time left" in capsys.readouterr().err
+    # The next call asks it again, and the one that went well stays.
+    monkeypatch.setattr(
+        kit, "PARTS", {name: kit.PARTS[name] for name in ("training", "contraction")}
+    )
+    monkeypatch.setitem(kit.PARTS, "contraction", (fine, "Fine", 1.0))
+    monkeypatch.setitem(kit.PARTS, "training", (broken, "Broken", 1.0))
+    assert kit.main(words) == 0
+
+
+def test_a_part_that_shows_nothing_has_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that could not be asked, as where no shape fits, and a part that the time cuts off."""
+
+    def nothing(run: Run) -> Any:
+        yield {"route": "a", "ok": None}
+        yield {"route": "b", "ok": None}
+
+    def some(run: Run) -> Any:
+        yield {"route": "a", "ok": None}
+        yield {"route": "b"}
+
+    def long(run: Run) -> Any:
+        for name in "ab":
+            time.sleep(0.1)
+            yield {"route": name}
+
+    words = ["contraction", "--device", "cpu", "--out", str(tmp_path), "--minutes"]
+    for rows, minutes, status in ((nothing, "1", 1), (some, "1", 0), (long, "0.001", 1)):
+        monkeypatch.setitem(kit.PARTS, "contraction", (rows, "Rows", 1.0))
+        assert kit.main([*words, minutes]) == status
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["contraction"]
+    assert found["rows"] == [{"route": "a"}]
+    assert found["error"] == "cut off before its end"
+    assert "**Failed**: cut off before its end" in (tmp_path / "gpu.md").read_text()
 
 
 def test_targets_are_judged() -> None:
@@ -144,6 +181,38 @@ def test_wheels_are_of_all_but_torch(tmp_path: Path) -> None:
     assert not [name for name in found if "torch" in name or "nvidia" in name]
     with pytest.raises(SystemExit, match="no wheels"):
         wheels.install(tmp_path, tmp_path / "target")
+    assert "exceptiongroup" not in found
+    assert wheels.closure(("pytest",), python="3.10")["exceptiongroup"] == ""
+
+
+def wheel(folder: Path, name: str, version: str, python: str) -> None:
+    """The smallest wheel that pip installs."""
+    about = f"{name}-{version}.dist-info"
+    tag = f"py{python}-none-any"
+    texts = {
+        f"{name}.py": f"version = {version!r}\n",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{about}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as file:
+        for place, text in texts.items():
+            file.writestr(place, text)
+        record = "".join(f"{place},,\n" for place in (*texts, f"{about}/RECORD"))
+        file.writestr(f"{about}/RECORD", record)
+
+
+def test_wheels_of_other_versions_and_pythons(tmp_path: Path) -> None:
+    """What is here in another version is installed beside it; a wheel of another Python is not."""
+    folder, target = tmp_path / "wheels", tmp_path / "target"
+    folder.mkdir()
+    wheel(folder, "pytest", "0.0.1", "3")
+    wheel(folder, "a_little", "1.0", "3")
+    wheels.install(folder, target)
+    assert "0.0.1" in (target / "pytest.py").read_text()
+    assert (target / "a_little.py").exists()
+    wheel(folder, "another", "1.0", "399")
+    with pytest.raises(SystemExit, match="make gpu-wheels GPU_PYTHONS="):
+        wheels.install(folder, target)
 
 
 def test_a_model_that_does_not_fit_loses_layers(monkeypatch: pytest.MonkeyPatch) -> None:

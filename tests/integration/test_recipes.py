@@ -311,6 +311,11 @@ def test_processes_without_a_layout_of_ones_own(
             started.setenv(name, "2")
             asked = "--accelerate_config" in words
             assert wants_launch(arguments) == (asked and layout.processes > 1)
+            if name.startswith("SLURM") and not asked:
+                with pytest.raises(ConfigError, match="would each train alone"):
+                    layout_of(arguments)
+                started.setenv("WORLD_SIZE", "2")
+                assert layout_of(arguments).processes == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not wants_launch(arguments), "this is one of the processes already"
 

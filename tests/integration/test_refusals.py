@@ -424,6 +424,19 @@ def test_kernels_without_forward_mode() -> None:
     refused(UnsupportedError, lambda: scorer.score(BATCH), "without forward mode", "Liger")
 
 
+def test_what_a_model_itself_has_not_implemented_keeps_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scorer = scorer_for(model_of(), "label")
+
+    def forward(x: Tensor) -> Tensor:
+        raise NotImplementedError("rows longer than the table")
+
+    monkeypatch.setattr(scorer.adapter.model.model.layers[0].mlp, "forward", forward)
+    with pytest.raises(NotImplementedError, match="rows longer than the table"):
+        scorer.score(BATCH)
+
+
 class Foreign(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -79,6 +79,7 @@ def test_other_shapes_and_narrower_numbers_are_left() -> None:
     call = CASE.call()
     assert adopted(call, lambda x: x[..., :-1]) is None, "shorter than the rows"
     assert adopted(call, lambda x: x[:1]) is None, "of another batch"
+    assert adopted(call, lambda x: x[:, :1]) is None, "of fewer heads"
     assert adopted(call, lambda x: x.long()) is None
     assert adopted(call, lambda x: x.float()) is None, "float32 of float64 inputs"
     single = replace(CASE, double=False).call()
@@ -133,6 +134,12 @@ def test_how_near_is_the_same(dtype: torch.dtype, near: float, far: float) -> No
     assert kernel_state.agrees(lse[1:2], lse[1:2], dtype) is None, "nothing to compare"
     for wrong in (torch.inf, -torch.inf, torch.nan):
         assert kernel_state.agrees(torch.full_like(lse, wrong), lse, dtype) is False
+
+
+def test_rows_that_a_mask_of_very_negative_numbers_closes_say_nothing() -> None:
+    closed = torch.tensor([torch.finfo(torch.float32).min, 1.0])
+    assert kernel_state.agrees(torch.tensor([0.0, 1.0]), closed, torch.float32)
+    assert kernel_state.agrees(closed[:1], closed[:1], torch.float32) is None
 
 
 def test_padding_beside_sinks_is_no_disagreement() -> None:
@@ -253,6 +260,19 @@ def test_causality_of_the_call_goes_before_the_modules(own: bool) -> None:
             documents(1, 3, module=module, is_causal=None)
 
 
+def test_what_a_name_stands_for_decides_whether_it_is_understood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the name: somebody's own function may be registered under a kernel's."""
+    assert dispatch.is_understood("flash_attention_2")
+    assert not dispatch.is_understood("flex_attention")
+    registry = dispatch.ALL_ATTENTION_FUNCTIONS
+    own = {"flash_attention_2": explicit_attention, "mine": dispatch.flash_attention_forward}
+    monkeypatch.setattr(registry, "_local_mapping", {**registry._local_mapping, **own})
+    assert not dispatch.is_understood("flash_attention_2")
+    assert dispatch.is_understood("mine")
+
+
 # --- slices of packed rows -----------------------------------------------------------------------
 
 
@@ -276,6 +296,10 @@ def test_bounds_are_cut_as_the_tokens_are(lengths: tuple[int, ...]) -> None:
         edges = torch.tensor([0, *inner, LENGTH])
         assert inputs[f"max_length_{side}"] == int(edges.diff().max())
     assert inner, "the slice shows two documents"
+    alone = {name: x for name, x in batch.items() if not name.startswith("max_length")}
+    cut_alone = around_documents(read_batch(alone)).inputs
+    assert "max_length_q" not in cut_alone, "what was not given is not made up"
+    assert cut_alone["cu_seq_lens_q"].tolist() == [0, *inner, LENGTH]
     # Kernels that read positions leave out what lies before the first start: so there is nothing.
     read = documents(1, LENGTH, position_ids=inputs["position_ids"])
     assert read is not None
