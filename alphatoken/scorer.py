@@ -32,7 +32,7 @@ from alphatoken.model.batch import (
 from alphatoken.model.capture import Scope, record
 from alphatoken.model.head import watch_head
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.model.sharding import Sharding
+from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.scoring.observed import Observed
 from alphatoken.scoring.passes import Pass, Weights
 from alphatoken.scoring.valuing import Valuer
@@ -88,6 +88,8 @@ class Scorer:
             once a build with "validation" and "retention". None divides.
         sharding: how to reach weights that are spread over processes (FSDP2, ZeRO-3). G is then
             built from captured errors, and M is gathered one matrix at a time.
+        masters: name and parameter to the weight as the optimizer keeps it (float32, under
+            DeepSpeed); V is taken from these.
 
     Attributes:
         adapter: of the model.
@@ -115,6 +117,7 @@ class Scorer:
         adapter: DecoderAdapter | None = None,
         reduce: GradientReducer | None = None,
         sharding: Sharding | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
         config = config or ScorerConfig()
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
@@ -131,6 +134,7 @@ class Scorer:
             optimizer,
             reduce=reduce,
             sharding=sharding,
+            masters=masters,
         )
         scope = self.builder.scope
         witness = Witness(

@@ -43,7 +43,7 @@ from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, r
 from alphatoken.model.capture import Recorder, Scope, record, used_outside
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.sharding import Sharding
+from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.precision import wide
 
 __all__ = ["DirectionBuilder"]
@@ -77,9 +77,10 @@ class DirectionBuilder:
         *,
         reduce: GradientReducer | None = None,
         sharding: Sharding | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
         self.adapter, self.config, self.optimizer = adapter, config, optimizer
-        self.sharding, self._reduce = sharding, reduce
+        self.sharding, self._reduce, self._masters = sharding, reduce, masters
         self.captured = config.estimator in CAPTURED
         self._choice = ParameterChoice.read(config.parameters)
         self.scope = self._choose_scope()
@@ -170,7 +171,7 @@ class DirectionBuilder:
             return None
         # ``drift.check`` compares whole weights, which no process has here.
         drift.check_identity(self.adapter.identity())
-        sharded = ShardedDrift(drift, self.sharding, self.parameters)
+        sharded = ShardedDrift(drift, self.sharding, self.parameters, self._masters)
         sharded.check(limit)
         return sharded
 
@@ -504,10 +505,13 @@ class DirectionBuilder:
         if self._sharded_drift is not None:
             return self._sharded_drift.direction()
         if isinstance(self.retention, FisherDrift):
+            parameters: Mapping[str, Tensor] = self.parameters
+            if self._masters is not None:
+                parameters = {name: self._masters(name, p) for name, p in parameters.items()}
             # Label values move all weights at once, so that V must be whole for them anyway.
             if self.config.offload == "stream" and self.captured:
-                return self.retention.forming(self.parameters)
-            return self.retention.direction(self.parameters)
+                return self.retention.forming(parameters)
+            return self.retention.direction(parameters)
         return self._gradient("retention", as_batches(self.retention))
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:

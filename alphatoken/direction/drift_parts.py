@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alphatoken.direction.algebra import diagonal_drift
 from alphatoken.direction.drift import FisherDrift, check_distance
-from alphatoken.model.sharding import Sharding
+from alphatoken.model.sharding import MasterWeights, Sharding
 
 __all__ = ["ShardedDrift"]
 
@@ -25,16 +25,22 @@ class ShardedDrift:
         drift: the whole Fisher and reference, on every process.
         sharding: of the weights.
         parameters: parameter name -> parameter, as the process holds it.
+        masters: parts of the weights as the optimizer keeps them; the parameters' own without it.
 
     Raises:
         FisherError: a parameter that is not covered, or of another shape.
     """
 
     def __init__(
-        self, drift: FisherDrift, sharding: Sharding, parameters: Mapping[str, Tensor]
+        self,
+        drift: FisherDrift,
+        sharding: Sharding,
+        parameters: Mapping[str, Tensor],
+        masters: MasterWeights | None = None,
     ) -> None:
         drift.require({name: sharding.shape(name) for name in parameters})
         self._drift, self._sharding, self._parameters = drift, sharding, parameters
+        self._masters = masters
         self._reference = self._kept(drift.reference)
         self._fisher = self._kept(drift.fisher) if drift.fisher else {}
 
@@ -46,7 +52,8 @@ class ShardedDrift:
         }
 
     def _part(self, name: str) -> Tensor:
-        return self._sharding.local(name, self._parameters[name])
+        part_of = self._masters or self._sharding.local
+        return part_of(name, self._parameters[name])
 
     def direction(self) -> dict[str, Tensor]:
         """This process's part of V, at the current weights; exact, as ``FisherDrift.direction``."""
@@ -58,7 +65,10 @@ class ShardedDrift:
         # S_F and A_F mix all rows and columns: no part of V follows from a part of W by itself.
         parts = {}
         for name, parameter in self._parameters.items():
-            whole = self._sharding.full(name, parameter)
+            if self._masters is None:
+                whole = self._sharding.full(name, parameter)
+            else:
+                whole = self._sharding.gather(name, self._part(name))
             parts[name] = self._sharding.part_of(name, self._drift.direction({name: whole})[name])
         return parts
 

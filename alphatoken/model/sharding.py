@@ -16,14 +16,18 @@ collective as well, so every process must run equally many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sharding"]
+__all__ = ["MasterWeights", "Sharding"]
+
+MasterWeights = Callable[[str, Tensor], Tensor]
+"""Name and parameter to the weight as the optimizer keeps it, in float32 where the model holds a
+16-bit copy: whole, or under ``Sharding`` this process's part. Collective."""
 
 
 @runtime_checkable

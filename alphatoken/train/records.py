@@ -15,6 +15,7 @@ from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.manifest import RESULTS
+from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.report import write_run_report
@@ -90,9 +91,16 @@ class RunRecords:
         if not here:
             return {}
         sharding = sharding_of(trainer.accelerator, trainer.model)
-        if sharding is None:
-            return weight_drift(here, self.reference)
-        return sharded_drift(sharding, here, self.reference)
+        masters = masters_of(trainer.accelerator, trainer.model)
+        reference, moved = self.reference, None
+        if masters is not None:
+            moved = masters.weight
+            reference = {name: masters.start(name, reference[name]) for name in here}
+        if sharding is not None:
+            return sharded_drift(sharding, here, reference, moved)
+        if moved is not None:
+            here = {name: moved(name, weight) for name, weight in here.items()}
+        return weight_drift(here, reference)
 
     def write_results(self) -> None:
         """Values and a page about the run, into ``output_dir/_alphatoken``."""

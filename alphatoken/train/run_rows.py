@@ -23,6 +23,7 @@ from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.distributed import Ranks, sharding_of
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
 from alphatoken.train.host import TokenTrainer
+from alphatoken.train.masters import masters_of
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.valuation import Batches, Valuation
 
@@ -156,6 +157,7 @@ def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
         optimizer=trainer.optimizer,
         ranks=ranks,
         sharding=sharding_of(trainer.accelerator, trainer.model),
+        masters=masters_of(trainer.accelerator, trainer.model),
     )
 
 

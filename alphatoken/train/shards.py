@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.model.sharding import Sharding
+from alphatoken.model.sharding import MasterWeights, Sharding
 
 __all__ = ["Fsdp2Sharding", "Zero3Sharding", "sharded_drift"]
 
@@ -58,7 +58,10 @@ def _local(spread: Any) -> Tensor:
 
 
 def sharded_drift(
-    sharding: Sharding, parameters: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    sharding: Sharding,
+    parameters: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    masters: MasterWeights | None = None,
 ) -> dict[str, float]:
     """``||theta - theta_ref||_F`` over parameters that lie in parts, and relative to theta_ref.
 
@@ -68,11 +71,13 @@ def sharded_drift(
         sharding: of the parameters.
         parameters: by name, as the model has them.
         reference: whole, at least these names, on any device.
+        masters: parts of what the optimizer moves; the parameters' own without it.
     """
+    now_of = sharding.local if masters is None else masters
     moved: dict[str, Tensor] = {}
     start: dict[str, Tensor] = {}
     for name, weight in parameters.items():
-        now = sharding.local(name, weight).float()
+        now = now_of(name, weight).float()
         start[name] = sharding.part_of(name, reference[name].to(now.device, torch.float32))
         moved[name] = now - start[name]
     distance, size = (math.hypot(*sharding.norms(parts).values()) for parts in (moved, start))
@@ -243,7 +248,20 @@ class Zero3Sharding:
                 got=f"{name}, offloaded to NVMe",
                 remedy="offload_param to the CPU, or not at all",
             )
-        # The padding holds whatever was there; parts are padded with zeros.
+        return self._padded(p, part)
+
+    @torch.no_grad()
+    def master(self, name: str, parameter: Tensor) -> Tensor:
+        """This process's flat part in float32, as the optimizer moves it (``MasterWeights``)."""
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        p = self._parameters[name]
+        if not hasattr(p, "_z3_optimizer") or not p.requires_grad:
+            return self.local(name, parameter)
+        return self._padded(p, safe_get_local_fp32_param(p).detach())
+
+    def _padded(self, p: Any, part: Tensor) -> Tensor:
+        """A copy, padded with zeros: the padding holds whatever was there."""
         part = part.to(torch.device(self._device(p)), copy=True)
         start = self._place(p)[0] * part.numel()
         part[max(0, int(p.ds_numel) - start) :] = 0

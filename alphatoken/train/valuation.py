@@ -16,6 +16,7 @@ from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches
+from alphatoken.train.masters import Masters
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.running import RunningMean
@@ -40,6 +41,7 @@ class Valuation:
         optimizer: of the run, for preconditioned values.
         ranks: this process among the others.
         sharding: how weights are sharded, or None.
+        masters: weights that the optimizer keeps beside the model's, or None.
     """
 
     def __init__(
@@ -53,8 +55,11 @@ class Valuation:
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
         sharding: Any = None,
+        masters: Masters | None = None,
     ) -> None:
         self.options, self.pool, self.ranks = options, pool, ranks
+        if masters is not None and isinstance(retention, FisherDrift):
+            retention = masters.started(retention)
         self._validation, self._retention = validation, retention
         self._sharded, self._size = sharding is not None, options.validation_rows_at_once
         # Parts of G are summed over processes one by one: each process must have equally many.
@@ -73,6 +78,7 @@ class Valuation:
             optimizer=optimizer if options.preconditioner else None,
             reduce=self._reduce,
             sharding=sharding,
+            masters=None if masters is None else masters.weight,
         )
         self.scorer.warn = False  # no drift at the first steps; the balance is logged
 

@@ -44,7 +44,7 @@ JOBS = {
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed", "refusals.refusals",
               "trainers.sft_bf16"),
-    "zero1": ("trainers.sft_global", "trainers.sft_batch"),
+    "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
               "refusals.refusals", "trainers.sft_bf16"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
@@ -251,16 +251,16 @@ def test_bfloat16_decides_nearly_as_in_one_process(
 def test_drift_of_bfloat16_runs_is_that_of_what_the_layout_trains(
     runs: Callable[[str], Ranks], layout: str
 ) -> None:
-    """Float32 weights have not moved at the first step; DeepSpeed's have been rounded."""
-    one, here = (runs(lay)[0]["sft_bf16"]["history"] for lay in ("single", layout))
-    start = here[0]["alpha/balance"]
-    if layout.startswith("zero"):
-        assert 0 < start < 0.05 * here[1]["alpha/balance"]
-    else:
-        assert start == 0
-    for logged, expected in zip(here[1:3], one[1:3], strict=True):
-        assert logged["alpha/balance"] == pytest.approx(expected["alpha/balance"], rel=0.01)
-        assert logged["alpha/drift"] == pytest.approx(expected["alpha/drift"], rel=0.01)
+    """Float32 weights, which have not moved at the first step, also where the model has copies.
+
+    In the second run they move by less than bfloat16 shows.
+    """
+    for name in ("history", "slow"):
+        one, here = (runs(lay)[0]["sft_bf16"][name] for lay in ("single", layout))
+        assert here[0]["alpha/balance"] == 0
+        for logged, expected in zip(here[:3], one[:3], strict=True):
+            assert logged["alpha/balance"] == pytest.approx(expected["alpha/balance"], rel=0.01)
+            assert logged["alpha/drift"] == pytest.approx(expected["alpha/drift"], rel=0.01)
 
 
 SAYS = {

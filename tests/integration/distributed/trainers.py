@@ -250,5 +250,8 @@ def sft_bf16(layout: str, folder: Path) -> dict[str, Any]:
     assert trainer.accelerator.mixed_precision == "bf16"
     found = run(trainer)
     forget_precision(layout)
+    slow = sft(layout, folder / "slow", keep_scope="global", bf16=True, learning_rate=1e-6)
+    found["slow"] = run(slow)["history"]
+    forget_precision(layout)
     plain = trainer.accelerator.unwrap_model(trainer.model)
     return {**found, "dtypes": sorted({str(p.dtype) for p in plain.parameters()})}
