@@ -1,8 +1,8 @@
 """A Fisher is fitted once for a model, its prompts and settings, and found again by later runs.
 
 An entry's name is a digest of all that it depends on, the weights included, so that one of another
-model, data set or setting is never taken. The main process fits, resumably; the others poll a file,
-because a fit outlasts the patience of collective calls.
+model, data set or setting is never taken. The main process fits, resumably; the others draw
+responses for it and poll a file, because a fit outlasts the patience of collective calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator
+from alphatoken.train.shared_responses import Helper, SharedResponses
 
 __all__ = [
     "cache_folder",
@@ -148,8 +149,8 @@ def fitted_fisher(
     """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
 
     Several processes of one launch call it together: the main one fits or finds the entry, the
-    others wait for its file. Several launches on one folder may run at once: one fits, and the
-    others take its entry.
+    others draw responses for it where their model is the same, and wait for its file. Several
+    launches on one folder may run at once: one fits, and the others take its entry.
 
     Args:
         model: the reference, before it is wrapped or sharded.
@@ -166,11 +167,11 @@ def fitted_fisher(
     """
     _require_whole(model)
     folder = Path(folder)
-    if PartialState().is_main_process:
-        with on_accelerator(model, device or torch.device("cpu")):
+    with on_accelerator(model, device or torch.device("cpu")):
+        if PartialState().is_main_process:
             entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
-    else:
-        entry = _as_other(folder)
+        else:
+            entry = _as_other(model, prompts, fisher_settings(options), folder)
     return entry if options.fisher_offload else _on(model, entry)
 
 
@@ -199,8 +200,9 @@ def _as_main(
             ) from problem
         raise
     message[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
+    shared = SharedResponses(message[0][1]) if PartialState().num_processes > 1 else None
     with _announced(message):
-        return _entry(model, prompts, settings, folder, key, progress)
+        return _entry(model, prompts, {**settings, "responses": shared}, folder, key, progress)
 
 
 @contextmanager
@@ -210,7 +212,8 @@ def _announced(message: list[Any]) -> Iterator[None]:
         yield
         return
     status: Path = message[0][1]
-    with _held(status.with_suffix(".alive")):
+    with _held(status.with_suffix(".alive")), ExitStack() as stack:
+        stack.callback(SharedResponses(status).remove)
         write_json(status, {"state": "fitting"}, error=FisherError)
         broadcast_object_list(message)
         try:
@@ -287,17 +290,31 @@ def _load(path: Path, key: str) -> FisherDrift | None:
 # --- the others ---------------------------------------------------------------------------------
 
 
-def _as_other(folder: Path) -> FisherDrift:
+def _as_other(
+    model: nn.Module, prompts: Any, settings: dict[str, Any], folder: Path
+) -> FisherDrift:
     message: list[Any] = [None, None]
     broadcast_object_list(message)
     if message[1] is not None:
         raise _main_failed(message[1])
-    key, status = message[0]
-    return _wait(folder, key, folder / status.name)
+    key, status = message[0][0], folder / message[0][1].name
+    helper: Helper | None = None
+
+    def help_at(batch: int) -> bool:
+        nonlocal helper
+        if helper is None:
+            # With cpu_ram_efficient_loading, say, only the main process has the weights yet.
+            same = cache_key(model, prompts, settings) == key
+            rank, world = PartialState().process_index, PartialState().num_processes
+            how = settings if same else {**settings, "samples": 0}
+            helper = Helper(SharedResponses(status), model, prompts, how, rank, world)
+        return helper.draw(batch)
+
+    return _wait(folder, key, status, help_at)
 
 
-def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
-    """Poll until the main process is done, then read its entry."""
+def _wait(folder: Path, key: str, status: Path, work: Callable[[int], bool]) -> FisherDrift:
+    """Work while there is something to do, and poll until the main process is done."""
     start = time.monotonic()
     while True:
         found = _read(status)
@@ -315,7 +332,8 @@ def _wait(folder: Path, key: str, status: Path) -> FisherDrift:
             return entry
         if found is not None and (found["state"] == "failed" or _died(status)):
             raise _main_failed(str(found.get("error", "it ended without a word")))
-        time.sleep(_POLL)
+        if found is None or "batch" not in found or not work(found["batch"]):
+            time.sleep(_POLL)
 
 
 def _main_failed(message: str) -> FisherError:

@@ -28,6 +28,7 @@ from alphatoken.train.distributed import (
     sharding_of,
 )
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.shards import Zero3Sharding
 from tests.integration.distributed.compare import Decided, close, same_decisions, same_weights
 
 SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
@@ -293,3 +294,26 @@ def test_activation_checkpointing_of_fsdp(accelerator: Accelerator) -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=True)
     refuse(accelerator, "activation_checkpointing", "gradient_checkpointing=True")
+
+
+def test_float32_parts_of_zero_3_are_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two parts of five numbers; what a frozen parameter has none of is its own."""
+    from deepspeed import utils
+
+    model = nn.Linear(5, 1, bias=False)
+    weight: Any = model.weight
+    weight.ds_id, weight.ds_numel = 0, 5
+    weight.ds_tensor = torch.tensor([3.0, 4.0, 77.0]).bfloat16()
+    weight.ds_tensor.ds_numel = 3
+    weight._z3_optimizer = None
+    monkeypatch.setattr(Zero3Sharding, "_place", staticmethod(lambda p: (1, 2)))
+    monkeypatch.setattr(Zero3Sharding, "_device", staticmethod(lambda p: "cpu"))
+    held = torch.tensor([3.001, 4.001, 99.0])
+    monkeypatch.setattr(utils, "safe_get_local_fp32_param", lambda p: held)
+    sharding = Zero3Sharding(model)
+    found = sharding.master("weight", weight)
+    assert found.tolist() == pytest.approx([3.001, 4.001, 0.0], abs=1e-6)
+    assert held[2] == 99.0, "DeepSpeed's own memory is left alone"
+    assert sharding.local("weight", weight).tolist() == [3.0, 4.0, 0.0]
+    weight.requires_grad_(False)
+    assert sharding.master("weight", weight).tolist() == [3.0, 4.0, 0.0]

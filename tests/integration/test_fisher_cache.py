@@ -28,6 +28,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
     fisher_cache,
+    shared_responses,
 )
 from alphatoken.train.fisher_cache import (
     cache_folder,
@@ -37,6 +38,7 @@ from alphatoken.train.fisher_cache import (
 )
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import padded_batch
+from alphatoken.train.shared_responses import Helper, SharedResponses
 from tests.integration import tiny_training as tiny
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -97,6 +99,7 @@ def test_settings_are_those_of_the_options() -> None:
     import inspect
 
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts", "path"}
+    own |= {"responses"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
 
 
@@ -382,8 +385,9 @@ def _work(folder: Path, out: Path, rank: int, world: int, port: int, more: dict[
             from accelerate import PartialState
 
             PartialState(cpu=True, backend="gloo")
+            _note_what_is_taken(out.with_suffix(".taken"))
         found = fitted_fisher(
-            tiny.model(),
+            tiny.model(seed=more.get("seeds", {}).get(rank, 0)),
             more.get("prompts", PROMPTS),
             options(**more.get("options", {})),
             more.get("folders", {}).get(rank, folder),
@@ -394,6 +398,20 @@ def _work(folder: Path, out: Path, rank: int, world: int, port: int, more: dict[
         out.with_suffix(".error").write_text(f"{type(problem).__name__}: {problem}")
         os._exit(1)
     os._exit(0)  # the other end of the process group may be gone
+
+
+def _note_what_is_taken(log: Path) -> None:
+    """Write down which batches of responses this process takes from others."""
+    take = SharedResponses.__call__
+
+    def noted(self: SharedResponses, batch: range) -> Any:
+        found = take(self, batch)
+        if found is not None:
+            with log.open("a") as file:
+                file.write(f"{batch.start}\n")
+        return found
+
+    SharedResponses.__call__ = noted  # type: ignore[method-assign]
 
 
 def start(folder: Path, outs: list[Path], *, world: int, **more: Any) -> list[Any]:
@@ -451,6 +469,93 @@ def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
     assert all(equal(FisherDrift.load(out), alone) for out in outs)
     assert [path.name for path in tmp_path.glob("*.fits")] == ["0.fits"]
     assert entries(tmp_path / "cache") == [".lock", ".safetensors"], "nothing else is left"
+
+
+@pytest.mark.slow
+def test_the_others_draw_responses(tmp_path: Path) -> None:
+    """Every second batch, while the main process fits; nothing changes in the Fisher."""
+    many = {"fisher_samples": 25, "fisher_batch_size": 2}
+    alone = fitted_fisher(tiny.model(), PROMPTS, options(**many), tmp_path / "alone")
+    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    join(start(tmp_path / "cache", outs, world=2, options=many, seconds=0.2))
+    assert all(equal(FisherDrift.load(out), alone) for out in outs)
+    taken = [int(line) for line in (tmp_path / "0.taken").read_text().split()]
+    assert len(taken) >= 4
+    assert set(taken) <= set(range(2, 25, 4)), "the second process has every second batch"
+    assert not (tmp_path / "1.taken").exists()
+    assert entries(tmp_path / "cache") == [".lock", ".safetensors"]
+
+
+@pytest.mark.slow
+def test_a_process_with_other_weights_draws_nothing(tmp_path: Path) -> None:
+    """Such as one that FSDP2 gives its weights later."""
+    many = {"fisher_samples": 12, "fisher_batch_size": 2}
+    alone = fitted_fisher(tiny.model(), PROMPTS, options(**many), tmp_path / "alone")
+    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    join(start(tmp_path / "cache", outs, world=2, options=many, seconds=0.2, seeds={1: 1}))
+    assert equal(FisherDrift.load(outs[0]), alone)
+    assert not (tmp_path / "0.taken").exists()
+
+
+def shared(folder: Path) -> SharedResponses:
+    return SharedResponses(folder / "key.json")
+
+
+def helper(folder: Path, rank: int = 1, world: int = 2, **more: Any) -> Helper:
+    how = fisher_settings(options(fisher_samples=9, fisher_batch_size=2, **more))
+    return Helper(shared(folder), tiny.model(), PROMPTS, how, rank, world)
+
+
+def test_responses_are_those_that_the_fit_draws(tmp_path: Path) -> None:
+    """Of this batch and no other; what is damaged or of another batch is drawn again."""
+    one, two = helper(tmp_path, 1, 3), helper(tmp_path, 2, 3)
+    assert one.draw(-1)
+    assert not one.draw(0), "the last of its batches"
+    assert not two.draw(0)
+    files = sorted(path.name for path in shared(tmp_path).folder.iterdir())
+    assert files == ["2.safetensors", "4.safetensors", "8.safetensors"]
+    take = shared(tmp_path)
+    found = take(range(2, 4))
+    assert found is not None
+    settings = fisher_settings(options(fisher_samples=9, fisher_batch_size=2))
+    asked: list[range] = []
+
+    def none(batch: range) -> None:
+        asked.append(batch)
+
+    given = {2: found, 4: take(range(4, 6)), 8: take(range(8, 9))}
+    assert all(given.values())
+    whole = fit_fisher(tiny.model(), PROMPTS, **settings, responses=none)
+    helped = fit_fisher(tiny.model(), PROMPTS, **settings, responses=lambda b: given.get(b.start))
+    assert equal(whole, helped)
+    assert asked == [range(2), range(2, 4), range(4, 6), range(6, 8), range(8, 9)]
+    other = {**given, 2: {2: torch.tensor([3]), 3: torch.tensor([4])}}
+    wrong = fit_fisher(tiny.model(), PROMPTS, **settings, responses=lambda b: other.get(b.start))
+    assert not equal(whole, wrong), "what is given is what is fitted on"
+    assert take(range(2, 4)) is None, "taken once"
+    helper(tmp_path).draw(0)
+    (file,) = take.folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-3])
+    assert take(range(2, 4)) is None
+    helper(tmp_path).draw(0)
+    assert take(range(2, 5)) is None, "not all of them"
+    take.remove()
+    assert not take.folder.exists()
+
+
+def test_a_helper_skips_what_is_past_and_gives_up_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = helper(tmp_path)
+    assert not late.draw(5)
+    assert [path.name for path in shared(tmp_path).folder.iterdir()] == ["6.safetensors"]
+    assert not helper(tmp_path, fisher_labels="token").draw(-1), "nothing is drawn beforehand"
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(shared_responses, "draw_responses", broken)
+    assert not helper(tmp_path).draw(-1)
 
 
 @pytest.mark.slow
