@@ -1,4 +1,4 @@
-"""Two real processes under each layout against one: the same values, masks and weights.
+"""Real processes under each layout against one: the same values, masks and weights.
 
 Each layout is launched once, with ``accelerate launch``; the tests read what its ranks saved. What
 a worker does is in ``tests/integration/distributed``.
@@ -36,10 +36,12 @@ pytestmark = [
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
-               "trainers.sft_bf16"),
+               "trainers.sft_bf16", "trainers.sft_many"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
             "trainers.reused", "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
+    "ddp-4": ("trainers.sft_many",),
+    "ddp-8": ("trainers.sft_many",),
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed", "refusals.refusals",
@@ -151,6 +153,11 @@ def compare_global(runs: Callable[[str], Ranks], layout: str, job: str, *, branc
     for kept, tokens in counts.values():
         assert kept == math.ceil(tokens / 2)  # of the step, over accumulation and ranks
     assert all(rank[job]["own_forward"] for rank in ranks)
+
+
+@with_job("sft_many")
+def test_four_and_eight_processes(runs: Callable[[str], Ranks], layout: str) -> None:
+    compare_global(runs, layout, "sft_many", branches=1)
 
 
 @with_job("sft_global")

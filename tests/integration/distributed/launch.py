@@ -1,4 +1,4 @@
-"""Start a worker through ``accelerate launch``, as one process or two, and read what it found."""
+"""Start a worker through ``accelerate launch``, in one process or more, and read what it found."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ import yaml
 
 LAYOUTS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORLD = 2
+"""Processes of a layout, unless it names another number, as "ddp-4" does."""
 CLIP = 1.0
 """Gradients are clipped alike everywhere; DeepSpeed takes its own setting, not the trainer's."""
+
+
+def processes(layout: str) -> int:
+    """How many the layout has."""
+    count = layout.rpartition("-")[2]
+    return 1 if layout == "single" else int(count) if count.isdigit() else WORLD
 
 
 def accelerate_config(layout: str) -> dict[str, Any]:
@@ -27,12 +34,12 @@ def accelerate_config(layout: str) -> dict[str, Any]:
         "main_training_function": "main",
         "mixed_precision": "no",
         "num_machines": 1,
-        "num_processes": WORLD,
+        "num_processes": processes(layout),
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": False,
     }
-    if layout == "ddp":
+    if layout.startswith("ddp"):
         return {**config, "distributed_type": "MULTI_GPU"}
     if layout.startswith("fsdp"):
         fsdp = {
@@ -109,5 +116,5 @@ def launch(layout: str, folder: Path, *jobs: str, timeout: float = 540) -> list[
 
 def saved(layout: str, folder: Path) -> list[dict[str, Any]]:
     """What a launch left in its folder."""
-    world = 1 if layout == "single" else WORLD
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+    ranks = range(processes(layout))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in ranks]

@@ -21,7 +21,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.distributed import sharding_of
-from tests.integration.distributed.launch import CLIP, WORLD
+from tests.integration.distributed.launch import CLIP, WORLD, processes
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
     ALPHA,
@@ -64,6 +64,7 @@ def sft(
     peft: bool = False,
     rows: Any = None,
     loaded: Any = None,
+    validation: int | None = None,
     **more: Any,
 ) -> AlphaSFTTrainer:
     torch.manual_seed(11)  # of LoRA's initial factors
@@ -73,7 +74,7 @@ def sft(
         train_dataset=sft_rows(64) if rows is None else rows,
         processing_class=tokenizer(),
         peft_config=lora() if peft else None,
-        validation_dataset=sft_rows(10, seed=5),
+        validation_dataset=sft_rows(10 if validation is None else validation, seed=5),
     )
 
 
@@ -218,6 +219,23 @@ def resumed(layout: str, folder: Path) -> dict[str, Any]:
         "equal": all(torch.equal(again[n], p) for n, p in whole["parameters"].items()),
         "furthest": max(float((again[n] - p).abs().max()) for n, p in whole["parameters"].items()),
     }
+
+
+def sft_many(layout: str, folder: Path) -> dict[str, Any]:
+    """Eight rows a step in one, two, four or eight processes, all with rows that are held out."""
+    world = processes(layout)
+    rows = 2 if world < 8 else 1
+    return run(
+        sft(
+            layout,
+            folder,
+            validation=40,
+            keep_scope="global",
+            validation_batch_size=16,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=8 // (rows * world),
+        )
+    )
 
 
 def saved_model(folder: Path) -> str:
