@@ -13,7 +13,7 @@ from alphatoken.cli.recipes import accelerate_config
 from alphatoken.errors import ConfigError
 from alphatoken.train.cost import Layout
 
-__all__ = ["launch", "layout_of", "wants_launch"]
+__all__ = ["check_launch", "launch", "layout_of", "wants_launch"]
 
 _INSIDE = ("ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "WORLD_SIZE")
 """Set in a process that accelerate or torchrun has started."""
@@ -69,6 +69,20 @@ def layout_of(arguments: Arguments) -> Layout:
         config = {**config, "num_processes": count}
     _require_launcher(config)
     return Layout.read(config)
+
+
+def check_launch(arguments: Arguments) -> None:
+    """Refuse, before anything is deleted, what could not be started.
+
+    Raises:
+        ConfigError: as ``layout_of`` and ``launch``.
+    """
+    layout_of(arguments)
+    if wants_launch(arguments):
+        asked = _asked(arguments)
+        assert asked is not None
+        config = accelerate_config(asked[0])[1]
+        _require_devices(arguments, config, asked[1] or int(config.get("num_processes", 1)))
 
 
 def launch(arguments: Arguments) -> int:

@@ -16,6 +16,7 @@ __all__ = ["description", "run"]
 _NEEDS = {
     "reference": "reference model of the trainer",
     "attention": "attention of the last layer",
+    "entropy": "entropy of the next token",
     "model": "passes of its own",
     "validation": "validation rows",
     "scorer_model": "policy_reference",

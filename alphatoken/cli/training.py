@@ -71,7 +71,7 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 def _run(command: str, words: Sequence[str]) -> int:
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.launching import launch, layout_of, wants_launch
+    from alphatoken.cli.launching import check_launch, launch, layout_of, wants_launch
 
     arguments = read_arguments(command, words, configuration)
     if arguments.run.dry_run:
@@ -83,6 +83,7 @@ def _run(command: str, words: Sequence[str]) -> int:
         return 0
     check_files(arguments)
     check_output(arguments)
+    check_launch(arguments)
     clear_output(arguments)
     if wants_launch(arguments):
         return launch(arguments)

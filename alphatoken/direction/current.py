@@ -37,7 +37,7 @@ from alphatoken.direction.objective import (
 from alphatoken.errors import ConfigError, InputError, ModelError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.estimate.gradients import gradient_of
-from alphatoken.estimate.matrices import Matrices
+from alphatoken.estimate.matrices import Formed, Matrices
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, Scope, record, used_outside
@@ -505,14 +505,26 @@ class DirectionBuilder:
         if self._sharded_drift is not None:
             return self._sharded_drift.direction()
         if isinstance(self.retention, FisherDrift):
-            parameters: Mapping[str, Tensor] = self.parameters
-            if self._masters is not None:
-                parameters = {name: self._masters(name, p) for name, p in parameters.items()}
             # Label values move all weights at once, so that V must be whole for them anyway.
             if self.config.offload == "stream" and self.captured:
-                return self.retention.forming(parameters)
-            return self.retention.direction(parameters)
+                return self.retention.forming(self._trained_weights())
+            drift: dict[str, Tensor] = {}
+            for name, parameter in self.parameters.items():  # one master at a time
+                weight = self._masters(name, parameter) if self._masters else parameter
+                drift |= self.retention.direction({name: weight})
+            return drift
         return self._gradient("retention", as_batches(self.retention))
+
+    def _trained_weights(self) -> Mapping[str, Tensor]:
+        """The weights as they are trained; masters as copies, which wait on the CPU.
+
+        Asking for a master takes all processes, and V is formed by each when it needs it.
+        """
+        if self._masters is None:
+            return self.parameters
+        masters, parameters = self._masters, self.parameters
+        kept = {name: masters(name, p).to("cpu", copy=True) for name, p in parameters.items()}
+        return Formed(kept, lambda name: kept[name].to(parameters[name].device))
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
         """P where it is the same for every batch: frozen, or the user's own mapping."""

@@ -46,9 +46,10 @@ class ShardedDrift:
 
     def _kept(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parts of the whole tensors, on the device of the parameter's own part."""
+        sharding = self._sharding
         return {
-            name: self._sharding.part_of(name, whole[name].to(self._part(name).device))
-            for name in self._parameters
+            name: self._sharding.part_of(name, whole[name].to(sharding.local(name, p).device))
+            for name, p in self._parameters.items()
         }
 
     def _part(self, name: str) -> Tensor:

@@ -11,7 +11,8 @@ tokens and the trainer keeps as many as it is told, which makes methods comparab
   ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
   rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
 - From a second model (``reference``): ``rho_1``, ``token_cleaning``, ``sepo``.
-- From the training forward alone: ``talr``, ``confpo``; of pairs (``preference``): ``ti_dpo``.
+- From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs
+  (``preference``): ``ti_dpo``.
 - Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,
   ``projection``).
 - Controls: ``standard`` (every token, and a random share); ``validation_first`` (every token, after
@@ -47,6 +48,8 @@ POLICIES: dict[str, str] = {
     "rho-1": "alphatoken.policies.rho_1:Rho1",
     "flow": "alphatoken.policies.flow:Flow",
     "talr": "alphatoken.policies.talr:TALR",
+    "dft": "alphatoken.policies.dft:DFT",
+    "eaft": "alphatoken.policies.eaft:EAFT",
     "dpo": "alphatoken.policies.standard:DPO",
     "confpo": "alphatoken.policies.confpo:ConfPO",
     "sepo": "alphatoken.policies.sepo:SePO",

@@ -197,6 +197,12 @@ def _check_policy(
         )
     if policy.needs.attention:
         _check_attention(model, args, policy)
+    if policy.needs.entropy and kind in SHARDED:
+        raise UnsupportedError(
+            f"policy '{policy.name}' reads the output head, which is spread over processes",
+            got=f"layout {kind}",
+            remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
     if chooses_rows or has_static_pass:
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.

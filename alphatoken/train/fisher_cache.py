@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, FisherError, warn_caller
+from alphatoken.errors import AlphaTokenError, ConfigError, FisherError, warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator
-from alphatoken.train.shared_responses import Helper, SharedResponses
+from alphatoken.train.shared_responses import Helper, SharedResponses, arithmetic_of
 
 __all__ = [
     "cache_folder",
@@ -200,7 +200,9 @@ def _as_main(
             ) from problem
         raise
     message[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
-    shared = SharedResponses(message[0][1]) if PartialState().num_processes > 1 else None
+    shared = None
+    if PartialState().num_processes > 1:
+        shared = SharedResponses(message[0][1], arithmetic_of(model))
     with _announced(message):
         return _entry(model, prompts, {**settings, "responses": shared}, folder, key, progress)
 
@@ -300,25 +302,42 @@ def _as_other(
     key, status = message[0][0], folder / message[0][1].name
     helper: Helper | None = None
 
-    def help_at(batch: int) -> bool:
+    def help_with(found: dict[str, Any]) -> bool:
         nonlocal helper
         if helper is None:
-            # With cpu_ram_efficient_loading, say, only the main process has the weights yet.
-            same = cache_key(model, prompts, settings) == key
             rank, world = PartialState().process_index, PartialState().num_processes
-            how = settings if same else {**settings, "samples": 0}
+            able = _draws_the_same(model, prompts, settings, key, found["arithmetic"])
+            how = settings if able else {**settings, "samples": 0}
             helper = Helper(SharedResponses(status), model, prompts, how, rank, world)
-        return helper.draw(batch)
+        return helper.draw(found["batch"])
 
-    return _wait(folder, key, status, help_at)
+    return _wait(folder, key, status, help_with)
 
 
-def _wait(folder: Path, key: str, status: Path, work: Callable[[int], bool]) -> FisherDrift:
+def _draws_the_same(
+    model: nn.Module, prompts: Any, settings: dict[str, Any], key: str, arithmetic: str
+) -> bool:
+    """Whether this process has the main one's weights, on a device that computes as its does.
+
+    With cpu_ram_efficient_loading, say, only the main process has the weights yet; and a model that
+    did not fit onto a GPU is on the CPU.
+    """
+    with suppress(AlphaTokenError, OSError, RuntimeError):  # then the main process meets it too
+        same = arithmetic_of(model) == arithmetic
+        return same and cache_key(model, prompts, settings) == key
+    return False
+
+
+def _wait(
+    folder: Path, key: str, status: Path, work: Callable[[dict[str, Any]], bool]
+) -> FisherDrift:
     """Work while there is something to do, and poll until the main process is done."""
     start = time.monotonic()
     while True:
         found = _read(status)
-        if found is None and time.monotonic() - start > _SHARED_WITHIN:
+        if found is not None:
+            start = time.monotonic()  # seen; a file that is replaced may be missed for a moment
+        elif time.monotonic() - start > _SHARED_WITHIN:
             raise ConfigError(
                 "the folder of the Fisher cache is not shared",
                 got=f"'{folder}' on this machine does not show what the main process wrote there",
@@ -332,7 +351,7 @@ def _wait(folder: Path, key: str, status: Path, work: Callable[[int], bool]) -> 
             return entry
         if found is not None and (found["state"] == "failed" or _died(status)):
             raise _main_failed(str(found.get("error", "it ended without a word")))
-        if found is None or "batch" not in found or not work(found["batch"]):
+        if found is None or "batch" not in found or not work(found):
             time.sleep(_POLL)
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alphatoken.model.head import HeadUse, is_whole, take_as_of
+from alphatoken.support.precision import wide
 
-__all__ = ["errors_only", "shared_log_probs"]
+__all__ = ["errors_only", "head_entropy", "shared_log_probs", "top_entropy"]
 
+_WORKSPACE = 2**24  # logits of one block of predictions
 _NODE = "ChunkedLogProbFunctionBackward"
 """Name of the node; hidden states, weight and bias are its first arguments."""
 _PLAIN = {"logit_scale": 1.0, "inv_t": 1.0, "HAS_SOFTCAP": False}
@@ -65,6 +68,49 @@ def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
         losses = use.take(hidden[rows].to(node.compute_dtype), positions, targets[rows])
     zeros = losses.new_zeros(asked.numel())
     return take_as_of(use, zeros.index_put((places,), -losses).view(asked.shape))
+
+
+def top_entropy(logits: Tensor, k: int) -> Tensor:
+    """Entropy, in nats, of the ``k`` likeliest tokens among themselves: (..., V) to (...)."""
+    likeliest = logits.topk(min(k, logits.shape[-1]), dim=-1).values
+    log_p = likeliest.to(wide(likeliest.dtype)).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@torch.no_grad()
+def head_entropy(log_probs: Tensor, asked: Tensor, k: int) -> Tensor | None:
+    """``top_entropy`` of the predictions that TRL's fused head made, of logits formed in blocks.
+
+    Args:
+        log_probs: (b, t - 1), by the fused head, attached to its graph.
+        asked: (b, t - 1) True where the next token is labelled.
+        k: of the likeliest tokens.
+
+    Returns:
+        (b, t - 1), 0 elsewhere. None where the head is none of TRL's, or spread over processes.
+    """
+    node = _fused_head(log_probs)
+    if node is None or not is_whole(node.saved_tensors[1]):
+        return None
+    hidden, weight, bias, targets, *_ = node.saved_tensors
+    places = asked.flatten().nonzero().squeeze(-1)
+    rows = places if len(targets) == asked.numel() else torch.arange(len(targets)).to(places)
+    if len(rows) != len(places):
+        return None
+    how, dtype = node.kernel_args, node.compute_dtype
+    found = []
+    for block in rows.split(max(1, _WORKSPACE // weight.shape[0])):
+        logits = F.linear(hidden[block].to(dtype), weight.to(dtype), _as(bias, dtype))
+        logits = logits.to(wide(dtype)) * how["logit_scale"]
+        if how["HAS_SOFTCAP"]:
+            logits = how["softcap"] * torch.tanh(logits / how["softcap"])
+        found.append(top_entropy(logits * how["inv_t"], k))
+    entropy = torch.zeros(asked.numel(), dtype=wide(dtype), device=hidden.device)
+    return entropy.index_put((places,), torch.cat(found) if found else entropy[:0]).view_as(asked)
+
+
+def _as(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
 
 
 @contextmanager

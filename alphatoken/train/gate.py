@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from alphatoken.errors import NumericalError, UnsupportedError
 from alphatoken.model.batch import IGNORE, token_losses
 from alphatoken.model.head import take_as_of, watched_head
-from alphatoken.train.fused_head import shared_log_probs
+from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
 
 if TYPE_CHECKING:
     from alphatoken.train.host import TokenTrainer
@@ -107,6 +107,28 @@ class TokenGate:
         """The log-probabilities that values are taken of."""
         assert self.log_probs is not None
         return self.log_probs if self._shared is None else self._shared
+
+    @torch.no_grad()
+    def entropy(self, labels: Tensor, k: int) -> Tensor:
+        """(b, t) entropy of the ``k`` likeliest next tokens among themselves; 0 without a label.
+
+        Raises:
+            UnsupportedError: the head's weights are spread over processes.
+        """
+        assert self.log_probs is not None
+        asked = labels[:, 1:] != IGNORE
+        if self._logits is None:
+            found = head_entropy(self.log_probs, asked, k)
+        else:
+            of_asked = top_entropy(self._logits[:, :-1][asked], k)
+            found = of_asked.new_zeros(asked.shape).index_put((asked,), of_asked)
+        if found is None:
+            raise UnsupportedError(
+                "the next token's entropy cannot be read from the training forward",
+                got="an output head that is spread over processes, or none of TRL's",
+                remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+            )
+        return by_token(found)
 
     def coefficients(self, loss: Tensor) -> Tensor:
         """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""

@@ -49,7 +49,7 @@ class Masters:
 
 
 def masters_of(accelerator: Any, model: nn.Module) -> Masters | None:
-    """Those of a prepared model, or None where the model's own weights are what is trained."""
+    """Those of a prepared model; None where its own weights are trained, or these are on disk."""
     if not layout(accelerator).startswith("zero"):
         return None
     plain = accelerator.unwrap_model(model)
@@ -59,6 +59,9 @@ def masters_of(accelerator: Any, model: nn.Module) -> Masters | None:
         return None
     sharding = sharding_of(accelerator, model)
     if isinstance(sharding, Zero3Sharding):
+        optimizers = (getattr(p, "_z3_optimizer", None) for p in parameters.values())
+        if any(getattr(optimizer, "swap_optimizer", False) for optimizer in optimizers):
+            return None  # on disk: each matrix would cost a read of its whole group
         return Masters(sharding.master, dtypes)
 
     @torch.no_grad()

@@ -46,6 +46,7 @@ class Needs:
         columns: names of what ``prepare`` leaves of every training token, looked up for each batch.
         reference: token log-probabilities of the trainer's reference model (preference trainers).
         attention: the last layer's attention in the training forward.
+        entropy: how open the next token was in the training forward.
         model: the model itself, for a pass of the policy's own.
         validation: the validation rows, in ``prepare``.
         scorer_model: a second model, in ``prepare`` (``PolicyStage.reference_model``).
@@ -54,6 +55,7 @@ class Needs:
     columns: tuple[str, ...] = ()
     reference: bool = False
     attention: bool = False
+    entropy: bool = False
     model: bool = False
     validation: bool = False
     scorer_model: bool = False
@@ -106,6 +108,8 @@ class PolicyBatch:
         reference_logits: inputs of a forward -> (b, t, vocabulary) logits of the reference model,
             without a graph; where a policy needs both ``reference`` and ``model``.
         attention: of the last layer, without a T x T matrix.
+        entropy: k -> (b, t) entropy, in nats, of the k likeliest next tokens of the training
+            forward among themselves; where a policy needs it.
         model: the model.
         step: optimizer step.
         generator: seeded by run, step, micro-batch and process.
@@ -120,6 +124,7 @@ class PolicyBatch:
     reference: Tensor | None = None
     reference_logits: Callable[[Mapping[str, Any]], Tensor] | None = None
     attention: AttentionStatistics | None = None
+    entropy: Callable[[int], Tensor] | None = None
     model: Any = None
     step: int = 0
     generator: torch.Generator | None = None

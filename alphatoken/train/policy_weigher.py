@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +284,7 @@ class PolicyWeigher:
             reference=None if reference is None else reference.masked_fill(~mask, 0.0),
             reference_logits=self._trainer.reference_logits(),
             attention=attention[0] if attention else None,
+            entropy=partial(gate.entropy, batch.labels) if policy.needs.entropy else None,
             model=self._trainer.model if policy.needs.model else None,
             generator=torch.Generator().manual_seed(draw_seed(self._trainer, batch)),
         )

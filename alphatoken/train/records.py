@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from alphatoken.errors import warn_caller
+from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
@@ -95,12 +96,14 @@ class RunRecords:
         reference, moved = self.reference, None
         if masters is not None:
             moved = masters.weight
-            reference = {name: masters.start(name, reference[name]) for name in here}
+            before, rounded = reference, masters.start
+            reference = Formed(here, lambda name: rounded(name, before[name]))
         if sharding is not None:
             return sharded_drift(sharding, here, reference, moved)
-        if moved is not None:
-            here = {name: moved(name, weight) for name, weight in here.items()}
-        return weight_drift(here, reference)
+        if moved is None:
+            return weight_drift(here, reference)
+        weights, of_optimizer = here, moved
+        return weight_drift(Formed(here, lambda n: of_optimizer(n, weights[n])), reference)
 
     def write_results(self) -> None:
         """Values and a page about the run, into ``output_dir/_alphatoken``."""

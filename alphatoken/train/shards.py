@@ -256,7 +256,7 @@ class Zero3Sharding:
         from deepspeed.utils import safe_get_local_fp32_param
 
         p = self._parameters[name]
-        if not hasattr(p, "_z3_optimizer") or not p.requires_grad:
+        if not self._partitioned(name) or not hasattr(p, "_z3_optimizer") or not p.requires_grad:
             return self.local(name, parameter)
         return self._padded(p, safe_get_local_fp32_param(p).detach())
 

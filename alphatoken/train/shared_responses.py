@@ -2,9 +2,9 @@
 
 Drawing is nearly all of a fit's time, and each batch of it is a function of the model, the prompts
 and the samples' numbers. So the other processes draw ahead and leave their batches in a folder. The
-main one takes what is there when it comes to a batch, and draws it itself where nothing is: it
-never waits, and a process that is slow, cannot help or has died costs time and nothing else. The
-Fisher is the same to the bit, however many helped.
+main one takes what is there when it comes to a batch, and draws it itself where nothing is, so a
+process that cannot help costs time and nothing else. Only those help that compute on a device like
+the main one's: the Fisher is the same to the bit, however many they are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from alphatoken.direction.fisher import draw_responses
 from alphatoken.errors import AlphaTokenError, FisherError
 from alphatoken.support.storage import read_tensors, write_json, write_tensors
 
-__all__ = ["Helper", "SharedResponses"]
+__all__ = ["Helper", "SharedResponses", "arithmetic_of"]
+
+
+def arithmetic_of(model: nn.Module) -> str:
+    """What the bits of its products depend on beside the weights: the device, and its threads."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {torch.version.cuda}"
+    known = torch.backends.cpu.get_cpu_capability()
+    return f"{device.type}, {known}, {torch.get_num_threads()} threads"
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,11 @@ class SharedResponses:
 
     Attributes:
         status: file in which the main process says what it does.
+        arithmetic: of the main process's model.
     """
 
     status: Path
+    arithmetic: str = ""
 
     @property
     def folder(self) -> Path:
@@ -42,17 +54,29 @@ class SharedResponses:
         return self.status.with_suffix(".responses")
 
     def __call__(self, batch: range) -> Mapping[int, Tensor] | None:
-        """Say that this batch is being worked on, and take its responses if they are there."""
-        write_json(self.status, {"state": "fitting", "batch": batch.start}, error=FisherError)
-        path = self.folder / f"{batch.start}.safetensors"
-        found = None
-        if path.exists():
-            with suppress(FisherError):  # damaged on its way: then it is drawn here
-                found = {
-                    int(name): ids for name, ids in read_tensors(path, error=FisherError)[0].items()
-                }
-            path.unlink(missing_ok=True)
-        return found if found is not None and sorted(found) == list(batch) else None
+        """Say that this batch is being worked on, and take its responses if they are there.
+
+        No fault of these files ends a fit: then the responses are drawn here.
+        """
+        with suppress(FisherError, OSError):
+            if not self.folder.exists():
+                self._begin()
+            says = {"state": "fitting", "batch": batch.start, "arithmetic": self.arithmetic}
+            write_json(self.status, says, error=FisherError)
+            path = self.folder / f"{batch.start}.safetensors"
+            if path.exists():
+                tensors, _ = read_tensors(path, error=FisherError)
+                path.unlink(missing_ok=True)
+                found = {int(name): ids for name, ids in tensors.items()}
+                return found if sorted(found) == list(batch) else None
+        return None
+
+    def _begin(self) -> None:
+        """Make the folder; those that killed fits of the same Fisher left are no use to anybody."""
+        key = self.status.name.partition(".")[0]
+        for left in self.status.parent.glob(f"{key}.*.responses"):
+            shutil.rmtree(left, ignore_errors=True)
+        self.folder.mkdir()
 
     def remove(self) -> None:
         """Take the folder away."""
@@ -97,12 +121,12 @@ class Helper:
         batch = self._left.pop(0)
         try:
             drawn = draw_responses(self._model, self._prompts, batch, **self._how)
-            self._shared.folder.mkdir(exist_ok=True)
             path = self._shared.folder / f"{batch.start}.safetensors"
             tensors = {str(index): ids for index, ids in drawn.items()}
             write_tensors(path, tensors, {"batch": json.dumps([batch.start, batch.stop])},
                           error=FisherError)  # fmt: skip
         except (AlphaTokenError, RuntimeError, OSError):
-            # The main process meets the same, if it is the model's or the prompts', and says so.
+            # The main process meets the same, if it is the model's or the prompts', and says so; or
+            # it has ended, and its folder is gone.
             self._left = []
         return bool(self._left)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ import torch
 from benchmarks.gpu.numbers import numbers
 from benchmarks.gpu.page import page
 from benchmarks.gpu.properties import properties
-from benchmarks.gpu.ratios import contraction, ratios
+from benchmarks.gpu.ratios import contraction, ratios, rows_of_ratios
 from benchmarks.gpu.training import training
 from benchmarks.measure import Run, machine
 from benchmarks.results import write_text
@@ -44,6 +45,8 @@ PARTS: dict[str, tuple[Callable[[Run], Iterator[dict[str, Any]]], str, float]] =
     "properties": (properties, "Property tests on this device", 2.0),
 }
 """Name -> what it does, its title, and about how many minutes it takes."""
+ROWS = {"ratios": rows_of_ratios}
+"""Of the part that may take longer than there is time, how many rows it has; others end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_text(places[1], page(_read(places[0])))
         return 0
     on_cpu = options.device == "cpu"
+    # Of several GPUs one is measured; trainers would spread over all of them.
+    if not on_cpu:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[0]
     if on_cpu and options.out is None:
         parser.error("--device cpu measures nothing: give --out, or it would replace real figures")
     if not on_cpu and not torch.cuda.is_available():
@@ -85,7 +92,8 @@ def _measure(run: Run, names: Sequence[str], minutes: float, path: Path, text: P
             print(f"# {name}: no time left; the same command goes on with it", file=sys.stderr)
             continue
         _say(f"[{number}/{len(PARTS)}] {title} (about {expected:g} min; {left:.1f} min left)")
-        for part in _so_far(work, title, run, time.monotonic() + 60 * left):
+        stop = time.monotonic() + 60 * left
+        for part in _so_far(work(run), title, stop, ROWS[name](run) if name in ROWS else None):
             found["parts"][name] = part
             write_text(path, json.dumps(found, indent=1) + "\n")
         write_text(text, page(found))
@@ -95,18 +103,18 @@ def _measure(run: Run, names: Sequence[str], minutes: float, path: Path, text: P
 
 
 def _so_far(
-    work: Callable[[Run], Iterator[dict[str, Any]]], title: str, run: Run, stop: float
+    work: Iterator[dict[str, Any]], title: str, stop: float, count: int | None
 ) -> Iterator[dict[str, Any]]:
-    """The part after each of its rows, and when it is done."""
+    """The part after each of its rows, and when it is done, or cut off short of ``count`` rows."""
     rows: list[dict[str, Any]] = []
     start, error = time.monotonic(), "cut off before its end"
     part = {"title": title, "ok": False, "error": error, "rows": rows}
     try:
-        for row in work(run):
+        for row in work:
             rows.append(row)
             _say("  " + ", ".join(f"{k} {_short(v)}" for k, v in row.items() if v is not None))
             yield {**part, "seconds": time.monotonic() - start}
-            if time.monotonic() > stop:
+            if count is not None and len(rows) < count and time.monotonic() > stop:
                 break
         else:
             error = ""

@@ -18,7 +18,7 @@ from benchmarks.measure import Run
 from benchmarks.models import Size
 from benchmarks.peak import LAYERS, observed_step, plain_step
 
-__all__ = ["SHAPES", "TARGETS", "contraction", "ratios"]
+__all__ = ["SHAPES", "TARGETS", "contraction", "ratios", "rows_of_ratios"]
 
 Row = dict[str, Any]
 SHAPES = {
@@ -55,6 +55,11 @@ def ratios(run: Run) -> Iterator[Row]:
             _freed()
         del model
         _freed()
+
+
+def rows_of_ratios(run: Run) -> int:
+    """Rows that ``ratios`` gives."""
+    return 2 * len(TINY if run.quick else SHAPES)
 
 
 def _fitting(run: Run, size: Size) -> tuple[Any, Size]:

@@ -36,7 +36,7 @@ pytestmark = [
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
-               "trainers.sft_bf16", "trainers.sft_many"),
+               "trainers.sft_bf16", "trainers.sft_many", "trainers.masters"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
             "trainers.reused", "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
@@ -46,13 +46,14 @@ JOBS = {
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed", "refusals.refusals",
               "trainers.sft_bf16"),
-    "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16"),
+    "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
+              "trainers.masters"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
               "refusals.refusals", "trainers.sft_bf16"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.reused", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16"),
+              "refusals.refusals", "trainers.sft_bf16", "trainers.masters"),
 }  # fmt: skip
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
@@ -268,6 +269,23 @@ def test_drift_of_bfloat16_runs_is_that_of_what_the_layout_trains(
         for logged, expected in zip(here[:3], one[:3], strict=True):
             assert logged["alpha/balance"] == pytest.approx(expected["alpha/balance"], rel=0.01)
             assert logged["alpha/drift"] == pytest.approx(expected["alpha/drift"], rel=0.01)
+
+
+@with_job("masters")
+def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str) -> None:
+    """Factors, adapters beside frozen weights, a Fisher on disk."""
+    one, here = runs("single")[0]["masters"], runs(layout)[0]["masters"]
+    for kind, expected in one.items():
+        logged = [entry for entry in here[kind]["history"] if "alpha/drift" in entry]
+        wanted = [entry for entry in expected["history"] if "alpha/drift" in entry]
+        assert len(logged) == len(wanted) >= 3
+        assert logged[0]["alpha/balance"] == 0
+        for found, entry in zip(logged[:3], wanted[:3], strict=True):
+            assert entry["alpha/drift"] > 0
+            assert found["alpha/drift"] == pytest.approx(entry["alpha/drift"], rel=0.02), kind
+            assert found["alpha/balance"] == pytest.approx(entry["alpha/balance"], rel=0.02), kind
+    in_memory, on_disk = (here[kind]["parameters"] for kind in ("in memory", "on disk"))
+    assert all(torch.equal(in_memory[name], on_disk[name]) for name in in_memory)
 
 
 SAYS = {

@@ -220,6 +220,7 @@ PLACES: dict[str, str] = {
     "train/run_rows.py:fit_or_load_fisher": ROWS,
     "train/gate.py:__call__": "label smoothing",
     "train/gate.py:require_finite": TRAINED,
+    "train/gate.py:entropy": "sharded layouts, as _check_policy has them",
     "train/policy_weigher.py:_prepare": "a fault of the policy's own code",
     "train/policy_weigher.py:_train_on_rows": "samples of packed rows",
     "train/policy_weigher.py:loss": TRAINED,
@@ -255,6 +256,7 @@ PLACES: dict[str, str] = {
     "cli/training_rows.py:_hub": MACHINE,
     "cli/launching.py:_require_devices": MACHINE,
     "cli/launching.py:_require_launcher": "processes by MPI",
+    "cli/launching.py:_require_one_task": "in test_recipes: tasks of SLURM",
     "train/layouts.py:check_same_weights": MACHINE,
 }
 """Each function between the command line and the first step that raises -> the case above that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -508,6 +510,7 @@ def helper(folder: Path, rank: int = 1, world: int = 2, **more: Any) -> Helper:
 
 def test_responses_are_those_that_the_fit_draws(tmp_path: Path) -> None:
     """Of this batch and no other; what is damaged or of another batch is drawn again."""
+    shared(tmp_path)(range(2))  # the main process has begun
     one, two = helper(tmp_path, 1, 3), helper(tmp_path, 2, 3)
     assert one.draw(-1)
     assert not one.draw(0), "the last of its batches"
@@ -546,6 +549,9 @@ def test_responses_are_those_that_the_fit_draws(tmp_path: Path) -> None:
 def test_a_helper_skips_what_is_past_and_gives_up_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not helper(tmp_path).draw(-1), "the main process has not begun, or has ended"
+    assert not shared(tmp_path).folder.exists()
+    shared(tmp_path)(range(2))
     late = helper(tmp_path)
     assert not late.draw(5)
     assert [path.name for path in shared(tmp_path).folder.iterdir()] == ["6.safetensors"]
@@ -556,6 +562,48 @@ def test_a_helper_skips_what_is_past_and_gives_up_quietly(
 
     monkeypatch.setattr(shared_responses, "draw_responses", broken)
     assert not helper(tmp_path).draw(-1)
+
+
+def test_no_fault_of_the_shared_files_ends_a_fit(tmp_path: Path) -> None:
+    """A status that cannot be written; and what a killed fit left is taken away."""
+    nowhere = SharedResponses(tmp_path / "gone" / "key.json")
+    settings = fisher_settings(options())
+    alone = fit_fisher(tiny.model(), PROMPTS, **settings)
+    assert equal(fit_fisher(tiny.model(), PROMPTS, **settings, responses=nowhere), alone)
+    left, other = tmp_path / "key.dead.responses", tmp_path / "another.dead.responses"
+    for folder in (left, other):
+        folder.mkdir()
+    begun = SharedResponses(tmp_path / "key.beef.json")
+    assert begun(range(2)) is None
+    assert begun.folder.is_dir()
+    assert not left.exists()
+    assert other.exists(), "of another Fisher"
+    assert "arithmetic" in json.loads(begun.status.read_text())
+
+
+def test_only_like_devices_draw_for_each_other() -> None:
+    model, settings = tiny.model(), fisher_settings(options())
+    key = cache_key(model, PROMPTS, settings)
+    here = shared_responses.arithmetic_of(model)
+    same = partial(fisher_cache._draws_the_same, settings=settings, key=key)
+    assert same(model, PROMPTS, arithmetic=here)
+    assert not same(model, PROMPTS, arithmetic="NVIDIA A100, 13.0")
+    assert not same(tiny.model(seed=1), PROMPTS, arithmetic=here)
+    assert not same(model, object(), arithmetic=here), "what cannot be read is the main one's fault"
+
+
+def test_a_status_that_is_missed_for_a_moment_is_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fisher_cache, "_SHARED_WITHIN", 0.2)
+    monkeypatch.setattr(fisher_cache, "_POLL", 0.05)
+    fitted = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
+    (entry,) = tmp_path.glob("*.safetensors")
+    seen = iter([{"state": "fitting"}] * 8 + [None] + [{"state": "fitting"}] * 2)
+    monkeypatch.setattr(fisher_cache, "_read", lambda path: next(seen, {"state": "done"}))
+    monkeypatch.setattr(fisher_cache, "_died", lambda status: False)
+    found = fisher_cache._wait(tmp_path, entry.stem, tmp_path / "x.json", lambda found: False)
+    assert equal(found, fitted)
 
 
 @pytest.mark.slow

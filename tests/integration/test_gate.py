@@ -20,7 +20,13 @@ from alphatoken.model.head import head_losses, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
 from alphatoken.scorer import Observed, Scorer
-from alphatoken.train.fused_head import errors_only, shared_log_probs
+from alphatoken.train import fused_head
+from alphatoken.train.fused_head import (
+    errors_only,
+    head_entropy,
+    shared_log_probs,
+    top_entropy,
+)
 from alphatoken.train.gate import TokenGate
 from tests.integration import tiny_training as tiny
 from tests.integration.snapshot import bits
@@ -236,6 +242,39 @@ def test_label_values_share_the_error_with_the_update(name: str, parameters: str
     plain = name not in ("soft-capped", "scaled")
     assert (watched_head(gate.scores) is not None) == plain
     assert not (plain and formed.called)
+
+
+@pytest.mark.parametrize("rows_at_once", [2**24, 3 * VOCABULARY])
+@pytest.mark.parametrize("name", [*HEADS, "of logits"])
+def test_entropy_of_the_training_forward(
+    name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the logits that the model's own head gives, whatever it does to them."""
+    monkeypatch.setattr(fused_head, "_WORKSPACE", rows_at_once)
+    model = _of("plain" if name == "of logits" else name)
+    if name == "of logits":
+        gate = TokenGate(model)
+        gate.logits(INPUTS, BATCH["labels"])
+    else:
+        gate, _ = _forward(model)
+    labels = BATCH["labels"]
+    logits = model(**INPUTS, use_cache=False).logits.detach()
+    for k in (2, 5, VOCABULARY):
+        found = gate.entropy(labels, k)
+        assert found.shape == labels.shape
+        assert not found.requires_grad
+        for row, t in (labels != -100).nonzero().tolist():
+            p = logits[row, t - 1].double().softmax(-1).sort(descending=True).values[:k]
+            p = p / p.sum()
+            expected = -float((p * p.log()).sum())
+            assert float(found[row, t]) == pytest.approx(expected, abs=2e-6)
+        assert not bool(found[labels == -100].any())
+    assert gate.log_probs is not None
+    nothing = torch.zeros_like(labels[:, 1:], dtype=torch.bool)
+    if name != "of logits":
+        assert head_entropy(gate.log_probs, nothing, 5) is not None
+    assert head_entropy(torch.zeros(2, 3, requires_grad=True).exp(), nothing[:, :3], 5) is None
+    assert top_entropy(logits.detach().bfloat16(), 5).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["soft-capped", "scaled"])

@@ -141,13 +141,27 @@ def test_a_part_that_shows_nothing_has_not_passed(
             yield {"route": name}
 
     words = ["contraction", "--device", "cpu", "--out", str(tmp_path), "--minutes"]
+    counts = {nothing: 2, some: 2, long: 2}
     for rows, minutes, status in ((nothing, "1", 1), (some, "1", 0), (long, "0.001", 1)):
         monkeypatch.setitem(kit.PARTS, "contraction", (rows, "Rows", 1.0))
+        monkeypatch.setitem(kit.ROWS, "contraction", lambda run, rows=rows: counts[rows])
         assert kit.main([*words, minutes]) == status
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["contraction"]
     assert found["rows"] == [{"route": "a"}]
     assert found["error"] == "cut off before its end"
     assert "**Failed**: cut off before its end" in (tmp_path / "gpu.md").read_text()
+    counts[long] = 1  # its last row may end late
+    assert kit.main([*words, "0.001"]) == 0
+
+
+def test_the_rows_of_a_long_part_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ratios, "_fitting", lambda run, size: (torch.nn.Linear(1, 1), size))
+    monkeypatch.setattr(ratios, "_measured", lambda *_: {"ratio": 1.0})
+    for run in (Run(torch.device("cpu"), quick=quick) for quick in (True, False)):
+        monkeypatch.setattr(ratios, "product_speed", lambda *_: 1.0)
+        assert (
+            len(list(ratios.ratios(run))) == ratios.rows_of_ratios(run) == kit.ROWS["ratios"](run)
+        )
 
 
 def test_targets_are_judged() -> None:

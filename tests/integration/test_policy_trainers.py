@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from tests.places import nightly
 
 EVERY_SFT = (
     "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1",
-    "flow", "talr",
+    "flow", "talr", "dft", "eaft",
 )  # fmt: skip
 EVERY_PREFERENCE = ("random", "confpo", "sepo", "ti-dpo")
 SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
@@ -185,6 +186,63 @@ def test_talr_at_one_is_dft(tmp_path: Path) -> None:
     floor = sft(tmp_path / "floor", TALR(tau=1.0, w_min=0.1), **shared)
     floor.train()
     assert furthest(floor, plain) > 1e-4, "a floor is seen"
+
+
+@pytest.mark.slow
+def test_dft_is_trls(tmp_path: Path) -> None:
+    shared = {"max_steps": 4, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4}
+    plain = plain_sft(tmp_path / "trl", loss_type="dft", **shared)
+    plain.train()
+    own = sft(tmp_path / "own", args_policy="dft", **shared)
+    own.train()
+    assert furthest(own, plain) < 1e-6
+    assert moved(own, model()) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_eaft_is_one_step_by_hand(tmp_path: Path, packing: bool) -> None:
+    """One SGD step of the entropy-weighted loss, of the model's own logits and by autograd."""
+    shared = {**SGD, "max_steps": 1, "packing": packing, "policy_options": {"k": 5, "alpha": 2.0}}
+    trainer = sft(tmp_path, args_policy="eaft", model=sure_model(), **shared)
+    (given,) = seen_batches(trainer)
+    trainer.train()
+    by_hand = sure_model()
+    ids, labels = given["input_ids"], given["labels"]
+    inputs = {name: x for name, x in given.items() if name != "labels"}
+    logits = by_hand(**inputs, use_cache=False).logits[:, :-1]
+    asked = labels[:, 1:] != -100
+    with torch.no_grad():
+        top = logits.topk(5, dim=-1).values.double().softmax(-1)
+        weight = (-(top * top.log()).sum(-1) / math.log(5)) ** 2
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="none"
+    )
+    assert ids.shape == labels.shape
+    assert float(weight[asked].min()) < 0.2 < 0.8 < float(weight[asked].max())
+    (weight * losses)[asked].sum().div(asked.sum()).backward()
+    with torch.no_grad():
+        for parameter in by_hand.parameters():
+            parameter -= SGD["learning_rate"] * parameter.grad
+    found = weights(trainer.model)
+    for name, parameter in by_hand.named_parameters():
+        assert float((found[name] - parameter.detach()).abs().max()) < 1e-6, name
+    assert moved(trainer, sure_model()) > 1e-4
+
+
+def sure_model() -> Any:
+    """One that is sure of some tokens, right or wrong."""
+    found = model()
+    with torch.no_grad():
+        found.lm_head.weight *= 30
+    return found
+
+
+def seen_batches(trainer: Any) -> list[dict[str, Any]]:
+    """The next run's batches, as the trainer's own loader gives them."""
+    torch.manual_seed(trainer.args.seed)
+    loader = trainer.get_train_dataloader()
+    return [dict(next(iter(loader)))]
 
 
 def masked_rows() -> Dataset:

@@ -255,6 +255,8 @@ test_rho_1_by_response | Rho-1 | (by hand) | exact
 test_rho_1_trains_its_reference | Rho-1 | (TRL on the same rows) | exact
 test_a_reference_is_trained_once | Rho-1 | (TRL on the same rows) | exact
 test_talr_by_hand | TALR | (by hand) | exact
+test_dft_by_hand | DFT | (by hand) | exact
+test_eaft_by_hand | EAFT | (by hand) | exact
 test_sstoken_by_hand | ssToken | (by hand) | exact
 test_prompt_attention_averages_heads | ssToken | (dense softmax) | exact
 test_flow_by_hand | FLOW | (by hand) | exact

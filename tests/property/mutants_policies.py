@@ -82,6 +82,8 @@ OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", F
 TRAINED_ONCE = by("test_policies_reference::test_a_reference_is_trained_once", FOLDER)
 FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FOLDER)
 TALR = by("test_policies::test_talr_by_hand")
+DFT = by("test_policies::test_dft_by_hand")
+EAFT = by("test_policies::test_eaft_by_hand")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
 HEADS = by("test_policies::test_prompt_attention_averages_heads")
 FLOW = by("test_policies::test_flow_by_hand", FOLDER, False)
@@ -273,6 +275,28 @@ MUTANTS = (
         "a row's mean loss is taken over the width of the batch",
         ("talr.median_of_sequences", "/ counts[counts > 0]", "/ mask.shape[1]"),
         TALR,
+    ),
+    _policy(
+        "dft-of-the-unlikely",
+        "the less likely a token, the more it weighs",
+        ("dft.DFT.native_weights", "batch.log_probs.exp()", "1 - batch.log_probs.exp()"),
+        DFT,
+    ),
+    _policy(
+        "eaft-in-nats",
+        "entropies are not divided by the largest that there is",
+        ("eaft.EAFT.native_weights", " / math.log(self.k)", ""),
+        EAFT,
+    ),
+    _policy(
+        "eaft-of-the-sure",
+        "tokens of which the model was sure of another one weigh most",
+        (
+            "eaft.EAFT.native_weights",
+            "self.scores(batch) / math.log(self.k)",
+            "1 - self.scores(batch) / math.log(self.k)",
+        ),
+        EAFT,
     ),
     _policy(
         "token-cleaning-of-the-unlearned",

@@ -20,12 +20,15 @@ from alphatoken.errors import AlphaTokenError, ConfigError, InputError, Numerica
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.policies import POLICIES, find_policy, policy, register_policy
+from alphatoken.policies.dft import DFT
+from alphatoken.policies.eaft import EAFT
 from alphatoken.policies.flow import Flow
 from alphatoken.policies.rho_1 import Rho1
 from alphatoken.policies.sstoken import SsToken, prompt_attention
 from alphatoken.policies.standard import Random, Standard
 from alphatoken.policies.talr import TALR
 from alphatoken.select.masks import keep_count, select_random, select_top
+from alphatoken.train.fused_head import top_entropy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.statistics import ValueSums, summary
@@ -33,7 +36,8 @@ from tests.integration import tiny_training as tiny
 
 NAMES = (
     "standard", "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken",
-    "rho-1", "flow", "talr", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken", "label",
+    "rho-1", "flow", "talr", "dft", "eaft", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken",
+    "label",
 )  # fmt: skip
 SIDES = ("left", "right")
 BUDGET = PolicySettings(mode="budget", keep_ratio=0.4)
@@ -129,6 +133,44 @@ def test_talr_by_hand() -> None:
     token = TALR(tau="token_median", w_min=0.0)
     assert float(token.temperature(of)) == pytest.approx(1.5)  # of .5 .5 1 2 3 9
     assert float(TALR().temperature(batch([[0.0, 0.0]]))) == 1e-6
+
+
+def test_dft_by_hand() -> None:
+    of = batch([[1.0, 3.0], [0.5]])
+    assert on_tokens(DFT().weights(of), of) == [
+        pytest.approx([math.exp(-1), math.exp(-3)]),
+        pytest.approx([math.exp(-0.5)]),
+    ]
+    kept = on_tokens(DFT(PolicySettings("budget", 0.3)).weights(of), of)
+    assert kept == [[0, 0], [1]]
+
+
+def test_eaft_by_hand() -> None:
+    """Of two tokens at 1/4 and 3/4 and others far below, of three alike, and of one alone."""
+    rare = -80.0
+    logits = torch.tensor([
+        [0.0, math.log(3), rare, rare],
+        [0.0, 0.0, 0.0, rare],
+        [9.0, rare, rare, rare],
+    ], dtype=torch.float64)  # fmt: skip
+    two = math.log(4) - 0.75 * math.log(3)
+    assert top_entropy(logits, 2).tolist() == pytest.approx([two, math.log(2), 0.0])
+    assert top_entropy(logits, 3).tolist() == pytest.approx([two, math.log(3), 0.0])
+    assert torch.equal(top_entropy(logits, 9), top_entropy(logits, 4))
+
+    def entropy(k: int) -> Tensor:
+        # At the prompt there is some as well: it has no weight.
+        return torch.cat([torch.full((2,), 7.0), top_entropy(logits, k)])[None]
+
+    of = batch([[1.0, 2.0, 9.0]], entropy=entropy)
+    found = on_tokens(EAFT(k=3).weights(of), of)[0]
+    assert found == pytest.approx([two / math.log(3), 1.0, 0.0])
+    square = on_tokens(EAFT(k=3, alpha=2.0).weights(of), of)[0]
+    assert square == pytest.approx([x**2 for x in found])
+    kept = EAFT(PolicySettings("budget", 0.3), k=3).weights(of)
+    assert on_tokens(kept, of) == [[0, 1, 0]]
+    assert EAFT().k == 20
+    assert float(EAFT().weights(of)[0, 2]) == pytest.approx(two / math.log(20), rel=1e-6)
 
 
 def test_sstoken_by_hand() -> None:
@@ -442,6 +484,8 @@ def test_settings_are_the_trainers_unless_given() -> None:
         (lambda: policy("talr", threshold=1), "does not take"),
         (lambda: policy("talr", tau=0.0), "tau"),
         (lambda: policy("talr", w_min=2.0), "w_min"),
+        (lambda: policy("eaft", alpha=0), "alpha"),
+        (lambda: policy("eaft", k=1), "k must be"),
         (lambda: policy("rho-1", ratio=0.0), "ratio"),
         (lambda: policy("sstoken", gamma=1.5), "gamma"),
         (lambda: policy("sstoken", ratio=2.0), "ratio"),

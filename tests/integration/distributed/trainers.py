@@ -221,6 +221,23 @@ def resumed(layout: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def masters(layout: str, folder: Path) -> dict[str, Any]:
+    """Runs in bfloat16 whose weights move by less than that shows, of several kinds."""
+    kinds: dict[str, dict[str, Any]] = {
+        "factors": {"retention": "kronecker"},
+        "adapters": {"peft": True},
+        "in memory": {},
+        "on disk": {"fisher_offload": True},
+    }
+    found = {}
+    for name, more in kinds.items():
+        forget_precision(layout)
+        how = {"keep_scope": "global", "bf16": True, "learning_rate": 1e-6, **more}
+        found[name] = run(sft(layout, folder / name, **how))
+    forget_precision(layout)
+    return found
+
+
 def sft_many(layout: str, folder: Path) -> dict[str, Any]:
     """Eight rows a step in one, two, four or eight processes, all with rows that are held out."""
     world = processes(layout)
