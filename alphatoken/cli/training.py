@@ -188,7 +188,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         results = Path(args.output_dir) / RESULTS
         if results.is_dir():
             print(f"values and report, which quote training rows: {results}")
-    trainer.end()
+    trainer.accelerator.end_training()  # ends the process group too
 
 
 def _note(text: str) -> None:

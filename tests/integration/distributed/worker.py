@@ -52,6 +52,13 @@ def device_options(layout: str) -> dict[str, Any]:
     return {"use_cpu": True}
 
 
+def end_process() -> None:
+    """Let all processes end together: a group that is still open while Python ends may abort it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     layout, folder, *jobs = sys.argv[1:]
     prepare_process(layout)
@@ -62,6 +69,7 @@ def main() -> None:
         work = importlib.import_module(f"tests.integration.distributed.{module}")
         found[name] = getattr(work, name)(layout, Path(folder) / name)
     torch.save(found, Path(folder) / f"rank{PartialState().process_index}.pt")
+    end_process()
 
 
 if __name__ == "__main__":
