@@ -25,6 +25,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == {
         "plain_pytorch_loop.py",
         "score_real_model.py",
+        "value_an_answer.py",
     }
 
 
@@ -48,3 +49,26 @@ def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
         for a, b in zip(scored, back, strict=True)
     )
     assert "per-token oracle" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.pictures
+def test_the_picture_shows_what_readme_says(smollm2: Path, tmp_path: Path) -> None:
+    """Arithmetic is worth more than the sentence about apples, which is worth less than nothing."""
+    example = load("value_an_answer.py")
+    texts, values = example["value_answer"](smollm2, example["QUESTION"], example["ANSWER"])
+    assert "".join(texts) == example["ANSWER"]
+    start = example["ANSWER"].index(example["ASIDE"])
+    end = start + len(example["ASIDE"]) - len(".")
+    aside, others, at = 0.0, 0.0, 0
+    for text, value in zip(texts, values, strict=True):
+        if start <= at < end:
+            aside += value
+        else:
+            others += value
+        at += len(text)
+    assert aside < -50
+    assert others > 1000
+    example["draw"](texts, values, tmp_path / "answer.svg")
+    assert (tmp_path / "answer.svg").stat().st_size > 20_000

@@ -1,0 +1,151 @@
+"""The picture at the top of README: one answer, each token coloured by what it is worth.
+
+    python examples/value_an_answer.py --out answer.svg
+
+Eight solved word problems of our own are the target. The answer holds its arithmetic and a sentence
+about apples. A token is blue where a small step on it lowers the loss on the eight, to first order
+and over all parameters of SmolLM2-135M-Instruct (fetched at the first run, or ``--model``), and
+orange where it raises it. ``--answer`` values another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.data import EncodeOptions, Example, collate, encode_rows, token_texts
+from alphatoken.data.rows import row_of
+from alphatoken.demo.models import fetch_model
+from alphatoken.report.drawing import canvas, colour_of, save
+
+TARGET = (
+    ("A baker fills 6 trays with 8 rolls each and sells 30 rolls. How many rolls are left?",
+     "The trays hold 6 * 8 = 48 rolls. After the sale 48 - 30 = 18 rolls are left. "
+     "The answer is 18."),
+    ("Mina reads 14 pages a day for 5 days. The book has 90 pages. How many pages are left?",
+     "In 5 days she reads 14 * 5 = 70 pages. Then 90 - 70 = 20 pages are left. "
+     "The answer is 20."),
+    ("A ticket costs 7 euros and a drink costs 3 euros. What do 4 friends pay who each take both?",
+     "Each friend pays 7 + 3 = 10 euros. Four friends pay 4 * 10 = 40 euros. The answer is 40."),
+    ("There are 24 chairs in 3 equal rows. Two rows are taken away. How many chairs remain?",
+     "Each row has 24 / 3 = 8 chairs. One row stays, so 8 chairs remain. The answer is 8."),
+    ("Omar saves 15 coins a week. After 6 weeks he spends 40. How many coins does he have?",
+     "He saves 15 * 6 = 90 coins. He has 90 - 40 = 50 coins left. The answer is 50."),
+    ("A train has 5 cars with 36 seats each. 150 seats are taken. How many are free?",
+     "The train has 5 * 36 = 180 seats. So 180 - 150 = 30 seats are free. The answer is 30."),
+    ("Lea buys 3 pens for 2 euros each and a book for 11 euros. What does she pay?",
+     "The pens cost 3 * 2 = 6 euros. Together she pays 6 + 11 = 17 euros. The answer is 17."),
+    ("A tank holds 200 litres. 45 litres are used each day for 3 days. How much is left?",
+     "In 3 days 45 * 3 = 135 litres are used. So 200 - 135 = 65 litres are left. "
+     "The answer is 65."),
+)  # fmt: skip
+QUESTION = (
+    "A farmer packs 12 boxes with 9 apples each. He gives 20 apples to a school. "
+    "How many apples does he keep?"
+)
+ASIDE = " Apples grow on trees, and many people love how they taste."
+ANSWER = (
+    f"There are 12 * 9 = 108 apples in all.{ASIDE} "
+    "He gives 20 away, so he keeps 108 - 20 = 88 apples. The answer is 88."
+)
+COLUMNS = 64
+"""Letters a line of the picture."""
+LETTER: dict[str, Any] = {
+    "family": "DejaVu Sans Mono",
+    "fontsize": 12,
+    "ha": "center",
+    "va": "center_baseline",
+    "parse_math": False,
+}
+
+
+def encoded(pairs: Sequence[tuple[str, str]], tokenizer: object) -> list[Example]:
+    """Questions and answers as tokens, the answers labelled."""
+    rows = [
+        row_of({"prompt": question, "response": answer}, index, f"row {index}")
+        for index, (question, answer) in enumerate(pairs)
+    ]
+    return encode_rows(rows, tokenizer, EncodeOptions(chat_template=False))[0]
+
+
+def value_answer(folder: Path, question: str, answer: str) -> tuple[list[str], list[float]]:
+    """Texts and values of the answer's tokens, without the one that ends it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target = encoded(TARGET, tokenizer)
+    (example,) = encoded([(question, answer)], tokenizer)
+    config = ScorerConfig("label", objective="adaptation", parameters="all")
+    scorer = Scorer(model, validation=[collate(target[:4]), collate(target[4:])], config=config)
+    values = scorer.score(collate([example]))
+    places = values.mask[0].nonzero().flatten().tolist()[:-1]
+    texts = token_texts(tokenizer, example.input_ids)
+    return [texts[i].text for i in places], [float(values.total[0, i]) for i in places]
+
+
+def placed(texts: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Line, column and letters of each token; a line ends before a space."""
+    places: list[tuple[int, int, str]] = []
+    line = column = 0
+    for index, text in enumerate(texts):
+        following = itertools.takewhile(lambda later: not later[:1].isspace(), texts[index + 1 :])
+        word = len(text) + sum(map(len, following))
+        if text[:1].isspace() and column + word > COLUMNS:
+            line, column = line + 1, 0
+        shown = text if column else text.lstrip()
+        places.append((line, column, shown))
+        column += len(shown)
+    return places
+
+
+def draw(texts: Sequence[str], values: Sequence[float], out: Path) -> None:
+    """The answer as coloured letters; colour goes with the square root, so that both signs show."""
+    places = placed(texts)
+    lines = places[-1][0] + 1
+    largest = max(map(abs, values))
+    with canvas(8.0, 0.34 * lines + 0.1) as fig:
+        fig.set_layout_engine("none")  # every letter has its place
+        axes = fig.add_axes((0.01, 0.02, 0.98, 0.96), frameon=False)
+        axes.set(xlim=(0, COLUMNS), ylim=(lines, 0))
+        axes.set_axis_off()
+        for (line, start, text), value in zip(places, values, strict=True):
+            strength = math.copysign(math.sqrt(abs(value) / largest), value)
+            box = {"facecolor": colour_of(strength), "edgecolor": "white", "linewidth": 0.5}
+            axes.add_patch(_rectangle(start, line + 0.08, len(text), 0.84, box))
+            for offset, letter in enumerate(text):
+                axes.text(start + offset + 0.5, line + 0.5, letter, **LETTER)
+        save(fig, out)
+
+
+def _rectangle(x: float, y: float, width: float, height: float, look: dict[str, object]) -> object:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, **look)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, value, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="folder of a model (default: SmolLM2-135M)")
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--answer", default=ANSWER)
+    parser.add_argument("--out", type=Path, default=Path("answer.svg"))
+    options = parser.parse_args(arguments)
+    folder = options.model or fetch_model()
+    texts, values = value_answer(folder, options.question, options.answer)
+    draw(texts, values, options.out)
+    print(
+        " ".join(f"{text.strip()}:{value:+.0f}" for text, value in zip(texts, values, strict=True))
+    )
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
