@@ -77,7 +77,7 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
     if scope.mixers:
         name, kind = next(iter(scope.mixers.items()))
         raise UnsupportedError(
-            f"'{estimator}' is defined on softmax attention and gated delta nets only",
+            f"'{estimator}' is defined on attention and gated delta nets only",
             got=f"{name} ({kind})",
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy=remedy,

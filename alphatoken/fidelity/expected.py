@@ -484,9 +484,7 @@ class Oracle:
             if any(id(p) in scored for p in block.parameters())
         )
         modules = [
-            module
-            for layer in range(first, len(self.scope.blocks))
-            for module in modules_of(layer)
+            module for layer in range(first, len(self.scope.blocks)) for module in modules_of(layer)
         ]
         return partial(getattr(self.adapter, name), modules)
 

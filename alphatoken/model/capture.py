@@ -526,9 +526,7 @@ class Recorder:
         output, statistics = switchable_delta_rule(call, native, self.switch)
         if convolution is not None:
             self.attentions.append(
-                DeltaUse(
-                    call.module, convolution, call.value, output, statistics, self.execution
-                )
+                DeltaUse(call.module, convolution, call.value, output, statistics, self.execution)
             )
         return output
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from alphatoken.model.attention import BackwardSwitch
-from alphatoken.model.delta_rule import Gate
+from alphatoken.model.delta_rule import gated
 from alphatoken.model.protocol import ConvolutionCall, NativeConvolution
 from alphatoken.support.precision import full_precision, wide
 
@@ -119,7 +119,7 @@ def switchable_convolution(
     ``alphatoken.oracle.delta_net.held_taps``.
     """
     statistics = ConvolutionStatistics(call)
-    (x,) = Gate.apply(switch, call.x)  # type: ignore[no-untyped-call]
+    (x,) = gated(switch, call.x)
     output = native(x)
     tapped: Tensor = _Tap.apply(switch, statistics, output, call.x)  # type: ignore[no-untyped-call]
     return tapped, statistics

@@ -41,7 +41,7 @@ from alphatoken.model.attention import BackwardSwitch
 from alphatoken.model.protocol import DeltaCall, NativeDelta
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["DeltaStatistics", "Gate", "Span", "self_terms", "switchable_delta_rule"]
+__all__ = ["DeltaStatistics", "Span", "gated", "self_terms", "switchable_delta_rule"]
 
 _CHUNK = 64  # positions, as in the models' own chunked rule
 _EPSILON = 1e-6  # under the root of a length, as in transformers and in the fla package
@@ -220,7 +220,7 @@ class DeltaStatistics:
 def self_terms(
     statistics: DeltaStatistics, error: Float[Tensor, "b h t v"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Errors that reach a position's own query, key, value, decay and beta: the incoming state held.
+    """Errors that reach a position's own query, key, value, decay and beta, incoming state held.
 
     Formulas in the module's docstring; through the lengths of queries and keys, and summed over the
     value heads of each key head.
@@ -265,7 +265,7 @@ def _through_length(
     return over * (summed - unit * (unit * summed).sum(-1, keepdim=True))
 
 
-class Gate(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
     """Identity before a kernel whose self-only backward is not its own; passes nothing then.
 
     The tap behind the kernel gives the self-only errors, around the kernel. What the kernel makes
@@ -284,6 +284,12 @@ class Gate(torch.autograd.Function):
         return (None, *(error if kept else None for error in errors))
 
 
+def gated(switch: BackwardSwitch, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, as a kernel takes them whose gradients are dropped in self mode."""
+    passed: tuple[Tensor, ...] = _Gate.apply(switch, *tensors)  # type: ignore[no-untyped-call]
+    return passed
+
+
 class _Tap(torch.autograd.Function):
     """Identity on the rule's outputs; in self mode its errors go past the kernel, to its inputs.
 
@@ -292,7 +298,11 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, switch: BackwardSwitch, statistics: DeltaStatistics, output: Tensor, *inputs: Tensor
+        ctx: Any,
+        switch: BackwardSwitch,
+        statistics: DeltaStatistics,
+        output: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.switch, ctx.statistics, ctx.inputs = switch, statistics, len(inputs)
         return output.view_as(output)
@@ -327,6 +337,6 @@ def switchable_delta_rule(
     """
     statistics = DeltaStatistics(call)
     inputs = (call.query, call.key, call.value, call.decay, call.beta)
-    output = native(*Gate.apply(switch, *inputs))  # type: ignore[no-untyped-call]
+    output = native(*gated(switch, *inputs))
     tapped: Tensor = _Tap.apply(switch, statistics, output, *inputs)  # type: ignore[no-untyped-call]
     return tapped, statistics

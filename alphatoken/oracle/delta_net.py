@@ -1,9 +1,10 @@
-"""Gated delta nets position by position, what is held, what is propagated, and what that leaves out.
+"""Gated delta nets position by position: what is held, what is propagated, what is left out.
 
 Letters: b batch, t and k positions (t <= k), p = t + j a position that tap j of t reaches, h value
 head, g key head, d key width, v value width, c channel, m width of the layer's input.
 
-    D_k = exp(g_k) S_{k-1}    u_k = beta_k (v_k - D_k^T k_k)    S_k = D_k + k_k u_k^T    o_k = S_k^T q_k
+    D_k = exp(g_k) S_{k-1}             S_k = D_k + k_k u_k^T
+    u_k = beta_k (v_k - D_k^T k_k)     o_k = S_k^T q_k
 
 The self-only backward is the *ordinary* backward of another function with the same value: the one
 in which every state that comes in, and every tap of the convolution but the last, is a constant.
@@ -17,8 +18,10 @@ convolution's input up to the activation f: the effective coefficient of the val
 *What it leaves out*, of d o_k / d x_t at t < k, is everything through keys, gates and, by the
 convolution, the queries. With y the read vector of o_k at p, ``o_k = S_p^T y + ..``,
 
-    keys      (u_p y^T - beta_p (k_p . y) D_p^T) dk_p          decay  D_t^T (y - beta_t (k_t . y) k_t) dg_t
-    queries   S_k^T dq_k                                       beta   (k_t . y) (v_t - D_t^T k_t) dbeta_t
+    keys      (u_p y^T - beta_p (k_p . y) D_p^T) dk_p
+    queries   S_k^T dq_k
+    decay     D_t^T (y - beta_t (k_t . y) k_t) dg_t
+    beta      (k_t . y) (v_t - D_t^T k_t) dbeta_t
 
 and each term is bounded by the product of its factors' operator norms (:func:`left_out_bound`).
 """
@@ -247,10 +250,9 @@ def net_jacobian(
     net: DeltaNet, x: Float[Tensor, "t m"], *, values_only: bool = False
 ) -> Float[Tensor, "k v t m"]:
     """d o_k / d x_t by autograd; ``values_only``: through the values alone, the rest held."""
-    jacobian = torch.autograd.functional.jacobian(
+    return torch.autograd.functional.jacobian(  # type: ignore[no-any-return,no-untyped-call]
         lambda y: delta_rule(net.call(y, values_only=values_only))[0, 0], x
     )
-    return jacobian  # type: ignore[no-any-return]
 
 
 def value_path(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k v t m"]:
@@ -321,7 +323,9 @@ def _bound(net: DeltaNet, x: Tensor, slopes: Tensor) -> Tensor:
             y = decay[p] * y_before
         for t in range(k):
             reached = range(min(width, k - t + 1))
-            bound[k, t] = at_gates[t] + sum(at_keys[t + j] * tap(1, net.w_k, j, t + j) for j in reached)
+            bound[k, t] = at_gates[t] + sum(
+                at_keys[t + j] * tap(1, net.w_k, j, t + j) for j in reached
+            )
             if k - t < width:
                 size = _norm(states[k]) * over[0][k] / d**0.5
                 bound[k, t] += size * tap(0, net.w_q, k - t, k)

@@ -295,8 +295,8 @@ def propagated_errors(
     """Value-Propagation: errors at the linear uses, from errors at the heads' outputs.
 
     ``e~_t = sum_{k in (t, t+W]} sum_{h in g} alpha_kt^h e_k^h`` at the value states ("mean": alpha
-    averaged over all heads, errors summed over those of g), sent back to the same block's uses. Of a
-    delta net it is ``delta_net.propagated_parts``, at the input of its convolution.
+    averaged over all heads, errors summed over those of g), sent back to the same block's uses. Of
+    a delta net it is ``delta_net.propagated_parts``, at its convolution's input.
 
     Returns:
         The errors, and by how much the absolute terms of e~ exceed it, (b, t) of each use.

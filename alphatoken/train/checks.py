@@ -100,7 +100,7 @@ def refuse_scope(scope: Scope, args: Any) -> None:
     if args.estimator in SELF_ONLY and scope.mixers:
         name, kind = next(iter(scope.mixers.items()))
         raise UnsupportedError(
-            f"estimator={args.estimator!r} is defined on softmax attention and gated delta nets only",
+            f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
             got=f"{name} ({kind})",
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import Qwen3_5ForCausalLM
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import UnsupportedError
@@ -19,12 +21,14 @@ from alphatoken.model.capture import find_scope, record
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from tests.property.architectures import BY_NAME, VOCABULARY, Architecture, plain_forward
+from tests.property.properties_proofs import refusal
 from tests.property.strategies import Rows, make_batch
 from tests.property.tolerance import allowed, close
 
 __all__ = [
     "FAMILIES",
     "HybridCase",
+    "check_a_cache_that_begins_changes_no_value",
     "check_a_cached_pass_is_refused",
     "check_direct_is_the_diagonal_of_a_hybrid",
     "check_one_forward_of_a_hybrid_serves_both",
@@ -34,6 +38,11 @@ __all__ = [
     "hybrid_cases",
 ]
 
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(Qwen3_5ForCausalLM.forward).parameters
+    else ("past_key_values")
+)
 LINEAR, FULL = "linear_attention", "full_attention"
 _QWEN = BY_NAME["qwen3_5"]
 FAMILIES: Mapping[str, Architecture] = {
@@ -42,14 +51,13 @@ FAMILIES: Mapping[str, Architecture] = {
         "qwen3_next",
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
-        {**_QWEN.options, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-         "moe_intermediate_size": 6, "shared_expert_intermediate_size": 6},
+        {**_QWEN.options, "mlp_only_layers": [0, 1, 2]},
     ),
     "olmo_hybrid": Architecture(
         "olmo_hybrid", "OlmoHybridConfig", "OlmoHybridForCausalLM", _QWEN.options
     ),
 }  # fmt: skip
-"""Every family whose delta nets the dispatch knows; experts take no part in the values."""
+"""Families whose delta nets the dispatch knows; qwen3_5_moe has those of qwen3_5."""
 PATTERNS = (
     (LINEAR, LINEAR, FULL),
     (FULL, LINEAR, LINEAR),
@@ -95,7 +103,10 @@ class HybridCase:
     @cached_property
     def validations(self) -> list[dict[str, Tensor]]:
         lines = (("ppprr", "..prr"), ("prrr",))
-        return [make_batch(x, vocabulary=VOCABULARY, seed=self.seed + 2 + i) for i, x in enumerate(lines)]
+        return [
+            make_batch(x, vocabulary=VOCABULARY, seed=self.seed + 2 + i)
+            for i, x in enumerate(lines)
+        ]
 
     def scorer(self, model: nn.Module, estimator: str, **config: Any) -> Scorer:
         options = {"layers": self.layers, "uncovered": "skip", "window": None, **config}
@@ -112,7 +123,13 @@ def hybrid_cases(draw: st.DrawFn, **pins: Any) -> HybridCase:
         "ratio": st.sampled_from([1, 2, 3]),
         "taps": st.sampled_from([2, 3, 4, 1]),
         "train": st.sampled_from(
-            [("..pprrpr", "prprrr.."), ("pr",), ("prrrrrrr",), ("....prrr",), ("pprpr...", "prrrrrrr")]
+            [
+                ("..pprrpr", "prprrr.."),
+                ("pr",),
+                ("prrrrrrr",),
+                ("....prrr",),
+                ("pprpr...", "prrrrrrr"),
+            ]
         ),
         "slow": st.booleans(),
         "seed": st.integers(1, 2**16),
@@ -240,9 +257,9 @@ def check_one_forward_of_a_hybrid_serves_both(case: HybridCase) -> None:
     logits.square().sum().backward()
     model = case.build()
     scorer = case.scorer(model, "alphatoken")
-    with scorer.observe(case.batch) as observed:
+    with scorer.observe() as observed:
         again = model(**inputs, use_cache=False).logits
-        values = observed.values(again)
+        values = observed.values(again, case.batch["labels"])
         assert torch.equal(again, logits)
         assert all(p.grad is None for p in model.parameters())
         again.square().sum().backward()
@@ -271,8 +288,9 @@ def check_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
             adapters[which].override_delta_nets(  # type: ignore[attr-defined]
                 nets[which],
                 lambda call, native: native(call.x),
-                lambda call, native: 2
-                * native(call.query, call.key, call.value, call.decay, call.beta),
+                lambda call, native: (
+                    2 * native(call.query, call.key, call.value, call.decay, call.beta)
+                ),
             )
         )
         return stack
@@ -305,20 +323,32 @@ def check_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
 
 
 def check_a_cached_pass_is_refused(estimator: str) -> None:
-    """A state to begin with belongs to positions that the pass did not run."""
-    case = HybridCase()
-    model = case.build()
+    """A state to begin with, held by the model itself, belongs to positions that did not run."""
+    case = HybridCase(pattern=(FULL, LINEAR, LINEAR), layers=(1, 2))
+    model: Any = case.build()
     scorer = case.scorer(model, estimator)
-    ids = case.batch["input_ids"][1:, :6]
+    batch = make_batch(("pprrpr",), vocabulary=VOCABULARY, seed=3)
+    scorer.score(batch)
     with torch.no_grad():
-        cache = model(input_ids=ids[:, :3], use_cache=True)
-    cache = getattr(cache, "cache", None) or cache.past_key_values
-    batch = {"input_ids": ids[:, 3:], "labels": ids[:, 3:]}
-    try:
-        with scorer.observe(batch) as observed:
-            logits = model(input_ids=ids[:, 3:], cache=cache).logits
-            observed.values(logits)
-    except UnsupportedError as error:
-        assert "cache" in str(error)
-    else:
-        raise AssertionError("a pass that goes on from a cache was valued")
+        cache = model(input_ids=batch["input_ids"][:, :3], use_cache=True)[CACHE]
+    inner = model.model.forward
+    model.model.forward = lambda *args, **more: inner(*args, **more | {CACHE: cache})
+    rest, labels = (batch[name][:, 3:] for name in ("input_ids", "labels"))
+    with scorer.observe() as observed:
+        logits = model(input_ids=rest, use_cache=True).logits
+        error = refusal(lambda: observed.values(logits, labels))
+    assert isinstance(error, UnsupportedError), f"a pass from a cache was valued: {error}"
+    assert "cache" in str(error)
+
+
+def check_a_cache_that_begins_changes_no_value(train: Rows, estimator: str) -> None:
+    """A forward that fills an empty cache pads short rows before the convolution."""
+    case = HybridCase(pattern=(FULL, LINEAR, LINEAR), layers=(1, 2), taps=4, train=train)
+    model: Any = case.build()
+    scorer = case.scorer(model, estimator)
+    expected = scorer.score(case.batch).total
+    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
+    with scorer.observe() as observed:
+        logits = model(**inputs, use_cache=True).logits
+        found = observed.values(logits, case.batch["labels"]).total
+    close(found, expected, expected.abs().max(), TOLERANCE, name="while a cache is filled")
