@@ -49,6 +49,7 @@ __all__ = [
     "ObservedForward",
     "Recorder",
     "Scope",
+    "delta_nets_of",
     "evaluation_mode",
     "find_scope",
     "graph_from_layer",

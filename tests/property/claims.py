@@ -112,6 +112,7 @@ check_the_certificate_of_a_hybrid | phi_total | delta_rule, convolve, propagated
 check_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact
 check_overrides_of_delta_nets_leave_nothing_behind | | (the modeling file before) | exact
 check_a_cached_pass_is_refused | | (traps) | exact
+check_a_state_to_begin_with_is_told | | (a pass without a cache) | exact
 check_a_cache_that_begins_changes_no_value | | (a pass without a cache) | exact
 # contraction
 check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) | exact

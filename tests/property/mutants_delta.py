@@ -59,10 +59,7 @@ HOPS = claim(
     examples=1,
 )
 PUT_BACK = claim(hybrids.check_overrides_of_delta_nets_leave_nothing_behind, "qwen3_5", examples=1)
-CACHED = claim(hybrids.check_a_cached_pass_is_refused, "direct", examples=1)
-FILLED = claim(
-    hybrids.check_a_cache_that_begins_changes_no_value, ("prrr", "prr."), "alphatoken", examples=1
-)
+CACHED = claim(hybrids.check_a_state_to_begin_with_is_told, 3, examples=1)
 
 
 def _delta(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
@@ -294,7 +291,11 @@ MUTANTS = (
     _delta(
         "convolution-keeps-all-taps",
         "self mode sends errors to earlier positions by the convolution",
-        ("model.convolution._Tap.backward", 'ctx.switch.mode != "self"', "True"),
+        (
+            "model.convolution.ConvolutionStatistics.own",
+            "self.taps[:, -1:] * self.slope() * error.to(self.dtype)",
+            "self.gathered([error] * self.width)",
+        ),
         TAPS,
         DIRECT,
     ),
@@ -319,11 +320,15 @@ MUTANTS = (
             delta_cases(bias=st.just(True), activation=st.just(True)),
         ),
     ),
-    _delta(
+    Mutant(
         "delta-rule-passes-everything",
         "self mode is the ordinary backward of the rule",
-        ("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "True"),
-        SELF,
+        (
+            Edit("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "True"),
+            Edit("model.delta_rule._Gate.backward", 'ctx.switch.mode != "self"', "True"),
+        ),
+        (SELF, MODES, DIRECT),
+        listed=False,
     ),
     _delta(
         "delta-rule-passes-itself-always",

@@ -30,6 +30,7 @@ __all__ = [
     "HybridCase",
     "check_a_cache_that_begins_changes_no_value",
     "check_a_cached_pass_is_refused",
+    "check_a_state_to_begin_with_is_told",
     "check_direct_is_the_diagonal_of_a_hybrid",
     "check_one_forward_of_a_hybrid_serves_both",
     "check_overrides_of_delta_nets_leave_nothing_behind",
@@ -280,12 +281,30 @@ def check_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
     assert all(len(found) == 1 for found in nets)
     names: Any = delta_dispatch._file_of(nets[0][0])
     before = {n: names[n] for n in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")}
+    try:
+        _enter_and_leave(models, adapters, batch, nets)
+        assert all(names[n] is function for n, function in before.items()), "a name is replaced"
+        assert not delta_dispatch._ACTIVE
+        assert not any(net._forward_pre_hooks or net._forward_hooks for (net,) in nets)
+        scope = find_scope(adapters[0], "all")
+        try:
+            with record(adapters[0], scope):
+                models[0](input_ids=torch.tensor([[10**6]]))
+        except IndexError:
+            pass
+        assert all(names[n] is function for n, function in before.items())
+    finally:
+        names.update(before)
+
+
+def _enter_and_leave(models: Any, adapters: Any, batch: dict[str, Tensor], nets: Any) -> None:
+    """Three overrides of two models, left in the order in which they came."""
     plain = [model(**batch, use_cache=False).logits for model in models]
 
     def entered(which: int) -> ExitStack:
         stack = ExitStack()
         stack.enter_context(
-            adapters[which].override_delta_nets(  # type: ignore[attr-defined]
+            adapters[which].override_delta_nets(
                 nets[which],
                 lambda call, native: native(call.x),
                 lambda call, native: (
@@ -309,17 +328,6 @@ def check_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
     except KeyError:
         pass
     assert torch.equal(models[1](**batch, use_cache=False).logits, plain[1])
-    assert all(names[n] is function for n, function in before.items()), "a name was left replaced"
-    assert not delta_dispatch._ACTIVE
-    assert not any(net._forward_pre_hooks or net._forward_hooks for (net,) in nets)
-
-    scope = find_scope(adapters[0], "all")
-    try:
-        with record(adapters[0], scope):
-            models[0](input_ids=torch.tensor([[10**6]]))
-    except IndexError:
-        pass
-    assert all(names[n] is function for n, function in before.items())
 
 
 def check_a_cached_pass_is_refused(estimator: str) -> None:
@@ -339,6 +347,27 @@ def check_a_cached_pass_is_refused(estimator: str) -> None:
         error = refusal(lambda: observed.values(logits, labels))
     assert isinstance(error, UnsupportedError), f"a pass from a cache was valued: {error}"
     assert "cache" in str(error)
+
+
+def check_a_state_to_begin_with_is_told(stop: int) -> None:
+    """Every call of a rule says whether it goes on from the state of a cache."""
+    case = HybridCase(pattern=(FULL, LINEAR, LINEAR))
+    model: Any = case.build()
+    adapter: Any = find_adapter(model)
+    ids, seen = case.batch["input_ids"][1:, :6], []
+
+    def rule(call: Any, native: Any) -> Tensor:
+        seen.append(call.cached)
+        output: Tensor = native(call.query, call.key, call.value, call.decay, call.beta)
+        return output
+
+    nets = [net for layer in range(3) for net in adapter.delta_nets(layer)]
+    with torch.no_grad(), adapter.override_delta_nets(nets, lambda c, native: native(c.x), rule):
+        whole = model(input_ids=ids, use_cache=False).logits
+        cache = model(input_ids=ids[:, :stop], use_cache=True)[CACHE]
+        rest = model(input_ids=ids[:, stop:], **{CACHE: cache}).logits
+    assert seen == [False, False, False, False, True, True]
+    close(rest, whole[:, stop:], whole.abs().max(), 1e-5, name="a pass from a state")
 
 
 def check_a_cache_that_begins_changes_no_value(train: Rows, estimator: str) -> None:

@@ -67,6 +67,12 @@ def test_a_pass_that_goes_on_from_a_cache_is_refused(estimator: str) -> None:
     claims.check_a_cached_pass_is_refused(estimator)
 
 
+@pytest.mark.parametrize("stop", [3, 5])
+def test_a_state_to_begin_with_is_told(stop: int) -> None:
+    """By chunks of several positions, and by a step of one."""
+    claims.check_a_state_to_begin_with_is_told(stop)
+
+
 @pytest.mark.parametrize("train", [("pr",), ("prrr", "prr.")])
 @pytest.mark.parametrize("estimator", ["alphatoken", "direct"])
 def test_a_cache_that_begins_changes_no_value(train: Rows, estimator: str) -> None:
