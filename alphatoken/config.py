@@ -161,7 +161,7 @@ class ScorerConfig:
                 remedy="objective='both' or 'adaptation'",
             )
         choice = ParameterChoice.read(self.parameters)
-        if not choice.only_linears and self.estimator != "label":
+        if not choice.captured and self.estimator != "label":
             raise ConfigError(
                 f"parameters={self.parameters!r} is defined for estimator='label' only",
                 got=f"estimator={self.estimator!r}",

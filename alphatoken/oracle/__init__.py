@@ -7,6 +7,7 @@ it checks. All are meant for small models in float64; none is fast.
 - ``gradients``: one ``autograd.grad`` a token, the ground of every other oracle.
 - ``influence``: the influence matrix Psi and its exact readouts; ``readouts``: every value that the
   library returns, on a model whose attention is split.
+- ``experts``: Psi over the tensors of mixtures of experts, by a copy of them for every position.
 - ``propagation``: Value-Propagation and the paper's causal decomposition in loops
   (eq. phi_tgt_causal, causal_decomp); ``jacobian``: the exact Jacobian of one attention layer, with
   the score path, and the bound of what is left out (eq. app_score_path, app_value_path_bound).
