@@ -33,6 +33,7 @@ from alphatoken.oracle.enumeration import (
     expected_retention_loss,
     monte_carlo_fisher,
 )
+from alphatoken.oracle.experts import copied_per_position, expert_influence
 from alphatoken.oracle.gradients import (
     label_values,
     per_token_gradients,
@@ -129,6 +130,7 @@ __all__ = [
     "attend",
     "causal",
     "column_sums",
+    "copied_per_position",
     "cross_position_jacobian",
     "diagonal",
     "dpo_gradient",
@@ -142,6 +144,7 @@ __all__ = [
     "exact_shapley",
     "exact_token_fisher",
     "expected_retention_loss",
+    "expert_influence",
     "head_output_errors",
     "hessian",
     "influence_matrix",

@@ -98,6 +98,17 @@ test_closed_form_is_the_autograd_jacobian | app_exact_jacobian | cross_position_
 test_residual_norm_is_exact_and_bounded | app_score_residual, app_value_path_bound | score_residual_norm, value_path_bound | exact
 test_both_bounds_hold_after_the_output_projection | app_value_path_bound | residual_after_output, output_bounds | exact
 test_the_layer_is_the_textbook_one | app_two_paths | attend | exact
+# mixtures of experts
+check_values_over_experts | phi_tgt_dir, app_via_t | expert_influence, exact_influence | exact
+check_experts_have_no_causal_part_of_their_own | phi_tgt_causal | (linears alone) | exact
+check_a_preconditioner_scales_the_tensors | | expert_influence | exact
+check_weights_are_explained | app_rank1 | (autograd) | exact
+check_rows_make_the_models_own_output | | (transformers' own code) | exact
+check_contraction_is_the_loop | ap_gdp, app_ap_gdp | (loops over rows) | exact
+check_gram_over_experts | | copied_per_position | exact
+check_one_forward_serves_both | sft_masked_loss | (an untouched model) | exact
+test_rows_of_the_oracle_are_label_values | grad_alignment | expert_influence, label_values | exact
+test_every_entry_is_the_effect_of_moving_one_copy | | expert_influence, (finite differences) | exact
 # contraction
 check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) | exact
 check_gram_is_the_loop | app_aa_direct | (loops over pairs of tokens) | exact
