@@ -46,7 +46,7 @@ IDLE = MixtureCase("mixtral", ("pprr",), ("prr",), experts=8, chosen=1, seed=6)
 @example(ONE)
 @example(BIASED)
 @example(IDLE)
-@budget(0.2, least=4)
+@budget(0.1, least=3)
 def test_values_over_linears_and_experts(estimator: str, case: MixtureCase) -> None:
     claims.check_values_over_experts(case, estimator)
 
