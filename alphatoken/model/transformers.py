@@ -367,10 +367,10 @@ def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
         return "the taps of a convolution lie on several positions, and no linear covers them"
     if dora:
         return "DoRA uses this weight outside its linear's call"
-    if _dimensions(parameter) >= 3 and _is_mixture(module):
-        return f"3-D expert tensor of {kind}, captured under parameters='linears,experts' only"
     if _dimensions(parameter) >= 3:
-        return f"3-D expert tensor of {kind}, used without a linear of its own"
+        captured = "captured under parameters='linears,experts' only"
+        how = captured if _is_mixture(module) else "used without a linear of its own"
+        return f"3-D expert tensor of {kind}, {how}"
     if "router" in kind.lower():
         return f"router weight of {kind}, used without a linear of its own"
     return f"{kind} uses this matrix outside any linear"

@@ -101,8 +101,8 @@ MUTANTS = (
         _PRODUCTS, "matrices[expert]", "matrices[expert - 1]", OUTPUT, SHARED,
     ),
     _mixture(
-        "errors-after-the-router",
-        "errors are taken at a copy of the rows that leads nowhere but back",
+        "rows-that-nothing-follows-from",
+        "errors are asked for at a view of the rows that the model does not go on with",
         "model.capture.Recorder.on_experts", "return rows.view(s.shape)", "return s",
         values(CASE), EXPLAINED,
     ),

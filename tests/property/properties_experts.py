@@ -249,6 +249,7 @@ def check_weights_are_explained(case: MixtureCase) -> None:
         captured_gradients(recorder, errors, scorer.builder.names, take)
         expected = torch.autograd.grad(loss, list(scorer.parameters.values()))
     for (name, parameter), gradient in zip(scorer.parameters.items(), expected, strict=True):
+        assert name in found, f"{name} has no gradient"
         assert found[name].shape == parameter.shape
         size = gradient.abs().amax().clamp(min=1e-12)
         close(found[name], gradient, size, 1e-10, name="gradients of experts")
@@ -292,14 +293,16 @@ def check_rows_make_the_models_own_output(case: MixtureCase) -> None:
         close(ours, own, own.abs().amax(), EXACT, name="output of a mixture")
         inputs = [*given, *module.parameters()]
         probe = torch.randn(own.shape, generator=torch.Generator().manual_seed(1)).to(own)
-        wanted, found = (torch.autograd.grad(out, inputs, probe) for out in (own, ours))
+        wanted, found = (
+            torch.autograd.grad(out, inputs, probe, materialize_grads=True) for out in (own, ours)
+        )
         for one, other in zip(found, wanted, strict=True):
             close(one, other, other.abs().amax().clamp(min=1e-9), 1e-10, name="its derivatives")
         for parameter, x, s in seen:
-            check_products(module, parameter, x, s, experts)
+            compare_products(module, parameter, x, s, experts)
 
 
-def check_products(module: Any, parameter: str, x: Tensor, s: Tensor, experts: Tensor) -> None:
+def compare_products(module: Any, parameter: str, x: Tensor, s: Tensor, experts: Tensor) -> None:
     """Row by row: s is x times the matrix of the row's own expert, plus its bias."""
     weight, bias = getattr(module, parameter), getattr(module, f"{parameter}_bias", None)
     for n, c in torch.cartesian_prod(*map(torch.arange, experts.shape)).reshape(-1, 2).tolist():
