@@ -56,9 +56,10 @@ class ScorerConfig:
         precondition_after: P = 1 until the optimizer has taken this many steps; the frozen form is
             wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         score_bias: biases of the scored linears take part.
-        parameters: "linears" of the scored layers; for ``label`` also "all" trainable parameters,
-            or parts joined by commas, "linears" and patterns of parameter names in any layer
-            ("linears,*norm*"); see ``alphatoken.model.parameter_choice``.
+        parameters: "linears" of the scored layers; "linears,experts", the matrices of their
+            mixtures of experts too; for ``label`` also "all" trainable parameters, or parts joined
+            by commas, "linears" and patterns of parameter names in any layer ("linears,*norm*");
+            see ``alphatoken.model.parameter_choice``.
         contraction: deprecated, and without effect.
         uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
             routers, DoRA), or "skip" to leave such matrices out of scope and name them in
@@ -161,7 +162,7 @@ class ScorerConfig:
                 remedy="objective='both' or 'adaptation'",
             )
         choice = ParameterChoice.read(self.parameters)
-        if not choice.only_linears and self.estimator != "label":
+        if not choice.captured and self.estimator != "label":
             raise ConfigError(
                 f"parameters={self.parameters!r} is defined for estimator='label' only",
                 got=f"estimator={self.estimator!r}",

@@ -37,8 +37,9 @@ FORMER = {
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
 PARAMETERS = (
-    "'linears' of the scored layers, 'all' trainable ones, or parts joined by commas, 'linears' "
-    "and patterns of names such as 'linears,*norm*'"
+    "'linears' of the scored layers, 'linears,experts' with those of their mixtures of experts, "
+    "'all' trainable ones, or parts joined by commas, 'linears' and patterns of names such as "
+    "'linears,*norm*'"
 )
 
 # Those of alphatoken.estimate.estimators, which imports torch.

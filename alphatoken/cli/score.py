@@ -80,7 +80,7 @@ class _Rows:
 class _Finer:
     """How to value, further."""
 
-    parameters: str = option("linears", f"{PARAMETERS} (--estimator label only)")
+    parameters: str = option("linears", f"{PARAMETERS} (all and patterns: --estimator label only)")
     head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
     causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
     scope: Literal["batch", "sequence", "dataset"] = option(

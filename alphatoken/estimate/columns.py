@@ -121,7 +121,10 @@ class ColumnSums:
         # while the contraction wants (d_out, d_in).
         m, bias = whole[names[linear.weight_name]], names.get(linear.bias_name)
         m_bias = None if bias is None else whole[bias]
-        return contraction.contract(error, use.x, m.mT if linear.transposed else m, m_bias)
+        m = m.mT if linear.transposed else m
+        if use.experts is not None:
+            return contraction.contract_experts(error, use.x, use.experts, m, m_bias)
+        return contraction.contract(error, use.x, m, m_bias)
 
     def columns(self) -> list[Columns]:
         """The sums over all uses, for each side."""

@@ -1,7 +1,7 @@
 """Ghost dot-products: inner products of per-token weight gradients with a direction, never formed.
 
 Pure functions, no autograd, no state. Letters: b batch, t token position, o d_out, i d_in,
-v validation token.
+v validation token. Of mixtures of experts: c the experts that a token was sent to, e expert.
 
 The part of a loss gradient that passes through one use of a linear map s = W x at position t is
 the rank-1 matrix delta_t (x) x_t. Its inner product with a direction M is
@@ -16,12 +16,13 @@ M, because it serves every batch until the weights change.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from alphatoken.model.experts import rows_by_expert
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["contract", "outer_sum"]
+__all__ = ["contract", "contract_experts", "expert_outer_sums", "expert_sums", "outer_sum"]
 
 
 @full_precision
@@ -65,3 +66,68 @@ def outer_sum(delta: Float[Tensor, "b t o"], x: Float[Tensor, "b t i"]) -> Float
     """
     dtype = wide(delta.dtype, x.dtype)
     return torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))
+
+
+@full_precision
+def contract_experts(
+    delta: Float[Tensor, "b t c o"],
+    x: Float[Tensor, "b t c i"],
+    experts: Int[Tensor, "b t c"],
+    m: Float[Tensor, "e o i"],
+    m_bias: Float[Tensor, "e o"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """``contract`` for a mixture: ``sum_{c, o} delta[b,t,c,o] (M_e x + m_e)[b,t,c,o]``.
+
+    e is ``experts[b,t,c]``: each row meets the matrix of its own expert, and the products of the
+    rows of one position are added there.
+
+    Args:
+        delta: errors at the experts' outputs, before the router weighs them.
+        x: inputs of the experts' matrices.
+        experts: to which each row was sent.
+        m: direction, (experts, d_out, d_in).
+        m_bias: direction of the biases; None leaves them out.
+
+    Returns:
+        One value a position, in float32 or wider; unit: loss times (loss gradient per weight).
+
+    Exactness: exact up to rounding, relative to the sum of absolute terms.
+    Source: eq. app_ap_gdp. Oracle: ``alphatoken.oracle.experts``.
+    """
+    dtype = wide(delta.dtype, x.dtype, m.dtype)
+    errors, inputs = delta.flatten(0, 2), x.flatten(0, 2)
+    values = errors.new_zeros(len(errors), dtype=dtype)
+    for expert, rows in rows_by_expert(experts, len(m)):
+        projected = inputs[rows].to(dtype) @ m[expert].to(dtype).mT
+        if m_bias is not None:
+            projected = projected + m_bias[expert].to(dtype)
+        values[rows] = (errors[rows].to(dtype) * projected).sum(-1)
+    return values.view(experts.shape).sum(-1)
+
+
+@full_precision
+def expert_outer_sums(
+    delta: Float[Tensor, "b t c o"],
+    x: Float[Tensor, "b t c i"],
+    experts: Int[Tensor, "b t c"],
+    count: int,
+) -> Float[Tensor, "e o i"]:
+    """``outer_sum`` of each expert's rows; zero for an expert that no token was sent to.
+
+    Exactness: exact up to rounding. Oracle: autograd's gradient of the 3-D tensor.
+    """
+    dtype = wide(delta.dtype, x.dtype)
+    sums = delta.new_zeros(count, delta.shape[-1], x.shape[-1], dtype=dtype)
+    errors, inputs = delta.flatten(0, 2), x.flatten(0, 2)
+    for expert, rows in rows_by_expert(experts, count):
+        sums[expert] = errors[rows].to(dtype).mT @ inputs[rows].to(dtype)
+    return sums
+
+
+def expert_sums(
+    delta: Float[Tensor, "b t c o"], experts: Int[Tensor, "b t c"], count: int
+) -> Float[Tensor, "e o"]:
+    """Gradient of the experts' biases: the errors of each expert's rows, summed."""
+    errors = delta.flatten(0, 2).to(wide(delta.dtype))
+    sums = errors.new_zeros(count, delta.shape[-1])
+    return sums.index_add_(0, experts.flatten(), errors)

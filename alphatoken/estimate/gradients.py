@@ -62,10 +62,19 @@ def _terms(
     use: LinearUse, error: Tensor, names: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, gradient, sum of the norms of its terms) for a use's weight, then its bias."""
-    linear, gradient = use.linear, contraction.outer_sum(error, use.x)
+    linear, experts = use.linear, use.experts
+    if experts is None:
+        gradient = contraction.outer_sum(error, use.x)
+    else:
+        count = linear.weight.shape[0]
+        gradient = contraction.expert_outer_sums(error, use.x, experts, count)
     # A term delta (x) x has rank 1, so its Frobenius norm is ||delta|| ||x||.
     sizes = error.to(gradient).norm(dim=-1)
     size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
     yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size
     if linear.bias_name in names:
-        yield names[linear.bias_name], error.flatten(0, -2).to(gradient).sum(0), sizes.sum()
+        if experts is None:
+            summed = error.flatten(0, -2).to(gradient).sum(0)
+        else:
+            summed = contraction.expert_sums(error, experts, count)
+        yield names[linear.bias_name], summed, sizes.sum()

@@ -56,11 +56,13 @@ def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
     if estimator not in CAPTURED or not scope.uncovered or uncovered == "skip":
         return
     name, reason = next(iter(scope.uncovered.items()))
+    captured = any("linears,experts" in why for why in scope.uncovered.values())
     raise CoverageError(
         f"'{estimator}' cannot cover every matrix of the scored layers",
         got=f"{name}: {reason} ({len(scope.uncovered)} such)",
         why="their part of the gradient would be missing from the values",
-        remedy="estimator='label', or uncovered='skip' to leave them out and say so",
+        remedy="estimator='label', or uncovered='skip' to leave them out and say so"
+        + "; parameters='linears,experts' captures the experts among them" * captured,
     )
 
 

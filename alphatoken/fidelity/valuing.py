@@ -12,6 +12,7 @@ from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.estimate.estimators import SPLIT
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
 
 __all__ = ["retention_term", "scorer_for", "with_estimator"]
@@ -26,7 +27,7 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     changes: dict[str, str] = {"estimator": estimator}
     if estimator not in SPLIT or (estimator == "direct" and config.path == "causal"):
         changes["path"] = "both"
-    if estimator != "label":
+    if estimator != "label" and not ParameterChoice.read(config.parameters).captured:
         changes["parameters"] = "linears"
     return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all
 

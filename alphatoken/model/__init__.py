@@ -5,8 +5,9 @@ training step meets these files in this order:
 
 1. :mod:`~alphatoken.model.protocol` finds the adapter of the model: its blocks, its linear maps,
    how a forward is run. :mod:`~alphatoken.model.transformers` is the adapter for transformers
-   and PEFT, :mod:`~alphatoken.model.dispatch` the one place where transformers' attention is
-   replaced and put back.
+   and PEFT, :mod:`~alphatoken.model.dispatch` the one place where transformers' attention and
+   experts are replaced and put back; :mod:`~alphatoken.model.experts` is a mixture of experts
+   whose rows can be seen.
 2. :mod:`~alphatoken.model.batch` turns a mapping of tensors into labels by position: shift,
    padding, packed documents, preference pairs. :mod:`~alphatoken.model.vocabulary` takes the
    losses of the labels a block of positions at a time, of logits that somebody has formed;

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,7 @@ from alphatoken.model.protocol import (
     NativeAttention,
     NativeConvolution,
     NativeDelta,
+    ScoredExperts,
     ScoredLinear,
 )
 from alphatoken.model.sharding import Sharding
@@ -110,7 +111,8 @@ class Scope:
 
     Attributes:
         layers: indices of the scored layers.
-        linears: scored linears, in forward order, each module once.
+        linears: scored linears, in forward order, each module once; after those of their layer
+            the tensors of its experts, where these were chosen.
         uncovered: trainable parameters of these layers that no scored linear covers, and why.
         mixers: modules that mix positions without softmax attention and have no self-only rule
             (state space, convolution, other linear attention than gated delta nets), and their
@@ -140,15 +142,23 @@ class Scope:
         return chosen | {name: p for name, p in self.named.items() if id(p) not in known}
 
 
-def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
-    """The scope of ``layers`` in the adapter's model.
+def find_scope(
+    adapter: DecoderAdapter, layers: int | str | Sequence[int], *, experts: bool = False
+) -> Scope:
+    """The scope of ``layers`` in the adapter's model; with ``experts`` their 3-D tensors too.
 
     Raises:
-        ConfigError: bad ``layers``, or no trainable linear in them.
+        ConfigError: bad ``layers``, no trainable linear in them, or ``experts`` where none of
+            their 3-D tensors can be captured.
     """
     chosen = resolve_layers(adapter, layers)
     linears = tuple(adapter.scored_linears(chosen))
     uncovered = adapter.uncovered(chosen)
+    if experts:
+        tensors = _scored_experts(adapter, chosen, uncovered)
+        linears = tuple(sorted((*linears, *tensors), key=lambda linear: linear.layer))
+        taken = {name for tensor in tensors for name in (tensor.weight_name, tensor.bias_name)}
+        uncovered = {name: why for name, why in uncovered.items() if name not in taken}
     # Matrices that no linear covers are enough for ``label``. Estimators that need captured errors
     # are refused afterwards, by ``require_covered``.
     if not linears and not uncovered:
@@ -178,6 +188,23 @@ def mixers_without_rule(adapter: DecoderAdapter, layers: Sequence[int]) -> dict[
 def delta_nets_of(adapter: DecoderAdapter, layer: int) -> tuple[nn.Module, ...]:
     """The gated delta nets of a layer; an adapter need not know of any."""
     return adapter.delta_nets(layer) if isinstance(adapter, DeltaNets) else ()
+
+
+def _scored_experts(
+    adapter: DecoderAdapter, layers: Sequence[int], uncovered: Mapping[str, str]
+) -> list[ScoredExperts]:
+    find = getattr(adapter, "scored_experts", None)
+    tensors: list[ScoredExperts] = [] if find is None else find(layers)
+    if not tensors:
+        name, reason = next(iter(uncovered.items()), ("", "no trainable tensor of experts"))
+        raise ConfigError(
+            "no expert of the scored layers can be captured",
+            got=f"layers {list(layers)}: {name and name + ': '}{reason}",
+            why="their rows are seen where transformers dispatches a mixture of experts "
+            "(its ExpertsInterface), on trainable tensors",
+            remedy="parameters='linears', or estimator='label', which follows any weight",
+        )
+    return tensors
 
 
 def _first_use(
@@ -215,6 +242,9 @@ def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tenso
 class LinearUse:
     """One call of a scored linear: its input x (detached) and its output s (in the graph).
 
+    Of a linear x is (b, t, i) and s (b, t, o). Of experts, to c of which each token was sent, they
+    are (b, t, c, i) and (b, t, c, o), and ``experts`` (b, t, c) says to which.
+
     ``execution`` is the number of the decoder-block call that it happened in, counted from the
     first scored layer on. It tells the uses of a block that is called at two depths from each
     other, which the name of the linear cannot.
@@ -224,6 +254,7 @@ class LinearUse:
     x: Tensor
     s: Tensor
     execution: int
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -374,6 +405,12 @@ class Recorder:
     # The convolution of each delta net whose rule has not run yet; None: it was not in a graph.
     _convolved: dict[nn.Module, ConvolutionUse | None] = field(default_factory=dict)
 
+    @cached_property
+    def tensors(self) -> dict[tuple[nn.Module, str], ScoredExperts]:
+        """The experts in scope, by the module that holds them and their name in it."""
+        experts = (one for one in self.scope.linears if isinstance(one, ScoredExperts))
+        return {(one.module, one.parameter): one for one in experts}
+
     def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
         """Enter this around every backward through the recorded forward but the last.
 
@@ -474,6 +511,41 @@ class Recorder:
         if s.requires_grad:
             self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
+
+    def on_experts(
+        self, module: nn.Module, parameter: str, x: Tensor, s: Tensor, experts: Tensor
+    ) -> Tensor:
+        """Keep the rows (n, c, .) of a mixture on their way through one of its tensors.
+
+        Raises:
+            ModelError: the mixture was not given every position of the batch once.
+        """
+        tensor = self.tensors.get((module, parameter))
+        if tensor is None or not s.requires_grad:
+            return s
+        hidden = None if self.begun is None else self.begun.hidden
+        shape = torch.Size() if hidden is None else hidden.shape[:2]
+        if len(shape) != 2 or shape.numel() != s.shape[0]:
+            raise ModelError(
+                "a mixture of experts was not called once on every position",
+                got=f"{tensor.name}: {s.shape[0]} rows of a batch of {tuple(shape)}",
+                why="its rows cannot be assigned to positions",
+                remedy="parameters='linears' with uncovered='skip', or estimator='label'",
+            )
+        self._keep()
+        # What is kept lies between the experts' product and all that follows, so that errors can
+        # be asked for at it.
+        rows = s.view(*shape, *s.shape[1:])
+        self.linears.append(
+            LinearUse(
+                tensor,
+                x.detach().unflatten(0, shape),
+                rows,
+                self.execution,
+                experts.unflatten(0, shape),
+            )
+        )
+        return rows.view(s.shape)
 
     def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
         """Run one attention call with the switchable backward and keep it."""
@@ -638,8 +710,13 @@ def record(
         for block in {id(b): b for b in blocks[scope.first :]}.values():
             stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
         for linear in scope.linears:
-            hook = partial(recorder.on_call, linear)
-            stack.callback(linear.module.register_forward_hook(hook).remove)
+            if not isinstance(linear, ScoredExperts):
+                hook = partial(recorder.on_call, linear)
+                stack.callback(linear.module.register_forward_hook(hook).remove)
+        if recorder.tensors:
+            mixtures = tuple(dict.fromkeys(module for module, _ in recorder.tensors))
+            override: Any = getattr(adapter, "override_experts")  # noqa: B009  (no protocol has it)
+            stack.enter_context(override(mixtures, recorder.on_experts))
         # A checkpointed block runs without a graph first, and once more inside the backward: there
         # would be no output to ask for errors at, and the second run would be recorded as another.
         stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))

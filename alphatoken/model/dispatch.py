@@ -1,8 +1,9 @@
-"""The one place where transformers' attention registry is changed, and put back.
+"""The one place where transformers' registries of functions are changed, and put back.
 
-The registry has one function a name for the whole process, while any number of models may be
-observed at a time, in any order and from several threads. So the entry is replaced once, by a
-``_Dispatch`` that knows which modules are overridden and by what. Each override adds itself and
+There is one for attention and one for mixtures of experts. A registry has one function a name for
+the whole process, while any number of models may be observed at a time, in any order and from
+several threads. So the entry is replaced once, by a ``_Dispatch`` that knows which modules are
+overridden and by what. Each override adds itself and
 takes only itself away, and the last to leave puts back what was there. Had each override replaced
 the entry by itself, one that leaves early would have taken a later one's entry away.
 
@@ -23,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.model.experts import ExpertsListener, routed_experts
 from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
 
-__all__ = ["dispatched", "is_understood"]
+__all__ = ["dispatched", "is_understood", "listened"]
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _MISSING: Any = object()  # stands for "no entry": None could be an entry
@@ -43,12 +46,15 @@ class _Entered:
     Compared by identity, since one override may be entered by two contexts, which leave one by one.
     """
 
-    override: AttentionOverride
+    override: Any
     thread: int
 
 
 class _Dispatch:
     """A registry entry that sends the calls of overridden modules through their overrides."""
+
+    registry: Any = ALL_ATTENTION_FUNCTIONS
+    what = "attention"
 
     def __init__(self, name: str, before: Any) -> None:
         self.name, self.before = name, before
@@ -87,9 +93,70 @@ class _Dispatch:
         return run(query, key, value).transpose(1, 2), weights[0]
 
 
+class _ExpertsDispatch(_Dispatch):
+    """The same for mixtures of experts: their rows are shown to all listeners."""
+
+    registry = ALL_EXPERTS_FUNCTIONS
+    what = "mixtures of experts"
+
+    def kernel_of(self, module: nn.Module) -> Callable[..., Any]:
+        """What would run if this entry were not there."""
+        if self.before is not _MISSING:
+            return self.before  # type: ignore[no-any-return]
+        own = _own_experts(module)
+        kernel: Callable[..., Any] = self.registry._global_mapping.get(self.name, own)
+        return kernel
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        entered = self.active.get(module, ())
+        # Without a graph no backward comes, and the model's own kernel is faster.
+        if not entered or not torch.is_grad_enabled():
+            return self.kernel_of(module)(module, *args, **kwargs)
+        if getattr(module, "_is_expert_parallel", False):
+            raise UnsupportedError(
+                "experts that are spread over processes cannot be captured",
+                got=type(module).__qualname__,
+                why="no process sees all rows of a token",
+                remedy="parameters='linears' with uncovered='skip', or a layout in which each "
+                "process has all experts",
+            )
+        bound = inspect.signature(_own_experts(module)).bind(module, *args, **kwargs)
+        _, hidden, experts, weights = bound.arguments.values()
+        listeners = [one.override for one in entered]
+        return routed_experts(module, hidden, experts, weights, listeners)
+
+
+def _own_experts(module: nn.Module) -> Callable[..., Any]:
+    """The forward of the mixture's own class, which takes (hidden, experts, weights)."""
+    # transformers' decorator puts the dispatch around it.
+    own: Callable[..., Any] = inspect.unwrap(type(module).forward)
+    return own
+
+
+@contextmanager
+def listened(name: str, modules: Sequence[nn.Module], listener: ExpertsListener) -> Iterator[None]:
+    """Show the rows of these mixtures of experts to ``listener``; see ``dispatched``.
+
+    Args:
+        name: the experts' implementation in their model.
+        modules: each of them once or more.
+        listener: gets the rows, those of forwards with gradients.
+
+    Raises:
+        ModelError: another thread has a listener on one of them.
+        UnsupportedError: inside, of experts that are spread over processes.
+    """
+    with dispatched(name, modules, listener, kind=_ExpertsDispatch):
+        yield
+
+
 @contextmanager
 def dispatched(
-    name: str, modules: Sequence[nn.Module], override: AttentionOverride
+    name: str,
+    modules: Sequence[nn.Module],
+    override: AttentionOverride | ExpertsListener,
+    *,
+    kind: type[_Dispatch] = _Dispatch,
 ) -> Iterator[None]:
     """Reroute the attention calls of ``modules``; contexts may be left in any order.
 
@@ -99,14 +166,15 @@ def dispatched(
         name: the attention implementation of their model.
         modules: each of them once or more.
         override: what their calls go through.
+        kind: of what else than attention the calls are.
 
     Raises:
         ModelError: another thread has an override on one of them.
     """
     chosen, entered = tuple(dict.fromkeys(modules)), _Entered(override, threading.get_ident())
     with _LOCK:
-        _require_own_thread(name, chosen)
-        dispatch = _installed(name)
+        _require_own_thread(name, chosen, kind)
+        dispatch = _installed(name, kind)
         for module in chosen:
             dispatch.active[module] = (*dispatch.active.get(module, ()), entered)
     try:
@@ -120,7 +188,7 @@ def dispatched(
                     dispatch.active[module] = left
                 else:
                     del dispatch.active[module]
-            _remove_idle(name)
+            _remove_idle(name, kind)
 
 
 def is_understood(name: str) -> bool:
@@ -129,7 +197,7 @@ def is_understood(name: str) -> bool:
     Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
     flash-attn packages or of the hub. Others may encode the mask elsewhere.
     """
-    function = _entry(name)
+    function = _entry(name, _Dispatch)
     while isinstance(function, _Dispatch):
         function = function.before
     if function is _MISSING:
@@ -137,33 +205,33 @@ def is_understood(name: str) -> bool:
     return name in ("sdpa", "eager") or function is flash_attention_forward
 
 
-def _entry(name: str) -> Any:
-    return ALL_ATTENTION_FUNCTIONS._local_mapping.get(name, _MISSING)
+def _entry(name: str, kind: type[_Dispatch]) -> Any:
+    return kind.registry._local_mapping.get(name, _MISSING)
 
 
-def _installed(name: str) -> _Dispatch:
+def _installed(name: str, kind: type[_Dispatch]) -> _Dispatch:
     """The dispatch on top of the registry; one is put there unless the top entry is one already."""
-    top = _entry(name)
+    top = _entry(name, kind)
     if isinstance(top, _Dispatch):
         return top
-    dispatch = _Dispatch(name, top)
-    ALL_ATTENTION_FUNCTIONS[name] = dispatch
+    dispatch = kind(name, top)
+    kind.registry[name] = dispatch
     return dispatch
 
 
-def _remove_idle(name: str) -> None:
+def _remove_idle(name: str, kind: type[_Dispatch]) -> None:
     """Remove idle dispatches from the top of the registry, down to an entry that others put in."""
     # There can be several: where somebody's entry lay on ours, a later override put a second
     # dispatch on top of theirs. An idle one further down stays, and only passes calls on.
-    while isinstance(top := _entry(name), _Dispatch) and not top.active:
+    while isinstance(top := _entry(name, kind), _Dispatch) and not top.active:
         if top.before is _MISSING:
-            del ALL_ATTENTION_FUNCTIONS[name]
+            del kind.registry[name]
         else:
-            ALL_ATTENTION_FUNCTIONS[name] = top.before
+            kind.registry[name] = top.before
 
 
-def _require_own_thread(name: str, modules: Sequence[nn.Module]) -> None:
-    top = _entry(name)
+def _require_own_thread(name: str, modules: Sequence[nn.Module], kind: type[_Dispatch]) -> None:
+    top = _entry(name, kind)
     active = top.active if isinstance(top, _Dispatch) else {}
     foreign = [
         module
@@ -172,7 +240,7 @@ def _require_own_thread(name: str, modules: Sequence[nn.Module]) -> None:
     ]
     if foreign:
         raise ModelError(
-            "another thread has overridden the attention of this model",
+            f"another thread has overridden the {kind.what} of this model",
             got=f"{len(foreign)} of its modules, such as {type(foreign[0]).__qualname__}",
             why="each would take the other's forward passes for its own",
             remedy="score from one thread at a time, or give each thread a copy of the model",

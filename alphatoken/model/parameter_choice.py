@@ -1,6 +1,7 @@
 """Which parameters values are inner products over, as one text says it.
 
     "linears"                            linears of the scored layers (the paper)
+    "linears,experts"                    and the matrices of their mixtures of experts
     "all"                                every trainable parameter of the model
     "linears,*norm*,*embed_tokens*"      parts joined by commas: the linears of the scored layers,
                                          and trainable parameters whose names match a pattern
@@ -25,7 +26,7 @@ from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["ParameterChoice"]
 
-_REMEDY = "'linears', 'all', or patterns of parameter names such as 'linears,*norm*'"
+_REMEDY = "'linears', 'linears,experts', 'all', or patterns of names such as 'linears,*norm*'"
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,24 @@ class ParameterChoice:
         everything: every trainable parameter of the model.
         linears: the linears of the scored layers.
         patterns: of names of further parameters.
+        experts: the 3-D tensors of the scored layers' mixtures of experts.
     """
 
     everything: bool
     linears: bool
     patterns: tuple[str, ...]
+    experts: bool = False
 
     @classmethod
     def read(cls, text: str, name: str = "parameters") -> ParameterChoice:
         """The choice that a text means.
 
         >>> ParameterChoice.read("linears,*norm*")
-        ParameterChoice(everything=False, linears=True, patterns=('*norm*',))
+        ParameterChoice(everything=False, linears=True, patterns=('*norm*',), experts=False)
 
         Raises:
-            ConfigError: no text, an empty part, or ``all`` beside something else.
+            ConfigError: no text, an empty part, ``all`` beside something else, or ``experts``
+                without ``linears``.
         """
         parts = text.split(",") if isinstance(text, str) else []
         parts = [part.strip() for part in parts]
@@ -63,23 +67,37 @@ class ParameterChoice:
                 why="it already has every trainable parameter",
                 remedy=_REMEDY,
             )
-        patterns = tuple(dict.fromkeys(part for part in parts if part not in ("linears", "all")))
-        return cls("all" in parts, "linears" in parts, patterns)
+        if "experts" in parts and "linears" not in parts:
+            raise ConfigError(
+                f"'experts' stands beside 'linears' in {name}",
+                got=repr(text),
+                why="it adds the experts' matrices to those of the scored layers",
+                remedy="'linears,experts'; or a pattern such as '*experts*' with estimator='label'",
+            )
+        words = ("linears", "experts", "all")
+        patterns = tuple(dict.fromkeys(part for part in parts if part not in words))
+        return cls("all" in parts, "linears" in parts, patterns, "experts" in parts)
+
+    @property
+    def captured(self) -> bool:
+        """Whether all that is chosen is captured, as all estimators but ``label`` need it."""
+        return self.linears and not self.patterns
 
     @property
     def only_linears(self) -> bool:
-        """Whether nothing but the scored linears is chosen, as captured estimators need it."""
-        return self.linears and not self.patterns
+        """Whether nothing but the scored linears is chosen, as Kronecker factors need it."""
+        return self.captured and not self.experts
 
     def scope(self, adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
         """The scored layers, what of them and of the model is chosen, where a graph must begin.
 
         Raises:
-            ConfigError: bad ``layers``, no trainable linear in them where linears are chosen, or a
-                pattern that fits no trainable parameter.
+            ConfigError: bad ``layers``, no trainable linear in them where linears are chosen, no
+                expert that can be captured where experts are, or a pattern that fits no trainable
+                parameter.
         """
         if self.linears:
-            scope = find_scope(adapter, layers)
+            scope = find_scope(adapter, layers, experts=self.experts)
         else:
             chosen = resolve_layers(adapter, layers)
             scope = Scope(chosen, (), first=len(adapter.layers()) - 1)

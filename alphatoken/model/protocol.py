@@ -28,6 +28,7 @@ __all__ = [
     "NativeAttention",
     "NativeConvolution",
     "NativeDelta",
+    "ScoredExperts",
     "ScoredLinear",
     "find_adapter",
     "register_adapter",
@@ -75,6 +76,53 @@ class ScoredLinear:
         """The bias, if it is trained."""
         bias = self.bias
         return bias if bias is not None and bias.requires_grad else None
+
+    @property
+    def active(self) -> float:
+        """The part of the weight that works on one token."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class ScoredExperts(ScoredLinear):
+    """The linear maps of all experts that one 3-D tensor of a mixture holds.
+
+    ``weight`` is (experts, d_out, d_in), or (experts, d_in, d_out) when ``transposed``, and
+    ``bias``, where there is one, (experts, d_out). ``module`` holds them as ``parameter`` and
+    ``parameter + "_bias"``; ``name`` is the tensor's own key in ``model.named_parameters()``. Each
+    token is sent to ``chosen`` of the experts, and so uses that many of the matrices.
+    """
+
+    parameter: str = ""
+    chosen: int = 1
+
+    @property
+    def weight_name(self) -> str:
+        """Key of the tensor in ``model.named_parameters(remove_duplicate=False)``."""
+        return self.name
+
+    @property
+    def bias_name(self) -> str:
+        """Key that the biases have there, if there are any."""
+        return f"{self.name}_bias"
+
+    @property
+    def weight(self) -> Tensor:
+        """The tensor as stored."""
+        weight = getattr(self.module, self.parameter)
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The experts' biases, or None."""
+        bias = getattr(self.module, f"{self.parameter}_bias", None)
+        return bias if isinstance(bias, Tensor) else None
+
+    @property
+    def active(self) -> float:
+        """The part of the tensor that works on one token."""
+        return min(1.0, self.chosen / self.weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -182,7 +230,16 @@ class DeltaNets(Protocol):
 
 @runtime_checkable
 class DecoderAdapter(Protocol):
-    """How the core sees a decoder-only language model."""
+    """How the core sees a decoder-only language model.
+
+    An adapter of models with mixtures of experts may have two methods more, without which
+    ``parameters="linears,experts"`` is refused:
+
+    * ``scored_experts(layers) -> list[ScoredExperts]``: the trainable 3-D tensors of these layers
+      whose rows it can show.
+    * ``override_experts(modules, listener)``: a context in which every call of these modules with
+      a graph shows its rows to the ``ExpertsListener``.
+    """
 
     model: nn.Module
 

@@ -23,11 +23,13 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken.errors import ModelError
 from alphatoken.model.delta_dispatch import is_delta_net, rerouted
-from alphatoken.model.dispatch import dispatched, is_understood
+from alphatoken.model.dispatch import dispatched, is_understood, listened
+from alphatoken.model.experts import PARAMETERS, ExpertsListener
 from alphatoken.model.protocol import (
     AttentionOverride,
     ConvolutionOverride,
     DeltaOverride,
+    ScoredExperts,
     ScoredLinear,
 )
 
@@ -154,6 +156,19 @@ class TransformersAdapter:
                         loose.update(m for m in getattr(module, part).modules())
         return loose
 
+    def scored_experts(self, layers: Sequence[int]) -> list[ScoredExperts]:
+        """Trainable 3-D tensors of the mixtures that transformers dispatches, each once."""
+        found: dict[str, ScoredExperts] = {}  # by name: a block may serve two layers
+        for layer in layers:
+            for module in filter(_is_mixture, self._layers[layer].modules()):
+                for parameter, weight in module.named_parameters(recurse=False):
+                    if parameter in PARAMETERS and weight.requires_grad:
+                        name = f"{self._names[module]}.{parameter}"
+                        turned, chosen = bool(module.is_transposed), _chosen(module)
+                        tensor = ScoredExperts(name, module, layer, turned, parameter, chosen)
+                        found.setdefault(name, tensor)
+        return list(found.values())
+
     def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
         """Trainable matrices of these blocks used outside any linear: name -> reason."""
         scored = {linear.module for linear in self.scored_linears(layers)}
@@ -220,6 +235,15 @@ class TransformersAdapter:
     ) -> AbstractContextManager[None]:
         """Reroute both calls of these delta nets; contexts may be left in any order."""
         return rerouted(modules, convolution, rule)
+
+    @contextmanager
+    def override_experts(
+        self, modules: Sequence[nn.Module], listener: ExpertsListener
+    ) -> Iterator[None]:
+        """Show the rows of these mixtures to ``listener``; contexts may be left in any order."""
+        config: Any = modules[0].config
+        with listened(config._experts_implementation, modules, listener):
+            yield
 
     @contextmanager
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -338,6 +362,21 @@ def _own_class(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
+def _is_mixture(module: nn.Module) -> bool:
+    """Whether transformers calls this module through its interface for experts."""
+    # ``use_experts_implementation`` sets these flags, which its kernels read.
+    flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")
+    return all(hasattr(module, flag) for flag in flags)
+
+
+def _chosen(mixture: nn.Module) -> int:
+    """How many experts a token is sent to, as far as the config says; else all of them."""
+    config: Any = mixture.config
+    named = (getattr(config, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k"))
+    every: Any = getattr(mixture, "num_experts", 1)
+    return next((int(n) for n in named if isinstance(n, int)), int(every))
+
+
 def _dimensions(parameter: Tensor) -> int:
     """Number of axes of the whole parameter; ZeRO-3 leaves a flat rest of it and ``ds_shape``."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
@@ -350,7 +389,9 @@ def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
     if dora:
         return "DoRA uses this weight outside its linear's call"
     if _dimensions(parameter) >= 3:
-        return f"3-D expert tensor of {kind}, used without a linear of its own"
+        captured = "captured under parameters='linears,experts' only"
+        how = captured if _is_mixture(module) else "used without a linear of its own"
+        return f"3-D expert tensor of {kind}, {how}"
     if "router" in kind.lower():
         return f"router weight of {kind}, used without a linear of its own"
     return f"{kind} uses this matrix outside any linear"

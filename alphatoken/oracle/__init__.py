@@ -7,6 +7,7 @@ it checks. All are meant for small models in float64; none is fast.
 - ``gradients``: one ``autograd.grad`` a token, the ground of every other oracle.
 - ``influence``: the influence matrix Psi and its exact readouts; ``readouts``: every value that the
   library returns, on a model whose attention is split.
+- ``experts``: Psi over the tensors of mixtures of experts, by a copy of them for every position.
 - ``propagation``: Value-Propagation and the paper's causal decomposition in loops
   (eq. phi_tgt_causal, causal_decomp); ``jacobian``: the exact Jacobian of one attention layer, with
   the score path, and the bound of what is left out (eq. app_score_path, app_value_path_bound).
@@ -34,6 +35,7 @@ from alphatoken.oracle.enumeration import (
     expected_retention_loss,
     monte_carlo_fisher,
 )
+from alphatoken.oracle.experts import copied_per_position, expert_influence
 from alphatoken.oracle.gradients import (
     label_values,
     per_token_gradients,
@@ -130,6 +132,7 @@ __all__ = [
     "attend",
     "causal",
     "column_sums",
+    "copied_per_position",
     "cross_position_jacobian",
     "diagonal",
     "dpo_gradient",
@@ -143,6 +146,7 @@ __all__ = [
     "exact_shapley",
     "exact_token_fisher",
     "expected_retention_loss",
+    "expert_influence",
     "head_output_errors",
     "hessian",
     "influence_matrix",

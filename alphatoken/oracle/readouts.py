@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle import delta_net
-from alphatoken.oracle.scope import Linear, ScoredModel
+from alphatoken.oracle.scope import Linear, Mixture, ScoredModel
 
 __all__ = [
     "AttentionUse",
@@ -58,7 +58,10 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class LinearUse:
-    """One call of a scored linear map: input (b, t, i), output (b, t, o) in the graph."""
+    """One call of a scored linear map: input (b, t, i), output (b, t, o) in the graph.
+
+    Each expert of a mixture is a linear map that is called on all positions.
+    """
 
     linear: Linear
     x: Tensor
@@ -150,6 +153,45 @@ class Trace:
         )
         return s.reshape(output.shape).clone()
 
+    def on_mixture(self, mixture: Mixture, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Instead of a mixture of experts: every expert on every position, weighed by the router.
+
+        ``y = sum_e w_e D_e(act(U_e x))``, the weight of an expert that was not chosen being zero:
+        its errors there are zero as well.
+        """
+        hidden, chosen, weights = (*args, *kwargs.values())
+        module: Any = mixture.module
+        count = next(p.shape[0] for p in mixture.tensors(biases=False).values())
+        router = weights.new_zeros(len(hidden), count).scatter_add(1, chosen, weights)
+        output: Any = 0
+        for expert in range(count):
+            if module.has_gate:
+                inner = module._apply_gate(self._expert(mixture, "gate_up_proj", expert, hidden))
+            else:
+                inner = module.act_fn(self._expert(mixture, "up_proj", expert, hidden))
+            outer = self._expert(mixture, "down_proj", expert, inner)
+            if module.has_post_expert_norm:
+                outer = module.post_expert_norm(outer)
+            output = output + router[:, expert, None] * outer
+        mixed: Tensor = output.to(hidden.dtype)
+        return mixed
+
+    def _expert(self, mixture: Mixture, parameter: str, expert: int, x: Tensor) -> Tensor:
+        module: Any = mixture.module
+        linear = Linear(
+            f"{mixture.name}.{parameter}", module, bool(module.is_transposed), parameter, expert
+        )
+        weight = getattr(module, parameter)[expert]
+        s: Tensor = x @ (weight if linear.transposed else weight.mT)
+        if module.has_bias:
+            s = s + getattr(module, linear.bias)[expert]
+        if linear.name not in mixture.tensors(biases=False):  # it does not train
+            return s
+        use = s.reshape(*self.shape, -1)
+        at = x.detach().reshape(*self.shape, -1)
+        self.linears.append(LinearUse(linear, at, use, self.execution))
+        return use.reshape(s.shape)
+
     def on_attention(
         self, split: bool, call: Call, native: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
@@ -229,6 +271,9 @@ def traced(
             hook = partial(trace.on_linear, linear)
             handle = linear.module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
+        for mixture in scope.mixtures:
+            mixture.module.forward = partial(trace.on_mixture, mixture)
+            stack.callback(delattr, mixture.module, "forward")
         if split is not None:
             assert override is not None
             stack.enter_context(override(partial(trace.on_attention, split)))
@@ -428,12 +473,13 @@ def contract(
     for n, (use, error) in enumerate(zip(trace.linears, errors, strict=True)):
         if error is None:
             continue
-        module = use.linear.module
-        m = direction[id(module.weight)].double()
-        moved = use.x[rows].double() @ (m if use.linear.transposed else m.mT)
-        bias = getattr(module, "bias", None)
+        linear = use.linear
+        m, bias = (getattr(linear.module, n, None) for n in (linear.parameter, linear.bias))
+        which = ... if linear.expert is None else linear.expert
+        matrix = direction[id(m)][which].double()
+        moved = use.x[rows].double() @ (matrix if linear.transposed else matrix.mT)
         if score_bias and id(bias) in direction:
-            moved = moved + direction[id(bias)].double()
+            moved = moved + direction[id(bias)][which].double()
         terms = error[rows].double() * moved
         size = terms.abs().sum(-1)
         parts.add(use.linear.name, terms.sum(-1), size if spread is None else size * spread[n])

@@ -16,16 +16,43 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
 
-__all__ = ["Linear", "ScoredModel", "bare_model", "decoder_blocks", "find_scored"]
+__all__ = ["Linear", "Mixture", "ScoredModel", "bare_model", "decoder_blocks", "find_scored"]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One scored linear map; ``transposed`` if its weight is stored as (d_in, d_out)."""
+    """One scored linear map; ``transposed`` if its weight is stored as (d_in, d_out).
+
+    Where ``expert`` is a number, its weight is that entry of the module's 3-D ``parameter``, and
+    its bias that row of the parameter named with "_bias" behind it.
+    """
 
     name: str
     module: nn.Module
     transposed: bool
+    parameter: str = "weight"
+    expert: int | None = None
+
+    @property
+    def bias(self) -> str:
+        """Name that the bias has in the module, if there is one."""
+        return "bias" if self.expert is None else f"{self.parameter}_bias"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts whose trainable 3-D tensors are in scope."""
+
+    name: str
+    module: nn.Module
+
+    def tensors(self, *, biases: bool) -> dict[str, Tensor]:
+        """The trainable ones by name; with ``biases`` those of the experts too."""
+        return {
+            f"{self.name}.{name}": p
+            for name, p in self.module.named_parameters(recurse=False)
+            if p.requires_grad and (biases or not name.endswith("_bias"))
+        }
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,7 @@ class ScoredModel:
         linears: trainable linear maps of the scored blocks, each module once.
         loose: their other trainable matrices, by name: experts, routers, DoRA's factors.
         parameters: name -> parameter that values are inner products over, a tied one once.
+        mixtures: the scored blocks' mixtures of experts, where they were chosen.
     """
 
     model: nn.Module
@@ -47,6 +75,7 @@ class ScoredModel:
     linears: tuple[Linear, ...]
     loose: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    mixtures: tuple[Mixture, ...] = ()
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -114,7 +143,8 @@ def find_scored(
         layers: K for the last K blocks, "all", or indices (negative ones from the end).
         blocks: the decoder blocks, where the user has named them.
         parameters: "linears", "all" trainable parameters of the model, or parts joined by commas:
-            "linears", and patterns of names that trainable parameters of any layer have.
+            "linears", "experts" (the tensors of the scored blocks' mixtures), and patterns of names
+            that trainable parameters of any layer have.
         score_bias: biases of the linear maps take part.
         loose: trainable matrices that are no linear map take part.
     """
@@ -136,6 +166,13 @@ def find_scored(
             }
     named: dict[str, Tensor]
     parts = [part.strip() for part in parameters.split(",")]
+    mixtures = tuple(
+        Mixture(names[module], module)
+        for module in dict.fromkeys(m for index in chosen for m in every[index].modules())
+        if "experts" in parts and _is_mixture(module)
+    )
+    for mixture in mixtures:
+        others = {n: p for n, p in others.items() if n not in mixture.tensors(biases=True)}
     by_name = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -153,13 +190,26 @@ def find_scored(
                 for linear in linears.values()
                 if (bias := getattr(linear.module, "bias", None)) is not None and bias.requires_grad
             }
+        for mixture in mixtures:
+            named |= mixture.tensors(biases=score_bias)
         named |= others if loose else {}
     named |= by_name
     once: dict[int, str] = {}
     for name, parameter in named.items():
         once.setdefault(id(parameter), name)
     kept = {name: named[name] for name in once.values()}
-    return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept)
+    return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept, mixtures)
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    """Whether the module holds trainable matrices of experts, (experts, ., .) as the last pair."""
+    own = dict(module.named_parameters(recurse=False))
+    return (
+        {"down_proj"} <= own.keys()
+        and bool({"gate_up_proj", "up_proj"} & own.keys())
+        and hasattr(module, "is_transposed")
+        and any(p.requires_grad and p.dim() == 3 for p in own.values())
+    )
 
 
 def _indices(layers: int | str | Sequence[int], depth: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ which needs no more than the tokens' values and the Gram matrix G_kl = <g_k, g_l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from jaxtyping import Bool, Float
@@ -50,6 +51,9 @@ def token_gram(
 
         G_kl = sum over weights (delta_k . delta_l)(x_k . x_l)
 
+    The rows of a token that meet one expert of a mixture are uses of that expert's matrix: products
+    of rows that met different experts are zero.
+
     A weight that is used several times (a shared block, a linear called twice, tied linears) has
     the sum over its uses for gradient, so products between its uses belong to it:
     ``sum_{a, b} (delta^a_k . delta^b_l)(x^a_k . x^b_l)``.
@@ -57,8 +61,8 @@ def token_gram(
     Args:
         uses: of one recorded forward (``recorder.linears``).
         errors: self-only errors (b, t, d_out) at these uses, parallel to them
-            (``TokenErrors.direct``); None where a use has none. Scaled losses scale them: under
-            DPO they carry +-omega.
+            (``TokenErrors.direct``), of experts (b, t, c, d_out); None where a use has none.
+            Scaled losses scale them: under DPO they carry +-omega.
         mask: True at response tokens; token i is predicted at position i - 1.
         score_bias: the bias gradients (sum of delta over uses) take part.
         block: rows computed at a time; the workspace is 4 block * n numbers and 2 n (d_out + d_in)
@@ -120,12 +124,10 @@ def token_norms(
     dtype = _dtype(live)
     squares = torch.zeros(int(mask.sum()), dtype=dtype, device=mask.device)
     for factors in _factors(live, mask, squares, score_bias=score_bias):
-        for left, right in factors:
-            for other_left, other_right in factors:
-                product = (left * other_left).sum(-1)
-                if right is not None and other_right is not None:
-                    product = product * (right * other_right).sum(-1)
-                squares += product
+        for one in factors:
+            for other in factors:
+                pairs = zip(one, other, strict=True)
+                squares += _product((left * right).sum(-1) for left, right in pairs)
     norms = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     # Products between uses may sum to a little less than zero by rounding.
     norms[mask] = squares.clamp(min=0.0).sqrt()
@@ -133,7 +135,8 @@ def token_norms(
 
 
 _Live = list[tuple[LinearUse, Tensor]]
-_Factors = list[tuple[Tensor, Tensor | None]]
+_Factors = list[tuple[Tensor, ...]]
+"""Of each use, tensors (n, .): a gradient's inner product is the product of theirs."""
 
 
 def _live(uses: Sequence[LinearUse], errors: Sequence[Tensor | None], mask: Tensor) -> _Live:
@@ -159,10 +162,9 @@ def _factors(live: _Live, mask: Tensor, like: Tensor, *, score_bias: bool) -> It
     """Parameter by parameter, the factors of the tokens' gradients at each of its uses."""
     # Uses of one weight are grouped first: gradients add over uses, and products of them do not.
     for group in _by_identity(live, "weight"):
-        yield [_weight_factors(use, error, mask, like) for use, error in group]
+        yield [f for use, error in group for f in _weight_factors(use, error, mask, like)]
     for group in _by_identity(live, "bias") if score_bias else []:
-        total = torch.stack([_predicting(error, mask, like) for _, error in group]).sum(0)
-        yield [(total, None)]
+        yield _bias_factors(group, mask, like)
 
 
 def _by_identity(live: _Live, kind: str) -> list[_Live]:
@@ -183,12 +185,36 @@ def _predicting(by_position: Tensor, mask: Tensor, like: Tensor) -> Tensor:
     return by_position.detach()[:, :-1][mask[:, 1:]].to(like)
 
 
-def _weight_factors(
-    use: LinearUse, error: Tensor, mask: Tensor, like: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Both factors of the tokens' gradients, in the order in which the weight is stored."""
-    factors = _predicting(error, mask, like), _predicting(use.x, mask, like)
-    return factors[::-1] if use.linear.transposed else factors
+def _weight_factors(use: LinearUse, error: Tensor, mask: Tensor, like: Tensor) -> _Factors:
+    """Both factors of the tokens' gradients, in the order in which the weight is stored.
+
+    Of experts, a pair for each row of a token, and the expert that it met as a third factor.
+    """
+    one, other = (error, use.x)[:: -1 if use.linear.transposed else 1]
+    factors = _predicting(one, mask, like), _predicting(other, mask, like)
+    if use.experts is None:
+        return [factors]
+    met = _experts_met(use, mask, like)
+    return list(zip(*(factor.unbind(1) for factor in (*factors, met)), strict=True))
+
+
+def _experts_met(use: LinearUse, mask: Tensor, like: Tensor) -> Tensor:
+    """(n, c, e): 1 at the expert that each row of a token was sent to."""
+    assert use.experts is not None
+    one_hot = torch.nn.functional.one_hot(use.experts, use.linear.weight.shape[0])
+    return _predicting(one_hot, mask, like)
+
+
+def _bias_factors(group: _Live, mask: Tensor, like: Tensor) -> _Factors:
+    if all(use.experts is None for use, _ in group):
+        total = torch.stack([_predicting(error, mask, like) for _, error in group]).sum(0)
+        return [(total,)]
+    rows = [(_predicting(e, mask, like), _experts_met(use, mask, like)) for use, e in group]
+    return [f for pair in rows for f in zip(*(one.unbind(1) for one in pair), strict=True)]
+
+
+def _product(factors: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.mul, factors)
 
 
 def _add_products(gram: Tensor, factors: _Factors, block: int) -> None:
@@ -197,12 +223,10 @@ def _add_products(gram: Tensor, factors: _Factors, block: int) -> None:
     for start in range(0, len(gram), block):
         rows = slice(start, start + block)
         part = torch.zeros_like(gram[rows, start:])
-        for left, right in factors:
-            for other_left, other_right in factors:
-                product = left[rows] @ other_left[start:].T
-                if right is not None and other_right is not None:
-                    product *= right[rows] @ other_right[start:].T
-                part += product
+        for one in factors:
+            for other in factors:
+                pairs = zip(one, other, strict=True)
+                part += _product(left[rows] @ right[start:].T for left, right in pairs)
         corner = part[:, : len(part)]
         corner.copy_((corner + corner.T) / 2)  # products of one pair may round differently
         gram[rows, start:] += part

@@ -32,6 +32,7 @@ __all__ = [
     "memory_of",
     "overhead_of",
     "scored_numbers",
+    "scored_work",
     "step_flops",
     "work_of",
 ]
@@ -330,7 +331,7 @@ def overhead_of(
         return Overhead(1.0, 1.0, {})
     every = tuple(range(len(work.linear)))
     from_first = tuple(range(scope.first, len(every)))
-    scored = 2.0 * scored_numbers(scope)
+    scored = 2.0 * scored_work(scope)
     step = step_flops(work, args, reference_forward=reference_forward)
     # TRL's head computes the gradient of its weight in each backward, asked for or not.
     head_weight = work.head if work.head_trained and args.value_parameters != "all" else 0.0
@@ -479,6 +480,12 @@ def scored_numbers(scope: Scope) -> int:
     return sum(int(parameter.numel()) for parameter in scope.parameters(biases=False).values())
 
 
+def scored_work(scope: Scope) -> float:
+    """How many of these numbers work on one token: of experts, those that it is sent to."""
+    resting = sum((1.0 - linear.active) * linear.weight.numel() for linear in scope.linears)
+    return scored_numbers(scope) - resting
+
+
 def fisher_sums(scope: Scope, structure: str) -> float:
     """Bytes of a Fisher in float32: "diagonal", or the two factors of each scored linear."""
     if structure == "diagonal":
@@ -487,8 +494,9 @@ def fisher_sums(scope: Scope, structure: str) -> float:
 
 
 def _sizes(scope: Scope) -> list[tuple[int, int]]:
-    """(out, in) of the scored linears."""
-    return [(int(a), int(b)) for a, b in (linear.weight.shape for linear in scope.linears)]
+    """(out, in) of the scored linears, of every expert for itself."""
+    shapes = [linear.weight.shape for linear in scope.linears]
+    return [(int(a), int(b)) for *many, a, b in shapes for _ in range(math.prod(many))]
 
 
 def loss_bytes(adapter: DecoderAdapter, positions: int, width: int) -> float:

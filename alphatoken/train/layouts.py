@@ -228,9 +228,10 @@ def _refused_options(
             "this estimator cannot run on sharded weights",
             got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "
             f"layout {kind}",
-            why="it moves whole weights along a direction in a forward of its own",
-            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path'; or DDP, ZeRO-1 "
-            "or 2",
+            why="it moves whole weights along a direction in a forward of its own, or (experts) "
+            "would gather whole 3-D tensors",
+            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path' over 'linears'; "
+            "or DDP, ZeRO-1 or 2",
         )
     if options.preconditioner is not None and kind not in ("single", "ddp"):
         yield ConfigError(

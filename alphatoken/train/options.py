@@ -154,7 +154,8 @@ class AlphaOptions:
     score_layers: str = option("3", "K for the last K layers, 'all', or indices such as 0,4.")
     value_parameters: str = option(
         "linears",
-        "'linears' of the scored layers; with estimator='label' also 'all' trainable parameters, "
+        "'linears' of the scored layers, 'linears,experts' with the matrices of their mixtures of "
+        "experts; with estimator='label' also 'all' trainable parameters, "
         "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
     )
     window: int | None = option(32, "W of Value-Propagation; null for none.")

@@ -25,6 +25,7 @@ from alphatoken.train.cost import (
     fisher_sums,
     loss_bytes,
     scored_numbers,
+    scored_work,
 )
 
 __all__ = [
@@ -80,7 +81,7 @@ def scoring_flops(
     parts = validation.count if config.standard_errors else 1
     layers = tuple(range(scope.first, len(work.linear)))
     # Of all parameters the embeddings are looked up, which is no product.
-    scored = work.weights if config.parameters == "all" else 2.0 * scored_numbers(scope)
+    scored = work.weights if config.parameters == "all" else 2.0 * scored_work(scope)
     gradient = work.forward + work.errors(layers) + work.head + scored
     values = gradient + (parts - 1) * scored
     if config.estimator == "label":
@@ -95,7 +96,7 @@ def scoring_flops(
 def fisher_flops(work: Work, scope: Scope, tokens: int) -> float:
     """FLOPs of the gradients of all samples, ``tokens`` in all; drawing them comes beside."""
     layers = tuple(range(scope.first, len(work.linear)))
-    scored = 2.0 * scored_numbers(scope)
+    scored = 2.0 * scored_work(scope)
     return tokens * (work.forward + work.errors(layers) + work.head + scored)
 
 

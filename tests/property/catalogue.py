@@ -7,6 +7,7 @@ from tests.property import (
     mutants_adapters,
     mutants_corpus,
     mutants_delta,
+    mutants_experts,
     mutants_kernels,
     mutants_policies,
     mutants_proofs,
@@ -25,6 +26,7 @@ ROOMS = {
     "Errors in the trainers": mutants_train.TRAINERS,
     "Errors in the other methods": mutants_policies.MUTANTS,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
+    "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
     "Errors in gated delta nets": mutants_delta.MUTANTS,
 }

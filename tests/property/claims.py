@@ -114,6 +114,17 @@ check_overrides_of_delta_nets_leave_nothing_behind | | (the modeling file before
 check_a_cached_pass_is_refused | | (traps) | exact
 check_a_state_to_begin_with_is_told | | (a pass without a cache) | exact
 check_a_cache_that_begins_changes_no_value | | (a pass without a cache) | exact
+# mixtures of experts
+check_values_over_experts | phi_tgt_dir, app_via_t | expert_influence, exact_influence | exact
+check_experts_have_no_causal_part_of_their_own | phi_tgt_causal | (linears alone) | exact
+check_a_preconditioner_scales_the_tensors | | expert_influence | exact
+check_weights_are_explained | app_rank1 | (autograd) | exact
+check_rows_make_the_models_own_output | | (transformers' own code) | exact
+check_contraction_is_the_loop | ap_gdp, app_ap_gdp | (loops over rows) | exact
+check_gram_over_experts | | copied_per_position | exact
+check_one_forward_serves_both | sft_masked_loss | (an untouched model) | exact
+test_rows_of_the_oracle_are_label_values | grad_alignment | expert_influence, label_values | exact
+test_every_entry_is_the_effect_of_moving_one_copy | | expert_influence, (finite differences) | exact
 # contraction
 check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) | exact
 check_gram_is_the_loop | app_aa_direct | (loops over pairs of tokens) | exact

@@ -1317,8 +1317,8 @@ OWN = (
         (
             Edit(
                 "select.interaction.token_norms",
-                "product = product * (right * other_right).sum(-1)",
-                "pass",
+                "squares += _product((left * right).sum(-1) for left, right in pairs)",
+                "squares += next((left * right).sum(-1) for left, right in pairs)",
             ),
         ),
         (claim(weighing.check_norms_are_of_direct_gradients, small()),),
@@ -1329,8 +1329,8 @@ OWN = (
         (
             Edit(
                 "select.interaction.token_norms",
-                "for other_left, other_right in factors:",
-                "for other_left, other_right in [(left, right)]:",
+                "for other in factors:",
+                "for other in [one]:",
             ),
         ),
         (claim(weighing.check_norms_are_of_direct_gradients, TWICE),),
@@ -1741,8 +1741,8 @@ WEIGHTS = (
         (
             Edit(
                 "select.interaction._add_products",
-                "for other_left, other_right in factors:",
-                "for other_left, other_right in [(left, right)]:",
+                "for other in factors:",
+                "for other in [one]:",
             ),
         ),
         (GRAM_OF_INTEGERS, gram_of(repeated_linear=True)),

@@ -166,7 +166,7 @@ MUTANTS = (
     _adapter(
         "override-not-taken-back",
         "the registry keeps the dispatch when the last context is left",
-        ("dispatch.dispatched", "            _remove_idle(name)", "            pass"),
+        ("dispatch.dispatched", "            _remove_idle(name, kind)", "            pass"),
         REGISTRY,
     ),
     _adapter(

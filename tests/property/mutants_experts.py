@@ -1,0 +1,148 @@
+"""Errors in how mixtures of experts are captured and contracted."""
+
+from __future__ import annotations
+
+from tests.property import properties_experts as mixing
+from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.properties_experts import MixtureCase
+
+__all__ = ["MUTANTS"]
+
+CASE = MixtureCase("mixtral", ("..pprr",), ("prr",), experts=4, chosen=2, seed=21)
+BIASED = MixtureCase("gpt_oss", ("pprr..",), ("prr",), experts=3, chosen=2, seed=22)
+
+
+def values(case: MixtureCase, estimator: str = "direct") -> Claim:
+    """Values over linears and experts, by the oracle."""
+    return claim(mixing.check_values_over_experts, case, estimator, examples=1)
+
+
+LOOP = claim(mixing.check_contraction_is_the_loop, mixing.rows_cases(), examples=40)
+OUTPUT = claim(mixing.check_rows_make_the_models_own_output, CASE, examples=1)
+EXPLAINED = claim(mixing.check_weights_are_explained, BIASED, examples=1)
+GRAM = claim(mixing.check_gram_over_experts, BIASED, examples=1)
+SHARED = claim(mixing.check_one_forward_serves_both, CASE, examples=1)
+
+
+def _mixture(name: str, sentence: str, target: str, old: str, new: str, *claims: Claim) -> Mutant:
+    return Mutant(name, sentence, (Edit(target, old, new),), claims, listed=False)
+
+
+_CONTRACT = "estimate.contraction.contract_experts"
+_ROUTED = "model.experts.routed_experts"
+_PRODUCTS = "model.experts._products"
+
+MUTANTS = (
+    _mixture(
+        "expert-of-the-row-beside",
+        "a row of an expert meets the direction of the expert before it",
+        _CONTRACT, "@ m[expert]", "@ m[expert - 1]", LOOP, values(CASE),
+    ),
+    _mixture(
+        "bias-of-the-first-expert",
+        "the direction of the first expert's bias serves all experts",
+        _CONTRACT, "m_bias[expert]", "m_bias[0]", LOOP, values(BIASED),
+    ),
+    _mixture(
+        "first-of-the-chosen-experts",
+        "of the experts that a token was sent to, only the first one is valued",
+        _CONTRACT, "view(experts.shape).sum(-1)", "view(experts.shape)[..., 0]",
+        LOOP, values(CASE), values(CASE, "path"),
+    ),
+    _mixture(
+        "last-of-the-chosen-experts",
+        "the sum over a position's uses of experts is replaced by the last of them",
+        _CONTRACT, "view(experts.shape).sum(-1)", "view(experts.shape)[..., -1]",
+        LOOP, values(CASE), values(CASE, "path"),
+    ),
+    _mixture(
+        "rows-of-experts-one-position-late",
+        "values of routed rows fall to the position after theirs",
+        _CONTRACT, "view(experts.shape).sum(-1)", "view(experts.shape).sum(-1).roll(1, -1)",
+        LOOP, values(CASE),
+    ),
+    _mixture(
+        "rows-of-padding-for-rows-of-tokens",
+        "rows are put back into a batch that is read from its other end, padding first",
+        "model.capture.Recorder.on_experts",
+        "x.detach().unflatten(0, shape)", "x.detach().flip(0).unflatten(0, shape)",
+        values(CASE), EXPLAINED,
+    ),
+    _mixture(
+        "router-weight-left-out",
+        "experts are added without the router's weights, so no error has them",
+        _ROUTED, "(s * weights.unsqueeze(-1))", "(s + 0 * weights.unsqueeze(-1))", OUTPUT, SHARED,
+    ),
+    _mixture(
+        "router-weight-twice",
+        "errors at the experts have the router's weight twice",
+        _ROUTED, "weights.unsqueeze(-1)", "weights.unsqueeze(-1) ** 2", OUTPUT, SHARED,
+    ),
+    _mixture(
+        "router-cut-off",
+        "no error reaches the layers below, or the router, through its weights",
+        _ROUTED, "weights.unsqueeze(-1)", "weights.detach().unsqueeze(-1)",
+        OUTPUT, SHARED, values(CASE),
+    ),
+    _mixture(
+        "gate-for-up",
+        "the halves of a gate's input are taken for one another",
+        _ROUTED, "act(s.flatten(0, 1))", "act(s.flatten(0, 1).roll(s.shape[-1] // 2, -1))",
+        OUTPUT, SHARED,
+    ),
+    _mixture(
+        "rows-left-in-the-order-of-experts",
+        "products come back in the order of the experts",
+        _PRODUCTS, "torch.cat(order).argsort()", "torch.cat(order)", OUTPUT, SHARED,
+    ),
+    _mixture(
+        "matrix-of-the-expert-before",
+        "each row is multiplied with the matrix of the expert before its own",
+        _PRODUCTS, "matrices[expert]", "matrices[expert - 1]", OUTPUT, SHARED,
+    ),
+    _mixture(
+        "rows-that-nothing-follows-from",
+        "errors are asked for at a view of the rows that the model does not go on with",
+        "model.capture.Recorder.on_experts", "return rows.view(s.shape)", "return s",
+        values(CASE), EXPLAINED,
+    ),
+    _mixture(
+        "gradient-of-the-expert-before",
+        "the weight gradient of an expert is that of the one before it",
+        "estimate.contraction.expert_outer_sums", "sums[expert] =", "sums[expert - 1] =",
+        LOOP, EXPLAINED,
+    ),
+    _mixture(
+        "biases-of-experts-summed-into-one",
+        "the gradients of all experts' biases are added to the first one's",
+        "estimate.contraction.expert_sums",
+        "experts.flatten()", "experts.flatten() * 0", LOOP, EXPLAINED,
+    ),
+    _mixture(
+        "tokens-of-different-experts-alike",
+        "inner products of tokens count rows that met different experts",
+        "select.interaction._experts_met", "one_hot, mask", "one_hot.clamp(min=1), mask", GRAM,
+    ),
+    _mixture(
+        "one-row-of-a-token-in-its-gradient",
+        "inner products of tokens see one of the experts that each was sent to",
+        "select.interaction._weight_factors",
+        "(factor.unbind(1) for factor in (*factors, met))",
+        "(factor.unbind(1)[:1] for factor in (*factors, met))",
+        GRAM,
+    ),
+    _mixture(
+        "router-not-named",
+        "where experts are captured, the report leaves their router out",
+        "model.capture.find_scope", "if name not in taken}", "if name not in uncovered}",
+        values(CASE),
+    ),
+    _mixture(
+        "experts-of-every-model",
+        "another model's experts run through the rows too",
+        "model.dispatch._ExpertsDispatch.__call__",
+        "self.active.get(module, ())",
+        "self.active.get(module, next(iter(self.active.values())))",
+        SHARED,
+    ),
+)  # fmt: skip
