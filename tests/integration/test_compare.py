@@ -29,9 +29,10 @@ from alphatoken.compare.evaluate import (
     read_pair_examples,
 )
 from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
-from alphatoken.compare.harness import task_scores
+from alphatoken.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
+from alphatoken.compare.harness import load_tasks, task_scores
 from alphatoken.compare.launchers import PORT, LocalLauncher, SubmititLauncher
+from alphatoken.compare.measures import Measures
 from alphatoken.compare.methods import Method, custom_method, known_methods
 from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
