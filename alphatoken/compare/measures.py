@@ -74,7 +74,7 @@ class Measures:
             the task's own number, or else the paper's; see ``alphatoken.compare.harness``.
         task_chat: whether lm-eval's prompts go through the chat template.
         code_file: problems of HumanEval's form, executed in a sandbox; part of the target.
-        judge_sets: name -> :class:`JudgeSet`; part of the target.
+        judge_sets: name -> :class:`JudgeSet`, or what a file says of one; part of the target.
         questions_file: in short, one set named "win_rate" against the start model.
         judge: of the sets that name none; see ``alphatoken.compare.judge.make_judge``.
         max_new_tokens: of generated answers.
@@ -90,10 +90,10 @@ class Measures:
     retention_tasks: Sequence[str] = ()
     task_path: str | None = None
     task_limit: int | None = None
-    shots: Mapping[str, int] = field(default_factory=dict)
+    shots: Mapping[str, Any] = field(default_factory=dict)
     task_chat: bool = False
     code_file: str | None = None
-    judge_sets: Mapping[str, JudgeSet] = field(default_factory=dict)
+    judge_sets: Mapping[str, Any] = field(default_factory=dict)
     questions_file: str | None = None
     judge: Mapping[str, Any] | None = None
     max_new_tokens: int = 256

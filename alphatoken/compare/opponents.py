@@ -65,8 +65,8 @@ def stored_answers(path: str | Path, questions: Sequence[Question]) -> list[str]
         DataError: the file cannot be read, a row holds no answer, a question has none, or two that
             differ.
     """
-    by_uid: dict[str, str] = {}
-    by_text: dict[str, str] = {}
+    by_uid: dict[str, set[str]] = {}
+    by_text: dict[str, set[str]] = {}
     for place, record in read_records(path):
         answer = _answered(record)
         text, uid = _asked(record), _uid(record)
@@ -77,8 +77,8 @@ def stored_answers(path: str | Path, questions: Sequence[Question]) -> list[str]
                 remedy="instruction and output (AlpacaEval), or uid and messages (Arena-Hard)",
             )
         for known, key in ((by_uid, uid), (by_text, text and text.strip())):
-            if key is not None and known.setdefault(key, answer) != answer:
-                raise DataError("a question is answered twice", got=f"{place}: {key[:100]!r}")
+            if key is not None:
+                known.setdefault(key, set()).add(answer)
     found = [_of(question, by_uid, by_text) for question in questions]
     missing = [one for one, answer in zip(questions, found, strict=True) if answer is None]
     if missing:
@@ -92,10 +92,13 @@ def stored_answers(path: str | Path, questions: Sequence[Question]) -> list[str]
     return [str(answer) for answer in found]
 
 
-def _of(question: Question, by_uid: Mapping[str, str], by_text: Mapping[str, str]) -> str | None:
-    if question.uid is not None and question.uid in by_uid:
-        return by_uid[question.uid]
-    return by_text.get(question.text.strip())
+def _of(
+    question: Question, by_uid: Mapping[str, set[str]], by_text: Mapping[str, set[str]]
+) -> str | None:
+    found = by_uid.get(question.uid or "") or by_text.get(question.text.strip(), set())
+    if len(found) > 1:
+        raise DataError("a question is answered twice", got=f"{question.text[:100]!r}")
+    return next(iter(found), None)
 
 
 def _uid(record: Mapping[str, Any]) -> str | None:
