@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,7 @@ def run(options: EvaluateOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where, before a model is loaded.
     """
-    if options.quiet or not sys.stderr.isatty():
-        # Bars of lm-eval, and of the data sets that it reads.
+    if options.quiet or not sys.stderr.isatty():  # bars of what lm-eval uses
         os.environ["TQDM_DISABLE"] = os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     out = Path(options.output_dir)
     _check_output(out, options)
@@ -64,18 +65,19 @@ def run(options: EvaluateOptions) -> None:
         return
     model = _load(parts.whole, options, parts.adapter)
     out.mkdir(parents=True, exist_ok=True)
-    found = measure(
-        model,
-        tokenizer,
-        measures,
-        command=command,
-        start=lambda: _load(str(parts.start), options),
-        beta=options.beta,
-        folder=out,
-        allow_code=options.allow_code_execution,
-        prepared=ready,
-        progress=False if options.quiet else None,
-    )
+    with redirect_stderr(io.StringIO()) if options.quiet else nullcontext():  # lm-eval's bars
+        found = measure(
+            model,
+            tokenizer,
+            measures,
+            command=command,
+            start=lambda: _load(str(parts.start), options),
+            beta=options.beta,
+            folder=out,
+            allow_code=options.allow_code_execution,
+            prepared=ready,
+            progress=False if options.quiet else None,
+        )
     result = {"model": options.model_name_or_path, **found, "measures": measures.spec()}
     write_json(out / "evaluation.json", result)
     text = f"# {Path(options.model_name_or_path).name}\n\n{table(result)}"

@@ -227,9 +227,9 @@ def _settle(task: Any, name: str, asked: int | None) -> int:
 def _has_examples(task: Any) -> bool:
     """Whether shots come from other rows, or lm-eval leaves the question itself out."""
     config = task.config
-    examples = config.fewshot_config  # a mapping, or since lm-eval 0.4.12 an object
-    samples = dict(examples if isinstance(examples, Mapping) else vars(examples or object))
-    named = config.fewshot_split or samples.get("samples") or samples.get("split")
+    named = config.fewshot_split
+    for part in ("samples", "split"):
+        named = named or getattr(config.fewshot_config, part, None)
     held = task.has_validation_docs() and task.has_test_docs()
     return bool(named or task.has_training_docs() or held)
 

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from alphatoken.cli import main
+from alphatoken.compare.cell import run_cell
 from alphatoken.compare.evaluate import mean_response_loss, read_examples
-from alphatoken.errors import ConfigError
+from alphatoken.compare.measures import Measures
+from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
 from tests.places import data_folder
 
@@ -217,6 +219,54 @@ def test_measures_of_a_file_and_words_over_it(
     assert "did you mean target_file" in capsys.readouterr().err
 
 
+def test_a_cell_reads_what_it_measures_before_it_trains(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    never = lambda *_, **__: pytest.fail("work was done")  # noqa: E731
+    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
+    for measures, said in (
+        (Measures(code_file=files["rows"]), "without --allow_code_execution"),
+        (
+            Measures(
+                judge_sets={"a": {"questions": files["questions"], "opponent": files["others"]}},
+                judge=judge,
+            ),
+            "stored answers are to other questions",
+        ),
+    ):
+        spec = {"kind": "train", "command": "sft", "resolved": {}, "measures": measures.spec()}
+        (tmp_path / "cell.json").write_text(json.dumps(spec))
+        with pytest.raises(AlphaTokenError, match=said):
+            run_cell(tmp_path, never, never)
+
+
+def test_a_grid_reads_its_judge_sets_before_any_cell(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {"a": {"questions": files["questions"], "opponent": files["others"]}}
+    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
+    task = {"command": "sft", "measures": {"judge_sets": sets, "judge": judge}}
+    grid = tmp_path / "grid.yaml"
+    content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
+    grid.write_text(yaml.safe_dump(content))
+    assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
+    assert "stored answers are to other questions" in capsys.readouterr().err
+    assert not list(Path(files["out"]).glob("*/*"))
+
+
+def test_cells_measured_before_there_were_shots_stay_valid() -> None:
+    """What a cell's folder says of its measures: the fields of then, and new ones where used."""
+    old = {
+        "target_file": "t", "choosing_file": None, "retention_file": None, "target_tasks": (),
+        "retention_tasks": ("mmlu",), "task_path": None, "task_limit": None, "code_file": None,
+        "questions_file": None, "judge": None, "max_new_tokens": 256, "max_length": None,
+        "batch_size": 16, "chat": True,
+    }  # fmt: skip
+    assert Measures(target_file="t", retention_tasks=["mmlu"]).spec() == old
+    said = Measures(target_file="t", retention_tasks=["mmlu"], shots={"mmlu": 0}).spec()
+    assert said == {**old, "shots": {"mmlu": 0}}
+
+
 # --- with lm-eval -------------------------------------------------------------------------------
 
 
@@ -249,7 +299,8 @@ def test_smollm2_on_questions_of_the_benchmarks(
     test = [json.loads(line) for line in (data / "mmlu" / "test.jsonl").open()][:4]
     parts = {name: write(tmp_path / f"{name}.jsonl", rows)
              for name, rows in (("dev", dev), ("test", test))}  # fmt: skip
-    asks = "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}\nAnswer:"
+    listed = [f"{letter}. {{{{choices[{i}]}}}}" for i, letter in enumerate("ABCD")]
+    asks = "\n".join(["{{question}}", *listed, "Answer:"])
     mmlu = general_task(
         tmp_path, "mmlu", asks, parts, doc_to_choice=["A", "B", "C", "D"], doc_to_target="answer",
         fewshot_split="dev", fewshot_config={"sampler": "first_n"},
