@@ -114,7 +114,10 @@ def _show(cells: Sequence[Cell], folder: Any) -> int:
 
 
 def _check_files(cells: Sequence[Cell]) -> None:
-    """See that whatever is named by a path is there, before any cell runs."""
+    """See that whatever is named by a path is there, before any cell runs; judges read theirs."""
+    from alphatoken.compare.measures import Measures
+    from alphatoken.compare.scores import read_sets
+
     for cell in cells:
         named = {**cell.options, **(cell.measures or {})}
         for name, value in named.items():
@@ -123,6 +126,9 @@ def _check_files(cells: Sequence[Cell]) -> None:
             )
             if path and not value.startswith("@") and not Path(value).is_file():
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
+    for measures in {cell.task: cell.measures for cell in cells}.values():
+        if measures is not None:
+            read_sets(Measures(**measures))
 
 
 def _run(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
