@@ -366,7 +366,7 @@ def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: s
     trainer.train()
     if name == "ti-dpo":
         record = json.loads((tmp_path / "run" / "policy.json").read_text())
-        assert record["policy"] == "ti-dpo (no triplet, no KL)"
+        assert record["policy"] == "ti-dpo (no KL)"
     assert len(losses(trainer)) == 3
     assert moved(trainer, model()) > 1e-5
 
