@@ -22,9 +22,7 @@ PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 def trainer(folder: Path, rows: Any, **more: Any) -> AlphaDPOTrainer:
-    args = AlphaDPOConfig(
-        **options(folder, policy="all", export_values=False, max_steps=2, **more)
-    )
+    args = AlphaDPOConfig(**options(folder, policy="all", export_values=False, max_steps=2, **more))
     return AlphaDPOTrainer(
         model=model(), ref_model=model(), train_dataset=rows, processing_class=tokenizer(),
         args=args,

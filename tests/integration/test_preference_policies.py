@@ -184,7 +184,8 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "ti-dpo": {"policy": "ti-dpo", "policy_options": {"anchor_tokens": 4}},
     "ti-dpo with its code's term": {
-        "policy": "ti-dpo", "policy_options": {"tdpo_alpha": 0.5, "anchor_tokens": 4},
+        "policy": "ti-dpo",
+        "policy_options": {"tdpo_alpha": 0.5, "anchor_tokens": 4},
     },
     "ti-dpo without a term": {"policy": "ti-dpo", "policy_options": {"triplet_gamma": 0.0}},
     "ti-dpo at a budget": {"policy": "ti-dpo", "policy_mode": "budget", "keep_ratio": 0.5},

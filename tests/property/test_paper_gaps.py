@@ -485,8 +485,8 @@ def test_gap_18_a_small_drift_is_lost_in_bf16_weights() -> None:
     from alphatoken.train.masters import Masters
 
     masters = Masters(lambda name, parameter: moved, {"w.weight": torch.bfloat16})
-    from_masters = masters.started(drift).direction({"w.weight": masters.weight("w.weight", moved)})["w.weight"]
-    assert torch.equal(from_masters, exact)
+    read = {"w.weight": masters.weight("w.weight", moved)}
+    assert torch.equal(masters.started(drift).direction(read)["w.weight"], exact)
 
 
 def test_gap_19_omega_reads_the_reference_through_its_sums() -> None:
@@ -701,9 +701,7 @@ def test_every_option_of_the_recipes_has_a_place() -> None:
     """Nothing that a recipe sets is silent, and the page names nothing that none sets."""
     text = PAGE.read_text(encoding="utf-8").split("## The paper's recipes, option by option")[1]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
-    places = {
-        name: place for names, place in rows for name in re.findall(r"`([a-z0-9_]+)`", names)
-    }
+    places = {name: place for names, place in rows for name in re.findall(r"`([a-z0-9_]+)`", names)}
     assert all(place for place in places.values())
     said = {name for task in EVERY for name in arguments(task).recipe.options}
     assert said == set(places)
