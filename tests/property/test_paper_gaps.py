@@ -314,10 +314,17 @@ PAIRS = [name for name in VALUED if name.startswith("ultrafeedback")]
 EVERY = [f"{task}-{model}" for task in TASKS for model in BACKBONES]
 
 
+@pytest.fixture(autouse=True)
+def settings_need_trl(request: pytest.FixtureRequest) -> None:
+    """Rows of the page from 12 on are about options of its trainers."""
+    number = re.match(r"test_gap_(\d+)", request.node.name)
+    if number is None or int(number[1]) >= 12:
+        pytest.importorskip("trl")
+
+
 @cache
 def arguments(name: str, *words: str) -> Any:
     """A packaged recipe as the command line reads it; a name of no recipe: the defaults alone."""
-    pytest.importorskip("trl")
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training import trainer_of
 
@@ -592,7 +599,6 @@ def test_gap_25_ti_dpo_has_its_triplet_and_runs_on_the_recipes() -> None:
 
 
 def test_gap_26_adapters_in_attention_and_mlp() -> None:
-    pytest.importorskip("trl")
     from alphatoken.compare.methods import known_methods
 
     options = known_methods()["lora"].options
@@ -629,7 +635,6 @@ def test_gap_28_the_validation_gradient_does_not_grow_with_its_batch() -> None:
 
 
 def test_gap_29_one_seed_a_recipe_three_a_grid() -> None:
-    pytest.importorskip("trl")
     from alphatoken.compare.grid import Grid
 
     assert Grid.seeds == (0, 1, 2)
