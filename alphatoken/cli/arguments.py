@@ -22,6 +22,7 @@ from alphatoken.cli.options import option
 from alphatoken.cli.recipes import Recipe, close_to, find_recipe, joined, packaged_file
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policy_names import unread_options
 
 __all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
 
@@ -73,8 +74,10 @@ class DataArguments(ScriptArguments):
         "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
     )
     separator: str = option("\n", "What ends a prompt in plain text.")
-    max_prompt_length: int | None = option(
-        None, "Longest prompt in tokens (DPO); pairs with a longer one count as bad rows."
+    long_prompts: Literal["drop", "cut"] = option(
+        "drop",
+        "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
+        "lose the beginning of their prompt ('cut').",
     )
     on_bad_rows: Literal["drop", "error"] = option(
         "drop",
@@ -130,6 +133,7 @@ class Arguments:
         recipe: that was read, or None.
         changed: option -> (value, default), for all that differ from their defaults.
         words: the command line.
+        unread: options of recipes that gave way to a policy that was named after them.
     """
 
     command: str
@@ -141,6 +145,7 @@ class Arguments:
     recipe: Recipe | None
     changed: dict[str, tuple[Any, Any]]
     words: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
 
 class _Parser(TrlParser):
@@ -208,7 +213,8 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
             contradict each other.
     """
     parser = _parser(command, training)
-    recipe = _recipe(command, words)
+    recipes = _recipes(command, words)
+    recipe = reduce(joined, recipes) if recipes else None
     if recipe is not None:
         os.environ.update(recipe.env)
         _set_defaults(parser, recipe)
@@ -216,6 +222,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(found, words)
+    unread = _give_way(found, training, _earlier_than_policy(recipes, words))
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
@@ -224,7 +231,35 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     changed = _changed(found, default, (DataArguments, training, ModelConfig))
     if found.dry_run and not _has_gpu():
         changed.pop("use_cpu", None)
-    return Arguments(command, data, config, model, mixture, run, recipe, changed, tuple(words))
+    return Arguments(
+        command, data, config, model, mixture, run, recipe, changed, tuple(words), unread
+    )
+
+
+def _named(words: Sequence[str]) -> set[str]:
+    """Options that the command line names."""
+    return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
+
+
+def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
+    """Options that were said before the policy was: in recipes before the one that names it."""
+    said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
+    said.append(_named(words))
+    last = max((i for i, names in enumerate(said) if "policy" in names), default=0)
+    return set().union(*said[:last]) - set().union(*said[last:])
+
+
+def _give_way(found: argparse.Namespace, training: Any, earlier: set[str]) -> tuple[str, ...]:
+    """What earlier recipes say to another policy gives way to one that is named after them.
+
+    Returns:
+        The options that were set back.
+    """
+    neutral = unread_options(vars(found), training.FAMILY)
+    names = [n for n, value in neutral.items() if n in earlier and getattr(found, n) != value]
+    for name in names:
+        setattr(found, name, neutral[name])
+    return tuple(names)
 
 
 def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> None:
@@ -233,13 +268,13 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
     for one in ours:
         if one.default is None and getattr(found, one.name) in ("null", "none"):
             setattr(found, one.name, None)
-    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word[:2] == "--"}
+    given = _named(words)
     for name, other in (("train_file", "dataset_name"), ("dataset_name", "train_file")):
         if name in given and other not in given and getattr(found, name) is not None:
             setattr(found, other, None)
 
 
-def _recipe(command: str, words: Sequence[str]) -> Recipe | None:
+def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
     """What ``--config`` names; of several recipes a later one goes before an earlier one."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", action="append", default=[])
@@ -255,7 +290,7 @@ def _recipe(command: str, words: Sequence[str]) -> Recipe | None:
                 got=f"{recipe.name} is for `alphatoken {recipe.command}`",
                 remedy=f"alphatoken {recipe.command} --config {name}",
             )
-    return reduce(joined, recipes) if recipes else None
+    return recipes
 
 
 def _set_defaults(parser: _Parser, recipe: Recipe) -> None:

@@ -190,6 +190,11 @@ def _notes(arguments: Arguments, given: int | None) -> list[str]:
         notes.append("No training rows are named: the run would refuse. --train_file names some.")
     elif given is None:
         notes.append("How many training rows there are is not known without reading them.")
+    if arguments.unread:
+        notes.append(
+            f"{', '.join(arguments.unread)} of the recipe: of no use to "
+            f"policy {arguments.training.policy}, left out."
+        )
     if arguments.training.output_dir is None:
         notes.append("No output_dir is given: trainer_output would be used.")
     return notes

@@ -191,7 +191,9 @@ class RowReader:
         look: Callable[..., dict[str, list[int]]] = sft_problems
         if self.pairs:
             look = preference_problems
-            options["max_prompt_length"] = self.data.max_prompt_length
+            options["max_prompt_length"] = args.max_prompt_length
+            if args.cuts_prompts and self.data.long_prompts == "cut":
+                options |= {"max_length": None, "max_prompt_length": None}
         found = look(self._records(items), **options)
         return {what: [owners[row] for row in rows_] for what, rows_ in found.items()}
 

@@ -14,6 +14,7 @@ from typing import Any
 from alphatoken.compare.measures import Measures
 from alphatoken.compare.methods import PLAIN, Method, reference_option
 from alphatoken.errors import ConfigError, require_choice
+from alphatoken.train.policy_names import unread_options
 
 __all__ = ["ON_ALL", "Cell", "Grid", "Reference", "TaskSpec", "all_cells", "resolved"]
 
@@ -292,6 +293,9 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
         options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
         if len(method.modes) > 1:
             options["policy_mode"] = mode
+        # What the task's recipe says of its own policy gives way to another method's rule.
+        neutral = unread_options(options, _FAMILY[task.command])
+        options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
         if "policy_reference" not in options and reference_option(method):
             options["policy_reference"] = _second_model(grid, method, task.command)
     else:

@@ -10,7 +10,7 @@ PyTorch's global generators, which are never touched.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "Given",
     "Prompts",
     "draw_tokens",
+    "greedy_responses",
     "read_given",
     "sample_generator",
     "sample_responses",
@@ -287,7 +288,6 @@ def draw_tokens(
     return torch.cat(drawn).cpu()
 
 
-@torch.no_grad()
 def sample_responses(
     adapter: DecoderAdapter,
     prompts: Sequence[Int[Tensor, " _"]],
@@ -304,6 +304,31 @@ def sample_responses(
     Raises:
         NumericalError: logits that give no distribution; the message has the row's name.
     """
+
+    def draw(logits: Tensor, rows: Sequence[int]) -> Tensor:
+        # Each row draws from its own generator, so that what it draws does not depend on which
+        # other rows still run, nor on the batch that it is in.
+        uniform = torch.cat([uniform_numbers(1, generators[row]) for row in rows])
+        return draw_tokens(logits, uniform, [names[row] for row in rows])
+
+    return _responses(adapter, prompts, budgets, draw)
+
+
+def greedy_responses(
+    adapter: DecoderAdapter, prompts: Sequence[Int[Tensor, " _"]], budgets: Sequence[int]
+) -> list[Int[Tensor, " _"]]:
+    """The likeliest next token, again and again; ends and batches as in ``sample_responses``."""
+    return _responses(adapter, prompts, budgets, lambda logits, _: logits.argmax(-1).cpu())
+
+
+@torch.no_grad()
+def _responses(
+    adapter: DecoderAdapter,
+    prompts: Sequence[Tensor],
+    budgets: Sequence[int],
+    choose: Callable[[Tensor, Sequence[int]], Tensor],
+) -> list[Tensor]:
+    """One response a prompt; ``choose`` takes (n, vocabulary) logits and the n rows they are of."""
     device = next(adapter.model.parameters()).device
     ends = frozenset(adapter.end_tokens())
     ids, mask = _pad_left(prompts, device)
@@ -313,10 +338,7 @@ def sample_responses(
     while running:
         logits, state = adapter.next_token_logits(ids, mask, state)
         rows = sorted(running)
-        # Each row draws from its own generator, so that what it draws does not depend on which
-        # other rows still run, nor on the batch that it is in.
-        uniform = torch.cat([uniform_numbers(1, generators[row]) for row in rows])
-        tokens = draw_tokens(logits[rows], uniform, [names[row] for row in rows]).tolist()
+        tokens = choose(logits[rows], rows).tolist()
         column = torch.zeros(len(prompts), 1, dtype=torch.int64)
         for row, token in zip(rows, tokens, strict=True):
             responses[row].append(token)

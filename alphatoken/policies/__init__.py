@@ -10,6 +10,7 @@ tokens and the trainer keeps as many as it is told, which makes methods comparab
 - From one forward over the rows before training (``static`` keeps it, cached and resumable):
   ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
   rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
+- From continuations of the model, once: ``cft``.
 - From a second model (``reference``): ``rho_1``, ``token_cleaning``, ``sepo``.
 - From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs
   (``preference``): ``ti_dpo``.
@@ -50,6 +51,7 @@ POLICIES: dict[str, str] = {
     "talr": "alphatoken.policies.talr:TALR",
     "dft": "alphatoken.policies.dft:DFT",
     "eaft": "alphatoken.policies.eaft:EAFT",
+    "cft": "alphatoken.policies.cft:CFT",
     "dpo": "alphatoken.policies.standard:DPO",
     "confpo": "alphatoken.policies.confpo:ConfPO",
     "sepo": "alphatoken.policies.sepo:SePO",

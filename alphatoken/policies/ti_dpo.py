@@ -69,16 +69,16 @@ def _or_one(total: Tensor) -> Tensor:
 
 
 class TIDPO(PreferencePolicy):
-    """Token-importance DPO: gradient attribution, a Gaussian prior, and two optional terms.
+    """Token-importance DPO: gradient attribution, a Gaussian prior, and a triplet loss.
 
         I_i = || d max logit(last position) / d e_i ||_1
         W   = lambda I / sum I + (1 - lambda) P          over the response, then mean 1
         L   = -log sigma(beta (sum W D - sum W D' - alpha (KL' - sg KL))) + gamma L_triplet
 
     ``D`` are log-ratios of the chosen response, ``D'`` of the rejected one; W carries no
-    gradient. ``tdpo_alpha`` and ``triplet_gamma`` are 0 unless given, and the name in records
-    says so. With both the terms run forwards of their own, through which the loss is
-    differentiable as well.
+    gradient. The triplet loss is part of the published loss, and on; TDPO's divergence is in the
+    code alone, and off. The name in records says which of them a run leaves out. Both run forwards
+    of their own, through which the loss is differentiable as well.
 
     At a budget: the ``keep_ratio`` of each response with the largest W, weight 1 (our reading).
 
@@ -89,8 +89,10 @@ class TIDPO(PreferencePolicy):
         span: "response", or "sequence": importance and prior over the prompt too (the code).
         normalize_prior: see ``importance_weights``.
         mean_one: see ``importance_weights``.
-        tdpo_alpha: factor of the full-vocabulary divergence; the code has 0.5.
-        triplet_gamma: factor of the triplet loss; the paper has 0.1.
+        tdpo_alpha: factor of the full-vocabulary divergence; the code has 0.5, the paper's
+            equations none.
+        triplet_gamma: factor of the triplet loss, the paper's 0.1; 0 leaves it out, and with it
+            the sampling of an anchor for each pair.
         triplet_margin: of its hinge; not in the paper, 0.001 in the code.
         anchor_tokens: longest sampled anchor.
         **base: see ``PreferencePolicy``.
@@ -121,7 +123,7 @@ class TIDPO(PreferencePolicy):
         normalize_prior: bool = True,
         mean_one: bool = True,
         tdpo_alpha: float = 0.0,
-        triplet_gamma: float = 0.0,
+        triplet_gamma: float = 0.1,
         triplet_margin: float = 0.001,
         anchor_tokens: int = 64,
         **base: Any,

@@ -1,4 +1,4 @@
-"""TI-DPO's two optional terms: TDPO's difference of sequence divergences, and the triplet loss."""
+"""TI-DPO's two further terms: the triplet loss, and TDPO's difference of sequence divergences."""
 
 from __future__ import annotations
 

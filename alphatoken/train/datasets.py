@@ -16,6 +16,7 @@ from alphatoken.errors import InputError
 __all__ = [
     "check_preference_rows",
     "check_sft_rows",
+    "cut_pair",
     "preference_problems",
     "preference_records",
     "record_counts",
@@ -94,6 +95,24 @@ def check_preference_rows(
         max_prompt_length=max_prompt_length,
     )
     _refuse(problems, dataset, name)
+
+
+def cut_pair(
+    row: Mapping[str, Any], *, max_prompt: int | None, max_response: int | None
+) -> dict[str, Any]:
+    """A tokenised pair whose prompt and responses are each cut to a length of their own.
+
+    A prompt keeps its end, which the response answers; a response keeps its start, which no later
+    token has changed. So did TRL while it had two limits.
+
+    Args:
+        row: with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
+        max_prompt: tokens of the prompt; None cuts nothing.
+        max_response: tokens of either response; None cuts nothing.
+    """
+    prompt = row["prompt_ids"] if max_prompt is None else row["prompt_ids"][-max_prompt:]
+    responses = {name: row[name][:max_response] for name in ("chosen_ids", "rejected_ids")}
+    return {**row, "prompt_ids": prompt, **responses}
 
 
 def sft_problems(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +18,8 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
-from alphatoken.train.datasets import check_preference_rows
+from alphatoken.support.options import option
+from alphatoken.train.datasets import check_preference_rows, cut_pair
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.given import model_name
 from alphatoken.train.mixin import AlphaTrainerMixin
@@ -42,9 +45,20 @@ _OWN_LOSS: Mapping[str, Any] = {
 
 @dataclass
 class AlphaDPOConfig(AlphaOptions, DPOConfig):
-    """TRL's ``DPOConfig`` and the fields of ``AlphaOptions``."""
+    """TRL's ``DPOConfig``, the fields of ``AlphaOptions``, and limits of prompt and response."""
 
     FAMILY: ClassVar[str] = "preference"
+
+    max_prompt_length: int | None = option(
+        None,
+        "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
+        "max_length. On the command line see long_prompts as well.",
+    )
+    max_response_length: int | None = option(
+        None,
+        "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
+        "max_length.",
+    )
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
@@ -54,6 +68,7 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
     def check_alpha(self) -> None:
         """As for all; and what has no meaning for pairs."""
         super().check_alpha()
+        self._check_lengths()
         if self.kept_normalization == "sum":
             raise ConfigError(
                 "kept_normalization='sum' is not defined for DPO",
@@ -65,6 +80,20 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
         policy = chosen_policy(self, None, self.FAMILY)
         if policy is not None:
             check_pair_policy(policy, self)
+
+    def _check_lengths(self) -> None:
+        for name in ("max_prompt_length", "max_response_length"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(
+                    f"{name} must be at least 1", got=repr(limit), remedy="null sets no limit"
+                )
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether a prompt that is cut to its own limit leaves room for a response."""
+        own, both = self.max_prompt_length, self.max_length
+        return own is not None and (both is None or own < both)
 
     def _check_masked_logit(self) -> None:
         for name, plain in _OWN_LOSS.items():
@@ -282,6 +311,25 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             current[0], current[1], reference[0], reference[1], kept[0], kept[1], self.beta
         )
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
+    ) -> Any:
+        """TRL's preparation, and each part cut to its own limit where there is one.
+
+        A prompt that is to be cut must not be dropped by TRL before for filling ``max_length``.
+        """
+        limits = (args.max_prompt_length, args.max_response_length)
+        if args.cuts_prompts:
+            args = copy.copy(args)
+            args.max_length = None
+        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[no-untyped-call]
+        if limits == (None, None):
+            return found
+        cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
+        # A stream takes no description.
+        named = {"desc": f"Cutting {dataset_name} pairs"} if hasattr(found, "__len__") else {}
+        return found.map(cut, **named)
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation."""

@@ -18,6 +18,7 @@ __all__ = [
     "chosen_policy",
     "read_policy_options",
     "trainer_fields",
+    "unread_options",
 ]
 
 TRAINER_POLICIES = ("top", "harmless", "random", "bottom", "all")
@@ -73,6 +74,40 @@ def trainer_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any] | No
     kind = import_module("alphatoken.policies").find_policy(name)
     fields = getattr(kind, "trainer_fields", None)
     return None if fields is None else dict(fields(**options))
+
+
+def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Options that the policy of a run does not look at or cannot run beside: name -> neutral.
+
+    A recipe says how its own policy is carried out. Another policy in its place has a rule of its
+    own, beside which the recipe's threshold, divisor or precomputed sums would be refused.
+
+    Args:
+        options: of the run, by name; of these ``policy``, ``policy_options`` and ``policy_mode``
+            are read.
+        family: "sft" or "preference", the trainer's.
+
+    Returns:
+        Empty for the trainers' own policies but "harmless", which has no ratio, and for a policy
+        that cannot be made: what is wrong with it is said where it is chosen.
+    """
+    name = options.get("policy") or "top"
+    if name in TRAINER_POLICIES:
+        return {"keep_scope": _ONLY_VALUES["keep_scope"]} if name == "harmless" else {}
+    try:
+        arguments = read_policy_options(options.get("policy_options"))
+        if trainer_fields(name, arguments) is not None:
+            return {}
+        mode = PolicySettings(mode=options.get("policy_mode") or "native")
+        policy = import_module("alphatoken.policies").policy(name, mode, **arguments)
+    except (ConfigError, TypeError):
+        return {}
+    found = dict(_ONLY_VALUES)
+    if mode.mode == "native" or type(policy).loss is not TokenPolicy.loss:
+        found["kept_normalization"] = "response"
+    if family == "preference" and policy.needs.reference:
+        found["precompute_ref_log_probs"] = False
+    return found
 
 
 def chosen_policy(

@@ -458,6 +458,27 @@ def test_every_policy_has_its_cells() -> None:
     assert all(order.index(n) < order.index(c.name) for c in cells for n in c.needs)
 
 
+def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> None:
+    """A grid on a recipe of the paper: its threshold and divisor are those of token values."""
+    said = {"model_name_or_path": "m", "keep_scope": "global", "kept_normalization": "sum"}
+    pairs = {"model_name_or_path": "m", "precompute_ref_log_probs": True, "keep_scope": "global"}
+    tasks = (TaskSpec("s", "sft", said, TARGET), TaskSpec("p", "dpo", pairs, TARGET))
+    known = known_methods()
+    methods = tuple(known[n] for n in ("stm", "alphatoken", "random", "harmless", "ti-dpo"))
+    cells = {(c.task, c.policy, c.mode): c.options for c in all_cells(Grid(tasks, methods, (0,)))}
+
+    def found(*cell: str) -> tuple[Any, Any]:
+        return cells[cell]["keep_scope"], cells[cell].get("kept_normalization")
+
+    assert found("s", "stm", "native") == ("batch", "response")
+    assert found("s", "stm", "budget") == ("batch", "sum")  # a budget is divided as asked
+    assert found("s", "alphatoken", "budget") == ("global", "sum")
+    assert found("s", "random", "budget") == ("global", "sum")
+    assert found("s", "harmless", "native") == ("batch", "sum")
+    assert cells["p", "ti-dpo", "native"]["precompute_ref_log_probs"] is False
+    assert cells["p", "alphatoken", "budget"]["precompute_ref_log_probs"] is True
+
+
 def test_references_may_need_references_but_not_themselves() -> None:
     mine = Method("mine", options={"policy": "all", "policy_options": {"oracle": "@b"}})
     chain = (Reference("a", "sft", {}), Reference("b", "dpo", {"model_name_or_path": "@a"}))

@@ -48,7 +48,7 @@ from tests.places import nightly
 
 EVERY_SFT = (
     "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1",
-    "flow", "talr", "dft", "eaft",
+    "flow", "talr", "dft", "eaft", "cft",
 )  # fmt: skip
 EVERY_PREFERENCE = ("random", "confpo", "sepo", "ti-dpo")
 SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
@@ -330,10 +330,13 @@ def warm(reference: Path) -> Callable[[], Any]:
 def test_every_sft_policy_trains(
     tmp_path: Path, reference: Path, warm: Any, name: str, mode: str
 ) -> None:
-    small = {"dimension": 32, "warmup_epochs": 1, "rank": 4, "share": 0.2}
+    small = {
+        "less": {"dimension": 32, "warmup_epochs": 1, "rank": 4, "share": 0.2},
+        "cft": {"max_new_tokens": 4},
+    }
     trainer = sft(
         tmp_path / "run",
-        policy_options=small if name == "less" else None,
+        policy_options=small.get(name),
         model=warm(),
         policy_reference=str(reference) if name in ("rho-1", "token-cleaning") else None,
         validation_dataset=sft_rows(8, seed=5),
@@ -349,7 +352,7 @@ def test_every_sft_policy_trains(
     if name != "random":
         record = json.loads((tmp_path / "run" / "policy.json").read_text())
         assert (record["policy"], record["settings"]["mode"]) == (name, mode)
-        assert bool(record["summary"]) == (name in ("stm", "xtf", "token-cleaning", "less"))
+        assert bool(record["summary"]) == (name in ("stm", "xtf", "token-cleaning", "less", "cft"))
         assert all(0 < share <= 1 for share in logged(trainer, "kept_share"))
         assert all(0 < share <= 1 + 1e-6 for share in logged(trainer, "effective_share"))
     if mode == "budget" and name in ("rho-1", "talr"):
@@ -366,7 +369,7 @@ def test_every_preference_policy_trains(tmp_path: Path, reference: Path, name: s
     trainer.train()
     if name == "ti-dpo":
         record = json.loads((tmp_path / "run" / "policy.json").read_text())
-        assert record["policy"] == "ti-dpo (no triplet, no KL)"
+        assert record["policy"] == "ti-dpo (no KL)"
     assert len(losses(trainer)) == 3
     assert moved(trainer, model()) > 1e-5
 

@@ -112,12 +112,15 @@ def test_what_the_paper_says(task: str, model: str) -> None:
     assert len(found.scored["layers"]) == 3
     assert (args.validation_batch_size, arguments.data.validation_rows) == (32, 32)
     assert args.held_out_share == 0
+    assert (args.keep_scope, args.max_grad_norm) == ("global", 0.0)
+    assert args.kept_normalization == ("response" if task == "ultrafeedback" else "sum")
     assert (args.fisher_samples, arguments.data.fisher_prompts) == (1000, 1000)
     assert (args.retention, args.fisher_labels, args.policy) == ("diagonal", "sequence", "top")
     assert args.estimator == "alphatoken"
     if task == "ultrafeedback":
         assert args.beta == 0.1
-        assert arguments.data.max_prompt_length == 1024
+        assert (args.max_prompt_length, args.max_response_length) == (1024, 1024)
+        assert arguments.data.long_prompts == "cut"
         assert not args.shared_threshold
         assert not args.masked_logit
 
@@ -221,6 +224,38 @@ def test_the_plan_says_what_a_policy_keeps(
         assert found.batch["kept_at_most"] == found.batch["tokens_at_most"]
     show_plan(found, as_json=False)
     assert said in capsys.readouterr().out
+
+
+def test_what_a_recipe_says_of_values_gives_way_to_another_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named on the command line or by a later recipe; what is said beside it is refused."""
+    found = plan("magicoder-llama", "--policy", "stm")
+    assert not {"keep_scope", "kept_normalization"} & set(found.options)
+    assert "keep_scope, kept_normalization of the recipe: of no use to policy stm" in str(
+        found.notes
+    )
+    assert plan("magicoder-llama", "--policy", "bottom").options["keep_scope"][0] == "global"
+    assert plan("magicoder-llama", "--policy", "harmless").options.get("keep_scope") is None
+    later = tmp_path / "later.yaml"
+    later.write_text("policy: stm\n")
+    words = ["sft", "--config", "magicoder-llama", "--config", str(later), "--dry-run"]
+    assert main(words) == 0
+    later.write_text("policy: stm\nkeep_scope: global\n")
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "keep_scope belongs to token values" in capsys.readouterr().err
+    assert main([*words[:3], "--policy", "stm", "--keep_scope", "global", "--dry-run"]) == 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ti_dpo_runs_on_the_papers_recipe(model: str) -> None:
+    """As published, with its triplet loss; the reference stays in memory and is counted."""
+    name = f"ultrafeedback-{model}"
+    found = plan(name, "--policy", "ti-dpo")
+    assert found.memory.reference > 5 * 2**30
+    assert plan(name).memory.reference == 0
+    assert "precompute_ref_log_probs" in str(found.notes)
 
 
 def test_options_that_are_the_default_are_not_listed() -> None:

@@ -84,6 +84,12 @@ FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FO
 TALR = by("test_policies::test_talr_by_hand")
 DFT = by("test_policies::test_dft_by_hand")
 EAFT = by("test_policies::test_eaft_by_hand")
+CFT = by(
+    "test_policies_cft::test_critical_tokens_are_those_of_one_continuation_at_a_time", FOLDER, 2, 7
+)
+CFT_MASK = by("test_policies_cft::test_the_mask_is_kept_and_found_in_any_batch", FOLDER)
+CFT_ANSWER = by("test_policies_cft::test_the_last_answer_counts", "3 + 4 = 7", r"\d", "7")
+CUT = by("test_paper_gaps::test_gap_17_prompt_and_response_are_cut_apart")
 SSTOKEN = by("test_policies::test_sstoken_by_hand")
 HEADS = by("test_policies::test_prompt_attention_averages_heads")
 FLOW = by("test_policies::test_flow_by_hand", FOLDER, False)
@@ -281,6 +287,37 @@ MUTANTS = (
         "the less likely a token, the more it weighs",
         ("dft.DFT.native_weights", "batch.log_probs.exp()", "1 - batch.log_probs.exp()"),
         DFT,
+    ),
+    _policy(
+        "cft-of-any",
+        "a token is critical where one of its replacements fails",
+        ("cft.CFT.native_keep", "== 1", "> 0"),
+        CFT_MASK,
+    ),
+    _policy(
+        "cft-replaced-by-itself",
+        "a token is among its own replacements",
+        ("cft._Reading._wrong", "[top[t - 1] != ids[t]]", ""),
+        CFT,
+    ),
+    _policy(
+        "cft-one-position-late",
+        "replacements are those that the token itself predicts",
+        ("cft._Reading._wrong", "top[t - 1]", "top[t]"),
+        CFT,
+    ),
+    _policy(
+        "cft-first-answer",
+        "the first number of a response is its answer",
+        ("cft.final_answer", "found[-1]", "found[0]"),
+        CFT_ANSWER,
+    ),
+    Mutant(
+        "prompt-loses-its-end",
+        "a long prompt keeps its beginning, and the question goes",
+        (Edit("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]"),),
+        (CUT,),
+        listed=False,
     ),
     _policy(
         "eaft-in-nats",

@@ -1,14 +1,20 @@
-"""The eleven gaps of the paper, each shown in numbers: what holds, and what does not.
+"""The gaps of the paper, each shown in numbers: what holds, and what does not.
 
 Numbering as in docs/paper-gaps.md. Every test has both sides: the statement that the library
-stands on, and a number that rules the other reading out.
+stands on, and a number that rules the other reading out. From 12 on they are about how a run is
+set: default, recipe, and what the difference does; these need TRL.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -297,3 +303,420 @@ def test_gap_11_fisher_prompts_are_held_out_and_the_reference_is_a_choice() -> N
     warm = {n: p.detach().clone() for n, p in named.items()}
     assert all(bool(v.any()) for v in FisherDrift(fisher, pretrained).direction(named).values())
     assert not any(bool(v.any()) for v in FisherDrift(fisher, warm).direction(named).values())
+
+
+# --- settings of a run --------------------------------------------------------------------------
+
+TASKS = ("magicoder", "metamath", "ultrachat", "ultrafeedback")
+BACKBONES = ("llama", "gemma", "qwen")
+VALUED = [f"{task}-{model}" for task in TASKS if task != "ultrachat" for model in BACKBONES]
+PAIRS = [name for name in VALUED if name.startswith("ultrafeedback")]
+EVERY = [f"{task}-{model}" for task in TASKS for model in BACKBONES]
+
+
+@pytest.fixture(autouse=True)
+def settings_need_trl(request: pytest.FixtureRequest) -> None:
+    """Rows of the page from 12 on are about options of its trainers."""
+    number = re.match(r"test_gap_(\d+)", request.node.name)
+    if number is None or int(number[1]) >= 12:
+        pytest.importorskip("trl")
+
+
+@cache
+def arguments(name: str, *words: str) -> Any:
+    """A packaged recipe as the command line reads it; a name of no recipe: the defaults alone."""
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.training import trainer_of
+
+    command = "dpo" if name in (*PAIRS, "dpo") else "sft"
+    recipe = ["--config", name] if name in EVERY else ["--output_dir", "out", "--bf16", "false"]
+    return read_arguments(command, [*recipe, "--dry-run", *words], trainer_of(command)[0])
+
+
+def recipe_values(option: str, names: Any = EVERY) -> set[Any]:
+    """What the recipes say of one option of the trainer."""
+    return {getattr(arguments(name).training, option) for name in names}
+
+
+def default(option: str, command: str = "sft") -> Any:
+    return getattr(arguments(command).training, option)
+
+
+def adam_steps(gradients_of_steps: list[Tensor], eps: float = 1e-8) -> Tensor:
+    """Where AdamW without decay takes a weight of zero along these gradients."""
+    weight = torch.zeros_like(gradients_of_steps[0], requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.0, eps=eps)
+    for gradient in gradients_of_steps:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    return weight.detach()
+
+
+def drawn_gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        scale * torch.randn(40, generator=generator, dtype=torch.float64)
+        for scale in (1.0, 0.1, 3.0, 0.5)
+    ]
+
+
+def test_gap_12_the_loss_is_a_sum_over_kept_tokens() -> None:
+    from alphatoken.train.micro_batch import MicroBatch, normalised
+
+    mask = torch.tensor([[False, True, True, True, True]])
+    kept = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0]])
+    losses = torch.tensor([[0.0, 0.5, 2.0, 1.0, 4.0]])
+    batch = MicroBatch({}, torch.zeros(1, 5), mask, [slice(0, 1)], lambda m, _: 1 / int(m.sum()))
+    mean = 1 / int(mask.sum())  # the trainer's own divisor, in its coefficients already
+
+    def loss(kind: str) -> float:
+        return float((mean * normalised(kept, batch, kind) * losses).sum())
+
+    assert loss("sum") == pytest.approx(5.5)  # eq. sft_masked_loss
+    assert loss("response") == pytest.approx(5.5 / 4)
+    assert recipe_values("kept_normalization", set(VALUED) - set(PAIRS)) == {"sum"}
+    assert recipe_values("kept_normalization", PAIRS) == {"response"}  # a mean over pairs
+    assert default("kept_normalization") == "response"
+    # One constant factor at every step: AdamW's steps are the same, but for epsilon.
+    steps = drawn_gradients()
+    thousand = adam_steps([1000 * g for g in steps])
+    close(adam_steps(steps, eps=0.0), adam_steps([1000 * g for g in steps], eps=0.0), 1.0, MODEL)
+    assert float((adam_steps(steps) - thousand).abs().max()) < 1e-6
+    tiny = [1e-8 * g for g in steps]
+    assert far(adam_steps(tiny), adam_steps([1000 * g for g in tiny]))  # epsilon is felt here
+
+
+def test_gap_13_clipping_is_no_constant_factor() -> None:
+    def clipped(steps: list[Tensor]) -> list[Tensor]:
+        return [g * min(1.0, 1.0 / float(g.norm())) for g in steps]
+
+    steps = drawn_gradients()
+    large = [1000 * g for g in steps]
+    assert far(adam_steps(clipped(large)), adam_steps(large))
+    norms = {round(float(g.norm()), 9) for g in clipped(large)}
+    assert norms == {1.0}  # every step of a sum has one length, whatever its batch was
+    assert recipe_values("max_grad_norm") == {0.0}
+    assert default("max_grad_norm") == 1.0
+
+
+def test_gap_14_a_threshold_of_the_batch_is_not_one_of_each_micro_batch() -> None:
+    from alphatoken.train.distributed import Ranks, global_selection
+
+    values = [torch.tensor([[9.0, 8.0, 7.0, 6.0]]), torch.tensor([[1.0, 2.0, 3.0, 4.0]])]
+    masks = [torch.ones(1, 4, dtype=torch.bool)] * 2
+
+    def half(v: Tensor, m: Tensor) -> Tensor:
+        return selection.select_top(v, m, 0.5).to(v)
+
+    class Alone:
+        num_processes, process_index, device = 1, 0, torch.device("cpu")
+
+    whole = global_selection(Ranks(Alone()), values, masks, half)
+    assert [int(w.sum()) for w in whole] == [4, 0]
+    assert [int(half(v, m).sum()) for v, m in zip(values, masks, strict=True)] == [2, 2]
+    assert recipe_values("keep_scope", VALUED) == {"global"}
+    assert default("keep_scope") == "batch"
+
+
+def test_gap_15_validation_rows_beside_training_rows_or_alone_give_one_gradient() -> None:
+    model = CASE.model()
+    parameters = parameters_of(ALL, ReferenceAdapter(model))
+    alone, training = CASE.validation[0], CASE.batch
+    width = max(alone["input_ids"].shape[1], training["input_ids"].shape[1])
+
+    def padded(batch: Any, name: str, value: int) -> Tensor:
+        given = batch.get(name)
+        given = torch.ones_like(batch["input_ids"]) if given is None else given
+        return torch.nn.functional.pad(given, (0, width - given.shape[1]), value=value)
+
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    joint = {n: torch.cat([padded(b, n, v) for b in (training, alone)]) for n, v in fills.items()}
+    rows = len(training["input_ids"])
+    losses = gradients.run_losses(forward_of(model), joint)
+    there = [loss for (row, _), loss in losses.items() if row >= rows]
+    own = list(gradients.run_losses(forward_of(model), alone).values())
+    assert len(there) == len(own) > 0
+    names, tensors = zip(*parameters.items(), strict=True)
+    found, wanted = (
+        torch.autograd.grad(torch.stack(part).mean(), tensors, retain_graph=True)
+        for part in (there, own)
+    )
+    for name, one, two in zip(names, found, wanted, strict=True):
+        close(one, two, two.abs().sum(), MODEL, name=f"G at {name}")
+    both = torch.autograd.grad(torch.stack(list(losses.values())).mean(), tensors)
+    assert any(far(one, two) for one, two in zip(both, wanted, strict=True))  # all rows of it
+    assert default("direction_steps") == 1  # once an optimizer step, as the weights move
+
+
+def test_gap_16_all_thirty_two_validation_rows_are_used() -> None:
+    from alphatoken.train.pool import ValidationPool
+
+    def used(args: Any) -> int:
+        share = args.held_out_share if args.held_out_steps else 0.0
+        pool = ValidationPool(32, args.validation_batch_size, held_out_share=share)
+        assert pool.rows(0) == pool.rows(7)  # fixed
+        return len(pool.rows(0))
+
+    assert {used(arguments(name).training) for name in VALUED} == {32}
+    assert {arguments(name).data.validation_rows for name in VALUED} == {32}
+    assert recipe_values("validation_mode", VALUED) == {"fixed"}
+    assert used(arguments("sft").training) == 26
+
+
+def test_gap_17_prompt_and_response_are_cut_apart() -> None:
+    from alphatoken.train.datasets import cut_pair
+
+    row = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5, 6, 7], "rejected_ids": [8]}
+    cut = cut_pair(row, max_prompt=2, max_response=2)
+    assert cut == {"prompt_ids": [3, 4], "chosen_ids": [5, 6], "rejected_ids": [8]}
+    together = (row["prompt_ids"] + row["chosen_ids"])[:4]  # one limit of the same sum
+    assert not set(together) & set(row["chosen_ids"])  # leaves no response at all
+    for name in PAIRS:
+        read = arguments(name)
+        limits = (read.training.max_prompt_length, read.training.max_response_length)
+        assert limits == (1024, 1024)
+        assert read.training.max_length == sum(limits)
+        assert read.data.long_prompts == "cut"
+    assert default("max_response_length", "dpo") is None
+    assert arguments("dpo").data.long_prompts == "drop"
+
+
+def test_gap_18_a_small_drift_is_lost_in_bf16_weights() -> None:
+    weight = torch.tensor([1.0, -0.5, 0.25])
+    moved = weight + 1e-3 * torch.tensor([1.0, 0.5, 0.25])  # under half a step of bf16
+    drift = FisherDrift({"w.weight": torch.ones(3)}, {"w.weight": weight})
+    exact = drift.direction({"w.weight": moved})["w.weight"]
+    copied = drift.direction({"w.weight": moved.bfloat16().float()})["w.weight"]
+    close(exact.double(), (moved - weight).double(), 1.0, 1e-9)
+    assert not bool(copied.any())
+    from alphatoken.train.masters import Masters
+
+    masters = Masters(lambda name, parameter: moved, {"w.weight": torch.bfloat16})
+    read = {"w.weight": masters.weight("w.weight", moved)}
+    assert torch.equal(masters.started(drift).direction(read)["w.weight"], exact)
+
+
+def test_gap_19_omega_reads_the_reference_through_its_sums() -> None:
+    def omega(chosen: Tensor, rejected: Tensor, beta: float = 0.1) -> Tensor:
+        ours = torch.tensor([-3.0, -1.0, -2.0], dtype=torch.float64)
+        s = beta * ((ours - chosen).sum() - (ours * 1.5 - rejected).sum())
+        return beta * torch.sigmoid(-s)
+
+    chosen = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    spread = torch.tensor([-4.0, -1.0, -1.0], dtype=torch.float64)  # the same sum
+    rejected = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    assert torch.equal(omega(chosen, rejected), omega(spread, rejected))
+    assert omega(chosen - 1.0, rejected) != omega(chosen, rejected)
+    assert recipe_values("precompute_ref_log_probs", PAIRS) == {True}
+    assert default("precompute_ref_log_probs", "dpo") is False
+
+
+def test_gap_20_the_fisher_of_a_cut_response_is_that_of_its_beginning() -> None:
+    """E[grad log p(y_1)] is 0 and E of its square the Fisher: whatever would have come after."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    p = logits.softmax(-1)
+    slopes = [torch.autograd.grad(p.log()[y], logits, retain_graph=True)[0] for y in range(3)]
+    mean = sum(p[y].detach() * slopes[y] for y in range(3))
+    fisher = sum(p[y].detach() * slopes[y].square() for y in range(3))
+    close(mean, torch.zeros(3).double(), 1.0, 1e-12)
+    close(fisher, (p * (1 - p)).detach(), 1.0, 1e-12)
+    assert recipe_values("fisher_max_new_tokens", VALUED) == {256}
+    assert inspect.signature(fit_fisher).parameters["max_new_tokens"].default == 256
+    assert recipe_values("fisher_samples", VALUED) == {1000}
+    assert recipe_values("fisher_labels", VALUED) == {"sequence"}
+
+
+def test_gap_21_rows_that_repeat_a_held_out_row_are_not_trained_on() -> None:
+    twice = [("same question", 0), ("same question", 1), *((f"question {i}", i) for i in range(8))]
+    rows = [
+        Row(i, f"rows, {i}", (Turn("user", q), Turn("assistant", f"answer {a}")))
+        for i, (q, a) in enumerate(twice)
+    ]
+    seeds = range(40)
+    pools = [split_pools(rows, validation_rows=3, fisher_rows=0, seed=seed) for seed in seeds]
+    hit = [p for p in pools if any(row.prompt == "same question" for row in p.validation)]
+    assert hit, "no draw held the repeated row out"
+    for found in hit:
+        assert not any(row.prompt == "same question" for row in found.train)
+    assert any(len(p.train) == 7 for p in pools)  # nothing removed where nothing repeats
+    for name in VALUED:
+        assert arguments(name).data.on_leak == "remove"
+        assert arguments(name).data.on_bad_rows == "drop"
+
+
+def test_gap_22_adamw_and_a_cosine_and_nothing_else() -> None:
+    for name in EVERY:
+        args = arguments(name).training
+        found = (args.optim.value, args.lr_scheduler_type.value, args.warmup_steps)
+        assert found == ("adamw_torch", "cosine", 0), name
+        assert args.weight_decay == 0.0
+        torch_own = inspect.signature(torch.optim.AdamW).parameters
+        assert (args.adam_beta1, args.adam_beta2) == torch_own["betas"].default
+        assert args.adam_epsilon == torch_own["eps"].default
+    assert default("lr_scheduler_type").value == "linear"
+
+
+def test_gap_23_one_template_for_all_methods_of_a_backbone() -> None:
+    for model in BACKBONES:
+        names = [f"{task}-{model}" for task in TASKS if task != "ultrafeedback"]
+        templates = {arguments(name).training.chat_template_path for name in names}
+        assert len(templates) == 1
+        assert Path(templates.pop()).read_text(encoding="utf-8")
+        ends = {arguments(name).training.eos_token for name in names}
+        assert len(ends) == 1
+        # The preferences begin with the warm-started model, whose tokenizer brings the template.
+        pairs, warm = arguments(f"ultrafeedback-{model}"), arguments(f"ultrachat-{model}")
+        assert pairs.model.model_name_or_path == warm.training.output_dir
+    assert {arguments(name).data.turns for name in EVERY} == {"all"}
+
+
+def test_gap_24_published_ratios_or_one_budget_for_all() -> None:
+    from alphatoken.policies import policy
+    from alphatoken.train.policy import PolicySettings
+
+    assert PolicySettings().mode == "native"
+    assert policy("sstoken").native_ratio == 0.6  # its own, not the paper's 0.5
+    settings = arguments("magicoder-llama", "--policy", "sstoken", "--policy_mode", "budget")
+    assert settings.training.policy_settings().keep_ratio == 0.5
+    assert "keep_scope" in settings.unread  # the threshold is the recipe's own policy's
+    native = arguments("magicoder-llama", "--policy", "stm")
+    assert set(native.unread) == {"keep_scope", "kept_normalization"}
+    assert native.training.kept_normalization == "response"
+    assert native.training.max_grad_norm == 0.0  # of the run, whatever its policy
+
+
+def test_gap_25_ti_dpo_has_its_triplet_and_runs_on_the_recipes() -> None:
+    from alphatoken.policies.ti_dpo import TIDPO
+
+    assert (TIDPO().triplet_gamma, TIDPO().tdpo_alpha) == (0.1, 0.0)
+    for name in PAIRS:
+        found = arguments(name, "--policy", "ti-dpo")
+        assert found.training.precompute_ref_log_probs is False
+        assert set(found.unread) == {"keep_scope", "precompute_ref_log_probs"}
+        assert found.run.accelerate_config == "zero2"  # whole weights on each process
+        kept = arguments(name, "--policy", "confpo")
+        assert kept.training.precompute_ref_log_probs is True  # it reads no reference
+
+
+def test_gap_26_adapters_in_attention_and_mlp() -> None:
+    from alphatoken.compare.methods import known_methods
+
+    options = known_methods()["lora"].options
+    assert options["lora_target_modules"] == ["all-linear"]
+    sizes = [options[name] for name in ("lora_r", "lora_alpha", "lora_dropout")]
+    assert sizes == [16, 32, 0.05]
+    assert "learning_rate" not in options
+    assert {arguments(name).model.use_peft for name in EVERY} == {False}
+
+
+def test_gap_27_linears_of_the_last_three_layers_and_nothing_else() -> None:
+    model = make_case(("pprr",), (("pr",),), layers=4, heads=2, kv_heads=2, seed=1).model()
+    scorer = Scorer(model, CASE.validation[:1], None, ScorerConfig("path", layers=3))
+    names = set(scorer.direction.adaptation)
+    every = {n for n, p in model.named_parameters() if p.requires_grad}
+    last = {n for n in every if n.startswith(("layers.1.", "layers.2.", "layers.3."))}
+    assert names < last
+    assert all("norm" not in name and name.endswith("weight") for name in names)
+    assert {n.split(".")[1] for n in names} == {"1", "2", "3"}
+    assert recipe_values("score_layers", VALUED) == {"3"}
+    assert recipe_values("value_parameters", VALUED) == {"linears"}
+    assert recipe_values("score_bias", VALUED) == {False}
+
+
+def test_gap_28_the_validation_gradient_does_not_grow_with_its_batch() -> None:
+    model = CASE.model()
+    once = Scorer(model, CASE.validation, None, ScorerConfig("path", layers="all"))
+    doubled = [*CASE.validation, *CASE.validation]
+    twice = Scorer(model, doubled, None, ScorerConfig("path", layers="all"))
+    for name, one in once.direction.adaptation.items():
+        two = twice.direction.adaptation[name]
+        close(one, two, one.abs().sum(), MODEL, name=f"G at {name}")
+        assert far(one, 2 * two)
+
+
+def test_gap_29_one_seed_a_recipe_three_a_grid() -> None:
+    from alphatoken.compare.grid import Grid
+
+    assert Grid.seeds == (0, 1, 2)
+    assert recipe_values("seed") == {0}
+
+
+def test_gap_30_data_sets_of_the_papers_size() -> None:
+    expected = {
+        "magicoder": ("ise-uiuc/Magicoder-OSS-Instruct-75K", 75_000),
+        "ultrachat": ("HuggingFaceH4/ultrachat_200k", 200_000),
+        "ultrafeedback": ("argilla/ultrafeedback-binarized-preferences", 63_600),
+    }
+    for task, (name, size) in expected.items():
+        for model in BACKBONES:
+            read = arguments(f"{task}-{model}")
+            assert read.data.dataset_name == name
+            assert read.recipe.expected_rows == pytest.approx(size, rel=0.05)
+    for option in ("num_train_epochs", "max_length", "learning_rate"):
+        for model in BACKBONES:
+            like = getattr(arguments(f"magicoder-{model}").training, option)
+            assert getattr(arguments(f"metamath-{model}").training, option) == like
+
+
+def test_gap_31_no_training_recipe_says_how_a_model_is_judged() -> None:
+    said = {name for task in EVERY for name in arguments(task).recipe.options}
+    assert not {n for n in said if re.search("shot|judge|task|win_rate", n)}
+    assert recipe_values("eval_strategy") == {"no"}
+
+
+def test_gap_32_batches_are_the_papers_in_any_layout() -> None:
+    from alphatoken.cli.recipes import accelerate_config
+
+    for name in EVERY:
+        read = arguments(name)
+        layout = read.run.accelerate_config
+        processes = accelerate_config(layout)[1]["num_processes"]
+        args = read.training
+        rows = processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert rows == (128 if name.startswith("ultrachat") else 64)
+        assert layout in ("fsdp2", "zero2")
+        assert (args.bf16, args.gradient_checkpointing) == (True, True)
+        assert read.model.dtype == "float32"
+
+
+def test_gap_33_what_no_row_reaches_is_frozen_and_two_of_three_layers_have_no_attention() -> None:
+    from alphatoken.cli.planning import meta_model
+
+    model, _ = meta_model(arguments("magicoder-gemma"))
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert any("vision" in name for name in frozen)
+    assert not any("language_model" in name for name in frozen)
+    qwen, _ = meta_model(arguments("magicoder-qwen"))
+    kinds = qwen.config.get_text_config().layer_types[-3:]
+    assert kinds == ["linear_attention", "linear_attention", "full_attention"]
+
+
+def test_gap_34_a_row_is_a_row_of_the_batch() -> None:
+    for name in EVERY:
+        args = arguments(name).training
+        assert not getattr(args, "packing", False)
+        assert not getattr(args, "padding_free", False)
+        assert args.dataloader_drop_last is False
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "paper-gaps.md"
+
+
+def test_every_option_of_the_recipes_has_a_place() -> None:
+    """Nothing that a recipe sets is silent, and the page names nothing that none sets."""
+    text = PAGE.read_text(encoding="utf-8").split("## The paper's recipes, option by option")[1]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
+    places = {name: place for names, place in rows for name in re.findall(r"`([a-z0-9_]+)`", names)}
+    assert all(place for place in places.values())
+    said = {name for task in EVERY for name in arguments(task).recipe.options}
+    assert said == set(places)
+
+
+def test_every_row_of_the_page_has_its_test() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    numbers = [int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
+    assert numbers == list(range(1, 35))
+    tests = {name for name in globals() if name.startswith("test_gap_")}
+    for number in numbers:
+        assert f"`test_gap_{number:02d}`" in text
+        assert len([name for name in tests if name.startswith(f"test_gap_{number:02d}_")]) == 1

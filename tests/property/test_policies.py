@@ -36,7 +36,7 @@ from tests.integration import tiny_training as tiny
 
 NAMES = (
     "standard", "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken",
-    "rho-1", "flow", "talr", "dft", "eaft", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken",
+    "rho-1", "flow", "talr", "dft", "eaft", "cft", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken",
     "label",
 )  # fmt: skip
 SIDES = ("left", "right")

@@ -438,7 +438,7 @@ def test_equal_importance_and_no_prior_is_dpo() -> None:
     batch = case.batch()
     weights = importance_weights(case.mask.double(), case.mask, mix=1.0)
     close(weights, case.mask.double(), 1.0, EXACT, name="uniform W")
-    found = TIDPO().loss(batch, batch.log_probs, weights)
+    found = TIDPO(triplet_gamma=0.0).loss(batch, batch.log_probs, weights)
     chosen, rejected = (batch.log_probs - batch.reference).sum(-1).chunk(2)
     plain = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
     close(found, plain, 1.0, EXACT, name="TI-DPO with uniform W")
@@ -658,7 +658,7 @@ def with_terms(case: Pairs, model: Embedded, reference: Embedded, **options: flo
 def test_the_divergence_enters_the_margin_with_a_stopped_gradient(case: Pairs, seed: int) -> None:
     """Value and gradient of -log sigma(beta (u - u' - alpha (KL' - sg KL)))."""
     model, reference = decoder(seed), decoder(seed + 1)
-    policy, batch = with_terms(case, model, reference, tdpo_alpha=0.5)
+    policy, batch = with_terms(case, model, reference, tdpo_alpha=0.5, triplet_gamma=0.0)
     weights = case.mask.double()
     found = policy.loss(batch, batch.log_probs, weights)
     inputs = {k: batch.inputs[k] for k in ("input_ids", "attention_mask")}
@@ -726,9 +726,10 @@ def test_the_triplet_loss_reaches_policy_through_anchor_and_pairs() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    assert TIDPO().variant == "ti-dpo (no triplet, no KL)"
-    assert TIDPO(tdpo_alpha=0.5).variant == "ti-dpo (no triplet)"
-    assert TIDPO(tdpo_alpha=0.5, triplet_gamma=0.1).variant == "ti-dpo"
+    assert TIDPO().variant == "ti-dpo (no KL)"
+    assert TIDPO(triplet_gamma=0.0).variant == "ti-dpo (no triplet, no KL)"
+    assert TIDPO(triplet_gamma=0.0, tdpo_alpha=0.5).variant == "ti-dpo (no triplet)"
+    assert TIDPO(tdpo_alpha=0.5).variant == "ti-dpo"
 
 
 # --- budget, padding, batches: all of them --------------------------------------------------------
@@ -818,7 +819,7 @@ def test_missing_inputs_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="plain forward of the reference"):
         TIDPO(tdpo_alpha=0.5).loss(batch, batch.log_probs, case.weights())
     with pytest.raises(InputError, match="generator"):
-        TIDPO(triplet_gamma=0.1).loss(batch, batch.log_probs, case.weights())
+        TIDPO().loss(batch, batch.log_probs, case.weights())
     with pytest.raises(InputError, match="chosen rows, then as many rejected"):
         weighted_simpo_losses(torch.zeros(3, 4), torch.ones(3, 4), beta=1.0, gamma=0.0)
     with pytest.raises(InputError, match="no prompt or no chosen response"):

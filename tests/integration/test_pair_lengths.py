@@ -1,0 +1,106 @@
+"""Limits of prompt and response apart, as TRL had them and the paper names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from alphatoken.cli import main
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.training_data import load_run_data
+from alphatoken.errors import ConfigError
+from alphatoken.train.datasets import cut_pair
+from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from tests.integration.tiny_training import model, options, preference_rows, tokenizer
+
+LIMITS: dict[str, Any] = {"max_prompt_length": 5, "max_response_length": 9}
+PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def trainer(folder: Path, rows: Any, **more: Any) -> AlphaDPOTrainer:
+    args = AlphaDPOConfig(**options(folder, policy="all", export_values=False, max_steps=2, **more))
+    return AlphaDPOTrainer(
+        model=model(), ref_model=model(), train_dataset=rows, processing_class=tokenizer(),
+        args=args,
+    )  # fmt: skip
+
+
+def test_a_prompt_keeps_its_end_and_a_response_its_start(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", preference_rows(8)).train_dataset
+    cut = trainer(tmp_path / "cut", preference_rows(8), **LIMITS)
+    for before, after in zip(whole, cut.train_dataset, strict=True):
+        assert len(before["prompt_ids"]) > 5, "no prompt of these is long: nothing was cut"
+        assert after["prompt_ids"] == before["prompt_ids"][-5:]
+        for name in PARTS[1:]:
+            assert after[name] == before[name][:9]
+    assert any(len(row["rejected_ids"]) > 9 for row in whole)
+    cut.train()
+    assert cut.state.global_step == 2
+
+
+def test_a_prompt_that_fills_the_length_is_cut_and_not_dropped(tmp_path: Path) -> None:
+    """TRL drops it where its own limit, of both together, is the only one."""
+    rows = [*preference_rows(8), {"prompt": "1" * 70, "chosen": " yes", "rejected": " no"}]
+    assert len(trainer(tmp_path / "one", Dataset.from_list(rows)).train_dataset) == 8
+    both = trainer(tmp_path / "two", Dataset.from_list(rows), **LIMITS).train_dataset
+    assert len(both) == 9
+    assert len(both[8]["prompt_ids"]) == 5
+
+
+def test_validation_rows_and_streams_are_cut_alike(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", preference_rows(8), **LIMITS)
+    (row, *_) = made.tokenised(preference_rows(2, seed=5), "validation")
+    assert len(row["prompt_ids"]) == 5
+    stream = IterableDataset.from_generator(lambda: iter(preference_rows(4)))
+    assert [len(row["prompt_ids"]) for row in made.tokenised(stream, "streamed")] == [5] * 4
+
+
+def test_no_limit_cuts_nothing() -> None:
+    row = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6], "ref": 0.5}
+    assert cut_pair(row, max_prompt=None, max_response=None) == row
+    assert cut_pair(row, max_prompt=1, max_response=1) == {
+        "prompt_ids": [3], "chosen_ids": [4], "rejected_ids": [6], "ref": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_of_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+        AlphaDPOConfig(**options(tmp_path, **{name: 0}))
+    AlphaDPOConfig(**options(tmp_path, **{name: 1}))
+
+
+def test_a_limit_above_max_length_leaves_max_length(tmp_path: Path) -> None:
+    """A prompt of 70 tokens cut to 68 would still fill a length of 64."""
+    rows = [*preference_rows(8), {"prompt": "1" * 70, "chosen": " yes", "rejected": " no"}]
+    made = trainer(tmp_path, Dataset.from_list(rows), max_prompt_length=68)
+    assert len(made.train_dataset) == 8
+
+
+def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [*preference_rows(12), {"prompt": "1" * 90, "chosen": " yes", "rejected": " no"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "--train_file", str(file), "--use_cpu", "--bf16", "false", "--validation_rows", "2",
+        "--fisher_prompts", "2", "--output_dir", str(tmp_path / "out"), "--max_length", "80",
+        "--max_prompt_length", "60",
+    ]  # fmt: skip
+
+    def left(*more: str) -> tuple[int, str]:
+        data = load_run_data(read_arguments("dpo", [*words, *more], AlphaDPOConfig), tokenizer())
+        return len(data.train), " ".join(data.notes)
+
+    assert left()[0] == 8
+    assert "longer than 60 tokens" in left()[1]
+    assert left("--long_prompts", "cut")[0] == 9
+    assert "longer than" not in left("--long_prompts", "cut")[1]
+
+
+def test_a_limit_of_pairs_is_no_option_of_sft(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--config", "laptop-sft", "--max_prompt_length", "9", "--dry-run"]) == 2
+    assert "there is no such option" in capsys.readouterr().err

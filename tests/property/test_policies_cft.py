@@ -1,0 +1,182 @@
+"""CFT: critical tokens against one continuation at a time, and on a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alphatoken.errors import ConfigError, DataError, UnsupportedError
+from alphatoken.policies.cft import CFT, NUMBER, final_answer
+from alphatoken.train.policy import PolicySettings, PolicyStage
+from alphatoken.train.sft import padded_batch
+from alphatoken.train.token_table import TokenTable
+from tests.integration import tiny_training as tiny
+
+Row = dict[str, Any]
+
+
+def rows_of(texts: list[tuple[str, str]], tokenizer: Any) -> list[Row]:
+    """Prompt and response of each row, tokenised apart."""
+    found = []
+    for prompt, response in texts:
+        before, after = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, response)
+        )
+        found.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
+    return found
+
+
+def stage(folder: Path, rows: list[Row], model: Any, tokenizer: Any) -> PolicyStage:
+    return PolicyStage(
+        model, rows, (), lambda part: padded_batch(part, 0, "cpu"), None, folder, 3, False,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def one_at_a_time(
+    row: Row, model: Any, tokenizer: Any, alternatives: int, most: int
+) -> list[float]:
+    """Share of wrong ends of each response token, by transformers' own greedy generation."""
+    ids, labels = row["input_ids"], row["labels"]
+    start = next(i for i, label in enumerate(labels) if label != -100)
+
+    def said(tokens: list[int]) -> str | None:
+        return final_answer(tokenizer.decode(tokens, skip_special_tokens=True), NUMBER)
+
+    target, shares = said(ids[start:]), []
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    for t in range(start, len(ids)):
+        order = logits[t - 1].argsort(descending=True).tolist()
+        others = [token for token in order if token != ids[t]][:alternatives]
+        fails = 0
+        for other in others:
+            prefix = [*ids[:t], other]
+            ended = other == tokenizer.eos_token_id
+            whole = prefix
+            if not ended:
+                given = torch.tensor([prefix])
+                whole = model.generate(
+                    input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
+                    max_new_tokens=most, pad_token_id=0, eos_token_id=tokenizer.eos_token_id,
+                )[0].tolist()  # fmt: skip
+            fails += said(whole[start:]) != target
+        shares.append(fails / alternatives)
+    return shares
+
+
+TEXTS = [("12+30=", " it is 42."), ("5+5=", " it is 10. ok"), ("1+1=", " it is 2 or so.")]
+
+
+@pytest.mark.parametrize("alternatives", [1, 2])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_critical_tokens_are_those_of_one_continuation_at_a_time(
+    tmp_path: Path, alternatives: int, batch: int
+) -> None:
+    model, tokenizer = tiny.model().eval(), tiny.tokenizer()
+    rows = rows_of(TEXTS, tokenizer)
+    policy = CFT(alternatives=alternatives, max_new_tokens=3, batch=batch)
+    table = policy.measured(stage(tmp_path, rows, model, tokenizer))
+    wanted = [one_at_a_time(row, model, tokenizer, alternatives, 3) for row in rows]
+    np.testing.assert_array_equal(table.columns["wrong"], np.concatenate(wanted))
+    assert {0.0, 1.0} <= set(table.columns["wrong"].tolist()), "one kind of token only"
+    assert bool((table.columns["answered"] == 1).all())
+
+
+def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    rows = rows_of([*TEXTS, ("say", " nothing at all")], tokenizer)
+    policy = CFT(max_new_tokens=3)
+    here = stage(tmp_path, rows, model, tokenizer)
+    table = policy.prepare(here)
+    assert model.training  # as it was
+    keep, wrong = table.columns["keep"].astype(bool), table.columns["wrong"]
+    np.testing.assert_array_equal(keep, wrong == 1)
+    silent = len(" nothing at all")
+    assert not keep[-silent:].any()  # without an answer no token is critical
+    share = 1 - silent / table.tokens
+    assert policy.summary["answered_share"] == pytest.approx(share)
+    assert policy.summary["kept_share"] == pytest.approx(keep.mean())
+    again = CFT(PolicySettings(mode="budget", keep_ratio=0.25), max_new_tokens=3)
+    kept = again.prepare(here).columns["keep"].astype(bool)
+    assert kept.sum() == -(-table.tokens // 4)
+    assert wrong[kept].min() >= wrong[~kept].max()
+    files = list(tmp_path.glob("cft-*.safetensors"))
+    assert len(files) == 1  # the second policy read it
+    assert isinstance(TokenTable.load(files[0]), TokenTable)
+
+
+def test_each_turn_has_an_answer_of_its_own(tmp_path: Path) -> None:
+    """Two turns in one row: the first is not judged by the number of the second."""
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    one, two = rows_of(TEXTS[:2], tokenizer)
+    both = {name: one[name] + two[name] for name in one}
+    found = CFT(max_new_tokens=3).measured(stage(tmp_path / "a", [both], model, tokenizer))
+    alone = CFT(max_new_tokens=3).measured(stage(tmp_path / "b", [one], model, tokenizer))
+    np.testing.assert_array_equal(found.columns["wrong"][: alone.tokens], alone.columns["wrong"])
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "wanted"),
+    [
+        ("so 3 + 4 = 7", NUMBER, "7"),
+        ("it costs 1,250.50 euros", NUMBER, "1250.5"),
+        ("-3.0", NUMBER, "-3"),
+        ("none", NUMBER, None),
+        ("The answer is (B).", r"answer is \((\w)\)", "B"),
+        ("answer: yes; answer: no", r"answer: (yes|no)", "no"),
+    ],
+)
+def test_the_last_answer_counts(text: str, pattern: str, wanted: str | None) -> None:
+    assert final_answer(text, pattern) == wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"alternatives": 0}, "must be at least 1"),
+        ({"max_new_tokens": 0}, "must be at least 1"),
+        ({"answer": "("}, "no regular expression"),
+    ],
+)
+def test_options_that_are_none(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CFT(**more)
+
+
+def test_what_it_cannot_read_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    rows = rows_of(TEXTS, tokenizer)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        CFT().prepare(stage(tmp_path, rows, model, None))
+    silent = rows_of([("say", " nothing at all")], tokenizer)
+    with pytest.raises(DataError, match="the rule of cft"):
+        CFT(max_new_tokens=2).prepare(stage(tmp_path, silent, model, tokenizer))
+    flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.arange(4)[None]}
+    here = stage(tmp_path / "flat", rows, model, tokenizer)
+    flat["labels"] = flat["input_ids"]
+    packed = PolicyStage(**{**vars(here), "row_batch": lambda part: flat})
+    with pytest.raises(UnsupportedError, match="padding_free"):
+        CFT().prepare(packed)
+
+
+@pytest.mark.smollm2
+def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Path) -> None:
+    """SmolLM2 copies an amount that it has read: the amount's own digits decide, words do not."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [("The bill is 42 dollars. How many dollars is the bill?\n", "The bill is 42 dollars.")]
+    rows = rows_of(texts, tokenizer)
+    table = CFT(max_new_tokens=12).measured(stage(tmp_path, rows, model, tokenizer))
+    words = [
+        tokenizer.decode(i) for i, label in zip(*rows[0].values(), strict=True) if label != -100
+    ]
+    wrong = dict(zip(words, table.columns["wrong"].tolist(), strict=True))
+    assert wrong["4"] == 1.0
+    assert min(wrong.values()) < 1.0
