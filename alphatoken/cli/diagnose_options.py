@@ -66,6 +66,13 @@ class _Subject:
     """What to diagnose."""
 
     reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
+    beside: list[str] = option(
+        [],
+        "another model fine-tuned from the reference, which drift lays out beside the model; "
+        "repeat it for several. Without --reference the model itself is the one before",
+        metavar="NAME=MODEL",
+        append=True,
+    )
     train_file: str = option(help="rows whose tokens are valued")
     validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(

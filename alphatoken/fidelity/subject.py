@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class Subject:
         retention: name of a set -> held-out rows of what must not be forgotten.
         tokenizer: for texts; None where only ids are known.
         reference: the model before fine-tuning; None if ``model`` is that.
+        beside: name -> loads another model that was fine-tuned from the reference, on this device;
+            called when it is needed, one at a time.
         fisher: fitted at the reference; None to fit one when it is needed.
         config: what the user's run computes; diagnostics vary it.
         ratio: share of the tokens that the run keeps.
@@ -56,6 +58,7 @@ class Subject:
     retention: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     tokenizer: Any = None
     reference: nn.Module | None = None
+    beside: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     fisher: FisherDrift | None = None
     config: ScorerConfig = field(default_factory=ScorerConfig)
     ratio: float = 0.5

@@ -480,20 +480,27 @@ def _coverage(counts: Counts, options: Any) -> Work:
 def _drift(counts: Counts, options: Any) -> Work:
     subject = counts.subject
     places = counts.depth + 1
+    beside = len(subject.beside)
+    models = max(1, beside + (subject.reference is not None))  # after fine-tuning
 
     def stages(size: Sizes) -> list[Stage]:
         sets = subject.retention_rows(size["probes"])
         rows = [row for found in sets.values() for row in found]
+        more = size["probes"] / 64
+        # Of 64 probes: 200 Frechet distances, and for each place 64 alignments left out.
+        similar = 12_500 * more**1.1 + 100 * (places + 2) * more**1.85
         return [
-            Stage("States before and after", counts.passes("forward", rows, 2), counts.memory(1)),
             Stage(
-                "Similarity",
-                {"draw": len(sets) * (2500.0 + 40.0 * places) * (size["probes"] / 64) ** 2 * 4},
+                "States before and after",
+                counts.passes("forward", rows, 1 + models),
+                counts.memory(2 if beside else 1),
             ),
+            Stage("Similarity", {"draw": len(sets) * models * similar}),
+            Stage("Map", {"draw": 23.0 * len(rows) * (1 + models)}),
         ]
 
     sizes = (_number(options, "probes", 16, "rows of each set", by=_SLOW, interval=True),)
-    return Work(sizes, stages, _tuning(counts))
+    return Work(sizes, stages, None if beside else _tuning(counts))
 
 
 def _sensitivity(counts: Counts, options: Any) -> Work:

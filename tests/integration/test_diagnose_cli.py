@@ -551,6 +551,9 @@ def test_bad_models_and_rows_are_one_line(
         ({"model": str(tmp_path / "nope")}, "there is no folder with the tokenizer"),
         ({"reference": str(tmp_path / "nope")}, "there is no folder with the model"),
         ({"reference": str(tmp_path / "small")}, "--reference is another kind of model"),
+        ({"beside": f"other={tmp_path / 'nope'}"}, "there is no folder with the model"),
+        ({"beside": f"other={tmp_path / 'small'}"}, "--beside other is another kind of model"),
+        ({"beside": str(tmp_path / "small")}, "--beside cannot be read"),
         ({"train": str(empty)}, "empty response"),
         ({"validation": str(empty)}, "empty response"),
         ({"retention": str(empty)}, "no retention (empty) row is left"),
@@ -562,6 +565,17 @@ def test_bad_models_and_rows_are_one_line(
         assert said in error
         assert error.count("\n") == 1
         assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_models_beside_the_one_before_are_laid_out_with_it(world: World, tmp_path: Path) -> None:
+    words = [*world.retention, "--probes", "8", "--beside", f"other={world / 'model'}"]
+    assert world.run("drift", tmp_path / "out", *words, beside=f"same={world / 'model'}") == 0
+    found = Diagnosis.load(tmp_path / "out" / "drift")
+    assert {r["model"] for r in found.table("drift-sets").records()} == {"same", "other"}
+    assert all(r["relative_shift"] == 0.0 for r in found.table("drift-sets").records())
+    assert "Before: the model given." in found.notes
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    assert settings["beside_sha256, same"] == settings["model_sha256"]
 
 
 # --- budgets --------------------------------------------------------------------------------------
