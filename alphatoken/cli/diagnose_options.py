@@ -35,7 +35,7 @@ from alphatoken.fidelity.budget import parse_budget
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
-__all__ = ["DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
+__all__ = ["PROMPTS", "DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
@@ -59,6 +59,10 @@ rows
   question/answer), or chats under "messages". Plain text: --response_column text. Retention files
   say their columns themselves: --retention code=mbpp.jsonl,prompt=text,response=code. Training
   rows that repeat a validation or retention row or prompt are removed and counted."""
+
+
+PROMPTS = 200
+"""Most rows that are held out for a Fisher where no number is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,13 @@ class _Subject:
         append=True,
     )
     fisher_file: str | None = option(None, "Fisher of the reference (default: one is fitted)")
+    fisher_prompts: int | None = option(
+        None,
+        "rows drawn from the training file for fitting a Fisher, then neither valued nor tuned on "
+        f"(default: a fifth of them, at most {PROMPTS}, none of fewer than 40; 0: the training "
+        "rows themselves)",
+        least=0,
+    )
     output_dir: str = option(help="folder for the results")
 
 

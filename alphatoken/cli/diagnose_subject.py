@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
 from alphatoken.cli.folder import examples_digest, file_digest
 from alphatoken.cli.notes import about_encoding, about_pools
 from alphatoken.cli.reading import (
@@ -33,6 +33,7 @@ from alphatoken.data import (
     split_pools,
 )
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import weights_digest
@@ -172,7 +173,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     tokenizer = read_tokenizer(options)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention)
-    pools, retention, notes = _read(options, sets, fisher)
+    pools, retention, prompts, notes = _read(options, sets, fisher)
     model = read_model(options)
     reference = _reference(model, options)
     beside, digests = _beside(model, options)
@@ -180,6 +181,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     train = encode(pools.train, "training")
     validation = encode(pools.validation, "validation")
     encode.skip_empty()
+    held_out = encode(prompts, "Fisher prompts") if prompts else []
     held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
     names = {
         "model": options.model_name_or_path,
@@ -194,6 +196,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         train=train,
         validation=validation,
         retention=held,
+        prompts=held_out,
         tokenizer=tokenizer,
         reference=reference,
         beside=beside,
@@ -221,8 +224,11 @@ def _given_sizes(options: DiagnoseOptions) -> dict[str, int]:
 
 def _read(
     options: DiagnoseOptions, sets: Sequence[RetentionFile], fisher: FisherDrift | None
-) -> tuple[Pools, dict[str, list[Row]], list[str]]:
-    """Rows of all pools, drawn and kept apart; and sentences on what was drawn and removed."""
+) -> tuple[Pools, dict[str, list[Row]], list[Row], list[str]]:
+    """Rows of all pools, drawn and kept apart, the prompts of a Fisher among them; and sentences.
+
+    The sentences say what was drawn and removed.
+    """
     notes: list[str] = []
     data = read_file(options.train_file, options, limit=options.limit)
     held = None
@@ -253,10 +259,32 @@ def _read(
     kept = {id(row) for row in pools.fisher}
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
     notes += about_pools(pools.counts)
+    pools = _held_out(pools, options, notes)
     train = _drawn(
         pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
     )
-    return Pools(train, pools.validation, pools.fisher, pools.counts), retention, notes
+    pools = Pools(train, pools.validation, pools.fisher, pools.counts)
+    return pools, retention, pools.fisher, notes
+
+
+def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools:
+    """The same pools with rows drawn from the training rows for a Fisher, in ``fisher``.
+
+    Raises:
+        ConfigError: as many as there are, or more.
+    """
+    count = options.fisher_prompts
+    if count is None:
+        fifth = len(pools.train) // 5
+        count = min(PROMPTS, fifth) if fifth >= FEWEST else 0
+    drawn = split_pools(pools.train, fisher_rows=count, on_leak=options.on_leak, seed=options.seed)
+    if count:
+        notes.append(
+            f"{count} training rows were held out for fitting Fishers (--fisher_prompts N for "
+            "another number)."
+        )
+        notes += about_pools(drawn.counts)
+    return Pools(drawn.train, pools.validation, drawn.fisher, pools.counts)
 
 
 def _drawn(
@@ -353,6 +381,7 @@ def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
         "fisher_sha256": "none" if fisher is None else file_digest(fisher),
         "train_sha256": examples_digest(subject.train),
         "validation_sha256": examples_digest(subject.validation),
+        "prompts_sha256": examples_digest(subject.prompts),
         **{
             f"retention_sha256, {name}": examples_digest(rows)
             for name, rows in subject.retention.items()
