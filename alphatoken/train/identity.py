@@ -15,7 +15,8 @@ __all__ = ["data_fingerprint", "differences", "frozen_fingerprint", "option_valu
 
 _WATCHING = (
     "collect_", "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
-    "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_", "metric_for_best", "output_dir",
+    "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_",
+    "metric_for_best", "output_dir",
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
     "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
