@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.fidelity.pairs import choose_positions, see_calls, weigh_pairs
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
@@ -168,8 +168,19 @@ class PairWatch(TrainerCallback):
 
 
 def pair_watch(trainer: Any) -> PairWatch:
-    """The callback of a trainer of ours, by its options: the first training rows are the probe."""
+    """The callback of a trainer of ours, by its options: the first training rows are the probe.
+
+    Raises:
+        ConfigError: the training rows are a stream, or there are none.
+    """
     options = trainer.args
+    if not hasattr(trainer.train_dataset, "__len__") or not len(trainer.train_dataset):
+        raise ConfigError(
+            "there are no first training rows to collect Value-Propagation's pairs on",
+            got=type(trainer.train_dataset).__name__,
+            why="the probe is the same at every step, and in every part of a resumed run",
+            remedy="collect_value_propagation=0, and trainer.add_callback(PairWatch(batch, path))",
+        )
     rows = [trainer.train_dataset[i] for i in range(min(PROBE, len(trainer.train_dataset)))]
     batch = trainer.data_collator(rows)
     inputs = {name: batch[name] for name in _INPUTS if batch.get(name) is not None}

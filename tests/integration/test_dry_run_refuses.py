@@ -236,6 +236,7 @@ PLACES: dict[str, str] = {
     "train/policy_stage.py:make_stage": "sharded weights, as _check_policy has them",
     "train/policy_stage.py:_second_model": PYTHON,
     "train/policy_stage.py:select_rows": "a fault of the policy's own code",
+    "train/pair_watch.py:pair_watch": PYTHON,
     "train/pair_watch.py:softmax_layers": "pairs of no such layer",
     "train/pool.py:__post_init__": "a small pool",
     "train/pool.py:_check": "all held out",

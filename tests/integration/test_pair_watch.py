@@ -216,6 +216,16 @@ def test_pairs_of_both_branches_are_collected_under_preferences(tmp_path: Path) 
     assert found.total().pairs > 0
 
 
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no first training rows"):
+        AlphaSFTTrainer(
+            model=tiny.model(),
+            args=AlphaSFTConfig(**tiny.options(tmp_path, collect_value_propagation=1, **NOTHING)),
+            train_dataset=tiny.sft_rows().to_iterable_dataset(),
+            processing_class=tiny.tokenizer(),
+        )
+
+
 def test_sharded_weights_are_refused(tmp_path: Path) -> None:
     args = AlphaSFTConfig(**tiny.options(tmp_path, collect_value_propagation=1, **NOTHING))
     model = tiny.model()
