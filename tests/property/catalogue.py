@@ -10,6 +10,7 @@ from tests.property import (
     mutants_policies,
     mutants_proofs,
     mutants_train,
+    mutants_watch,
 )
 
 __all__ = ["BY_NAME", "CLAIMS", "LISTED", "MUTANTS", "ROOMS"]
@@ -25,6 +26,7 @@ ROOMS = {
     "Errors in the other methods": mutants_policies.MUTANTS,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
+    "Errors in what a training run collects of Value-Propagation's pairs": mutants_watch.MUTANTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

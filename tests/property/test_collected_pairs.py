@@ -7,55 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity import value_propagation as diagnostic
-from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, RISK, CollectedPairs, PairCounts
-from alphatoken.fidelity.pairs import see_calls, weigh_pairs
+from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.fidelity.value_propagation_figures import steps_figure, training_figure
-from alphatoken.model.batch import to_label_position
 from alphatoken.support.storage import write_tensors
+from tests.property import properties_watch as claims
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
-from tests.property.test_fidelity_value_propagation import TINY, batch_of, rows_of, subject_of
-
-
-def drawn(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights in (1e-10, 1], some of them 0, and deviations over twelve powers of ten."""
-    generator = np.random.default_rng(seed)
-    alpha = 10.0 ** generator.uniform(-10, 0, (count, 2))
-    alpha[generator.random((count, 2)) < 0.1] = 0.0
-    return alpha, 10.0 ** generator.uniform(-6, 6, (count, 2))
-
-
-def cell(value: float, edges: np.ndarray) -> int:
-    """The cell of one number, by looking through all of them."""
-    power = np.log10(value)
-    inside = [i for i in range(len(edges) - 1) if edges[i] <= power < edges[i + 1]]
-    return inside[0] if inside else (0 if power < edges[0] else len(edges) - 2)
+from tests.property.properties_watch import drawn
+from tests.property.test_fidelity_value_propagation import TINY, rows_of, structures, subject_of
 
 
 @given(st.integers(0, 999), st.integers(0, 40))
 @example(0, 0)
 def test_every_pair_is_in_its_cell_and_masked_ones_in_none(seed: int, count: int) -> None:
-    alpha, deviation = drawn(seed, count)
-    found = PairCounts.of(alpha, deviation)
-    joint, risk = np.zeros_like(found.joint), np.zeros_like(found.risk)
-    for a, d in zip(alpha.ravel(), deviation.ravel(), strict=True):
-        if a > 0:
-            joint[cell(a, ALPHA), cell(d, DEVIATION)] += 1
-            risk[cell(a * d, RISK)] += 1
-    np.testing.assert_array_equal(found.joint, joint)
-    np.testing.assert_array_equal(found.risk, risk)
-    assert found.pairs == int((alpha > 0).sum())
+    claims.check_counts_of_pairs(seed, count)
 
 
 @given(st.integers(0, 999), st.sampled_from([0.001, 0.01, 0.1, 1.0]))
 def test_shares_above_powers_of_ten_are_exact(seed: int, level: float) -> None:
-    alpha, deviation = drawn(seed, 50)
-    risk = (alpha * deviation)[alpha > 0]
-    assert PairCounts.of(alpha, deviation).share_above(level) == (risk >= level).mean()
+    claims.check_shares_above_powers_of_ten(seed, level)
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4))
@@ -141,19 +115,10 @@ def test_the_diagnostic_draws_a_file_beside_the_models_own_pairs(tmp_path: Path)
     assert not {"density_training", "risk_training"} & {f.key for f in plain.figures}
 
 
-def test_a_forward_without_a_graph_sees_the_same_pairs() -> None:
-    model = ReferenceDecoder(DecoderConfig(layers=2, heads=4, kv_heads=2), 5)
-    subject = subject_of(model, rows_of(model.config, [7, 6]))
-    batch = batch_of(subject, subject.train)
-    used = to_label_position(batch.mask)
-    for with_graph, without in zip(
-        see_calls(subject.adapter, [0, 1], batch),
-        see_calls(subject.adapter, [0, 1], batch, graph=False),
-        strict=True,
-    ):
-        assert with_graph.output.requires_grad
-        assert not without.output.requires_grad
-        for one, other in zip(
-            weigh_pairs(with_graph, used, used, 3), weigh_pairs(without, used, used, 3), strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
+@settings(deadline=None, max_examples=15)
+@given(structures, st.integers(0, 99), st.sampled_from([1, 3, None]))
+@example(DecoderConfig(fused_qkv=True, transposed=True, bias=True, sinks=True), 1, None)
+def test_what_is_collected_are_the_oracles_weights_and_deviations(
+    config: DecoderConfig, seed: int, window: int | None
+) -> None:
+    claims.check_weights_and_deviations_of_pairs(config, seed, window)
