@@ -13,6 +13,7 @@ from tests.property import (
     mutants_policies,
     mutants_proofs,
     mutants_train,
+    mutants_watch,
 )
 
 __all__ = ["BY_NAME", "CLAIMS", "LISTED", "MUTANTS", "ROOMS"]
@@ -31,6 +32,7 @@ ROOMS = {
     "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
     "Errors in gated delta nets": mutants_delta.MUTANTS,
+    "Errors in what a training run collects of Value-Propagation's pairs": mutants_watch.MUTANTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

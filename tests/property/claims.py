@@ -78,6 +78,9 @@ test_the_equation_word_by_word_is_label_value_plus_propagation | causal_decomp |
 test_the_papers_routing_counts_each_block_once_and_at_position_k | app_via_t, app_causal_decomp | via_t | approximate
 test_the_papers_routing_does_not_add_up_to_the_gradient | app_via_t | via_t, label_values | exact
 test_what_propagation_misses_in_the_last_layer_is_known_exactly | app_score_residual | value_propagation_error, value_propagation_pairs | exact
+check_weights_and_deviations_of_pairs | app_score_residual | attend | exact
+check_counts_of_pairs | | (counting one by one) | exact
+check_shares_above_powers_of_ten | | (counting one by one) | exact
 # attention: the switched backward and the forward mode
 check_self_backward_is_the_diagonal | app_score_path | (explicit attention) | exact
 check_cross_backward_is_the_rest | app_score_path | (explicit attention) | exact
