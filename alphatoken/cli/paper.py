@@ -60,6 +60,7 @@ class _Inputs:
     target_file: str | None = option(None, "laptop: held-out rows (pairs); else cut from those")
     warm_file: str | None = option(None, "laptop: rows of the warm-up before preferences")
     retention_file: str | None = option(None, "laptop: rows that must not be forgotten")
+    probes_file: str | None = option(None, "laptop: rows whose states are looked at")
 
 
 @dataclass(frozen=True, kw_only=True)

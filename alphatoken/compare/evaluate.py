@@ -264,7 +264,7 @@ def _scores(
     if measures.code_file is not None:
         from alphatoken.compare.code_tasks import pass_at_1
 
-        found["target"]["code"] = pass_at_1(
+        found[measures.code_of]["code"] = pass_at_1(
             model, tokenizer, measures.code_file,
             allow=allow_code,
             max_new_tokens=measures.max_new_tokens,

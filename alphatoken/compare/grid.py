@@ -55,7 +55,8 @@ class Measures:
         retention_tasks: likewise.
         task_path: folder with YAML files of local tasks.
         task_limit: documents of each task; None for all.
-        code_file: problems of HumanEval's form, executed in a sandbox; part of the target.
+        code_file: problems of HumanEval's form, executed in a sandbox.
+        code_of: "target" or "retention": what the score of these is part of.
         questions_file: prompts for a win rate against the start model; part of the target.
         judge: who decides; see ``alphatoken.compare.judge.make_judge``.
         max_new_tokens: of generated answers.
@@ -72,6 +73,7 @@ class Measures:
     task_path: str | None = None
     task_limit: int | None = None
     code_file: str | None = None
+    code_of: str = "target"
     questions_file: str | None = None
     judge: Mapping[str, Any] | None = None
     max_new_tokens: int = 256
@@ -80,7 +82,9 @@ class Measures:
     chat: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.target_file or self.target_tasks or self.code_file or self.questions_file):
+        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
+        code = self.code_file if self.code_of == "target" else None
+        if not (self.target_file or self.target_tasks or code or self.questions_file):
             raise ConfigError(
                 "nothing says how well a model learnt",
                 got="no target_file, target_tasks, code_file or questions_file",
@@ -93,6 +97,11 @@ class Measures:
             if isinstance(tasks, str):
                 raise ConfigError(f"{name} is a list", got=tasks, remedy=f"{name}: [{tasks}]")
             object.__setattr__(self, name, tuple(tasks))
+
+    def spec(self) -> dict[str, Any]:
+        """All that results depend on; ``Measures(**spec)`` is the same."""
+        # Left out where it is as ever, as in results of before there was a choice.
+        return {k: v for k, v in asdict(self).items() if (k, v) != ("code_of", "target")}
 
 
 @dataclass(frozen=True)
@@ -365,7 +374,7 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
     needs += [f"references/{name}" for name in _mentioned(options)]
     return Cell(
         task.name, method.name, mode, seed, method.kind, task.command, options,
-        tuple(dict.fromkeys(needs)), measures=asdict(task.measures), tries=tries,
+        tuple(dict.fromkeys(needs)), measures=task.measures.spec(), tries=tries,
     )  # fmt: skip
 
 

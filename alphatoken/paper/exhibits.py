@@ -86,7 +86,9 @@ class Diagnosed:
         model: method whose model of the first seed it is; "start" for the one before training.
         reference: method of the model before; None for none.
         others: methods whose models are looked at beside it.
-        retention: files of what must not be forgotten, below the folder of rows.
+        retention: files of what must not be forgotten, by name, of the folder of rows.
+        figures: its figures that are the paper's, by key; all of them where none is named.
+        collected: whether the model's run left pairs that it looked at while it trained.
         options: of the diagnostic, by scale.
     """
 
@@ -95,7 +97,9 @@ class Diagnosed:
     model: str = "alphatoken"
     reference: str | None = "start"
     others: tuple[str, ...] = ()
-    retention: tuple[str, ...] = ()
+    retention: tuple[str, ...] = ("retention",)
+    figures: tuple[str, ...] = ()
+    collected: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -228,5 +232,6 @@ def _line(row: Sequence[Any]) -> Line:
 
 
 def _diagnosed(given: Mapping[str, Any]) -> Diagnosed:
-    listed = {key: tuple(given[key]) for key in ("tasks", "others", "retention") if key in given}
+    several = ("tasks", "others", "retention", "figures")
+    listed = {key: tuple(given[key]) for key in several if key in given}
     return Diagnosed(**{**given, **listed})

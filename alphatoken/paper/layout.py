@@ -21,7 +21,18 @@ from alphatoken.compare.tables import Line as Cells
 from alphatoken.compare.tables import Record, lines_of
 from alphatoken.paper.exhibits import Column, Exhibit, Group, Line
 
-__all__ = ["Filled", "Row", "filled", "to_csv", "to_html", "to_markdown", "with_costs"]
+__all__ = [
+    "Filled",
+    "Row",
+    "caption",
+    "filled",
+    "printed",
+    "shown",
+    "to_csv",
+    "to_html",
+    "to_markdown",
+    "with_costs",
+]
 
 _BASE = "alphatoken"
 """The row whose step times are relative to."""
@@ -131,7 +142,8 @@ def _row(line: Line, cells: Cells | None, columns: Sequence[Column]) -> Row:
     return Row(line.name, line.method, values, line.printed, (done, len(cells.records)))
 
 
-def _shown(values: Sequence[float], column: Column) -> str:
+def shown(values: Sequence[float], column: Column) -> str:
+    """Mean ± standard deviation, the mean alone of one seed, a dash of none."""
     if not values:
         return "–"
     mean = f"{statistics.fmean(values):{column.form}}{column.unit}"
@@ -165,7 +177,7 @@ def _cells(table: Filled) -> Iterator[tuple[Group, list[tuple[Row, list[tuple[st
             (
                 row,
                 [
-                    (_shown(row.values[i], column), places[i].get(at + number))
+                    (shown(row.values[i], column), places[i].get(at + number))
                     for i, column in enumerate(table.columns)
                 ],
             )
@@ -197,7 +209,7 @@ def to_markdown(table: Filled) -> str:
         rows.append([f"**{group.title}**", *("" for _ in table.columns)])
         rows += [[_name(row), *(_marked(*one) for one in cells)] for row, cells in lines]
     text.append(_markdown(heads, rows))
-    if any(row.printed for _, group in table.groups for row in group):
+    if any(line.printed for group in table.exhibit.groups for line in group.lines):
         text.append("As the paper prints them:\n")
         text.append(printed(table.exhibit))
     return "\n".join(text)

@@ -7,6 +7,7 @@
     target     (none: cut from train)                      target
     warm       for dpo: questions about Python's topics    warm
     retention  paragraphs of Python's documentation        retention
+    probes     for sft: other paragraphs                   probes
 
 No two files of a grid share a row. Rows longer than ``LETTERS`` are left out, not cut; of a pair
 the longer response counts.
@@ -40,11 +41,11 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 """Rows of each file that is cut from the source ``train``; ``target`` where it has no own source."""
 
-OTHER = {"retention": 16, "warm": 48}
+OTHER = {"retention": 16, "warm": 48, "probes": 64}
 """Rows of the files that have a source of their own."""
 
 SOURCES: Mapping[str, tuple[str, ...]] = {
-    "sft": ("train", "target", "retention"),
+    "sft": ("train", "target", "retention", "probes"),
     "metamath": ("train", "target", "retention"),
     "dpo": ("train", "target", "warm", "retention"),
 }
@@ -56,7 +57,7 @@ _DRAWN = 1600
 def sources_of(grid: str) -> dict[str, Callable[[], list[Record]]]:
     """What each source of a grid is where the user names no file; "target" is cut from "train"."""
     train = {"sft": _functions, "metamath": _questions, "dpo": _pairs}[grid]
-    found = {"train": train, "warm": _questions, "retention": _paragraphs}
+    found = {"train": train, "warm": _questions, "retention": _paragraphs, "probes": _others}
     return {name: found[name] for name in SOURCES[grid] if name in found}
 
 
@@ -149,7 +150,7 @@ def _pairs() -> list[Record]:
 
 
 def _questions() -> list[Record]:
-    """The second half of the paragraphs, each asked for by its topic and its first words."""
+    """The other paragraphs, each asked for by its topic and its first words."""
     found = []
     for row in text_rows(_PARAGRAPHS)[_PARAGRAPHS // 3 :]:
         words = row.response.split(" ")
@@ -165,8 +166,13 @@ def _questions() -> list[Record]:
 
 
 def _paragraphs() -> list[Record]:
-    return [{"text": row.response} for row in text_rows(_PARAGRAPHS)[: _PARAGRAPHS // 3]]
+    return [{"text": row.response} for row in text_rows(_PARAGRAPHS)[: _PARAGRAPHS // 6]]
+
+
+def _others() -> list[Record]:
+    rows = text_rows(_PARAGRAPHS)[_PARAGRAPHS // 6 : _PARAGRAPHS // 3]
+    return [{"text": row.response} for row in rows]
 
 
 _PARAGRAPHS = 600
-"""A third of them measures retention, the others are asked for."""
+"""A sixth of them measures retention, a sixth are probes, the others are asked for."""

@@ -4,6 +4,7 @@
     metamath   GSM8K, likewise
     dpo        alpaca_eval's preferences; before them general instructions (dolly)
     retention  general instructions that nothing is trained on, and stories
+    probes     HellaSwag's contexts with their endings
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def write_sources(folder: Path, grid: str) -> dict[str, Path]:
     stories = [{"text": row["text"][:LETTERS]} for row in read("tinystories/stories.jsonl")]
     found: dict[str, Sequence[Any]] = {"retention": [*general[:GENERAL], *stories[:STORIES]]}
     if grid == "sft":
-        found |= {"train": programs("train"), "target": programs("test")}
+        found |= {"train": programs("train"), "target": programs("test"), "probes": _probes()}
     elif grid == "metamath":
         found |= {"train": mathematics("train"), "target": mathematics("test")}
     else:
@@ -39,3 +40,8 @@ def write_sources(folder: Path, grid: str) -> dict[str, Path]:
     for name, rows in found.items():
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return paths
+
+
+def _probes() -> list[dict[str, str]]:
+    rows = read("hellaswag/validation.jsonl")
+    return [{"prompt": one["query"], "response": one["choices"][one["gold"]]} for one in rows]
