@@ -35,7 +35,7 @@ from alphatoken.fidelity.budget import parse_budget
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
-__all__ = ["DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
+__all__ = ["PROMPTS", "DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
@@ -61,11 +61,22 @@ rows
   rows that repeat a validation or retention row or prompt are removed and counted."""
 
 
+PROMPTS = 200
+"""Most rows that are held out for a Fisher where no number is given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
     """What to diagnose."""
 
     reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
+    beside: list[str] = option(
+        [],
+        "another model fine-tuned from the reference, which drift lays out beside the model; "
+        "repeat it for several. Without --reference the model itself is the one before",
+        metavar="NAME=MODEL",
+        append=True,
+    )
     train_file: str = option(help="rows whose tokens are valued")
     validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(
@@ -79,6 +90,13 @@ class _Subject:
         append=True,
     )
     fisher_file: str | None = option(None, "Fisher of the reference (default: one is fitted)")
+    fisher_prompts: int | None = option(
+        None,
+        "rows drawn from the training file for fitting a Fisher, then neither valued nor tuned on "
+        f"(default: a fifth of them, at most {PROMPTS}, none of fewer than 40; 0: the training "
+        "rows themselves)",
+        least=0,
+    )
     output_dir: str = option(help="folder for the results")
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
 from alphatoken.cli.folder import examples_digest, file_digest
 from alphatoken.cli.notes import about_encoding, about_pools
 from alphatoken.cli.reading import (
@@ -32,11 +33,19 @@ from alphatoken.data import (
     split_pools,
 )
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import weights_digest
 
-__all__ = ["Prepared", "RetentionFile", "check_files", "prepare", "retention_files"]
+__all__ = [
+    "Prepared",
+    "RetentionFile",
+    "beside_models",
+    "check_files",
+    "prepare",
+    "retention_files",
+]
 
 VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
@@ -86,6 +95,26 @@ def retention_files(texts: Sequence[str]) -> list[RetentionFile]:
     ]
 
 
+def beside_models(texts: Sequence[str]) -> dict[str, str]:
+    """``NAME=MODEL`` texts as name -> model.
+
+    Raises:
+        ConfigError: one cannot be read, or a name twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, model = text.partition("=")
+        if not (name and equals and model) or "/" in name or name in found:
+            raise ConfigError(
+                "--beside cannot be read",
+                got=repr(text),
+                why="tables and figures call each model by a name of its own",
+                remedy="--beside NAME=MODEL, each with another name",
+            )
+        found[name] = model
+    return found
+
+
 def _retention_file(text: str) -> RetentionFile:
     if Path(text).is_file():
         return RetentionFile("", text, Fields())
@@ -125,6 +154,7 @@ def check_files(options: DiagnoseOptions) -> None:
         )
     keep_count(options.ratio, 1)  # its own error
     scorer_config(options)
+    beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
     named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
     named.append(("Fisher", options.fisher_file))
@@ -143,13 +173,15 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     tokenizer = read_tokenizer(options)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention)
-    pools, retention, notes = _read(options, sets, fisher)
+    pools, retention, prompts, notes = _read(options, sets, fisher)
     model = read_model(options)
     reference = _reference(model, options)
+    beside, digests = _beside(model, options)
     encode = _Encoder(tokenizer, encoding(options, model), notes)
     train = encode(pools.train, "training")
     validation = encode(pools.validation, "validation")
     encode.skip_empty()
+    held_out = encode(prompts, "Fisher prompts") if prompts else []
     held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
     names = {
         "model": options.model_name_or_path,
@@ -164,8 +196,10 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         train=train,
         validation=validation,
         retention=held,
+        prompts=held_out,
         tokenizer=tokenizer,
         reference=reference,
+        beside=beside,
         fisher=fisher,
         config=config,
         ratio=options.ratio,
@@ -176,7 +210,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
     )
-    return Prepared(subject, _settings(subject, options), tuple(notes))
+    return Prepared(subject, _settings(subject, options) | digests, tuple(notes))
 
 
 def _given_sizes(options: DiagnoseOptions) -> dict[str, int]:
@@ -190,8 +224,11 @@ def _given_sizes(options: DiagnoseOptions) -> dict[str, int]:
 
 def _read(
     options: DiagnoseOptions, sets: Sequence[RetentionFile], fisher: FisherDrift | None
-) -> tuple[Pools, dict[str, list[Row]], list[str]]:
-    """Rows of all pools, drawn and kept apart; and sentences on what was drawn and removed."""
+) -> tuple[Pools, dict[str, list[Row]], list[Row], list[str]]:
+    """Rows of all pools, drawn and kept apart, the prompts of a Fisher among them; and sentences.
+
+    The sentences say what was drawn and removed.
+    """
     notes: list[str] = []
     data = read_file(options.train_file, options, limit=options.limit)
     held = None
@@ -222,10 +259,32 @@ def _read(
     kept = {id(row) for row in pools.fisher}
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
     notes += about_pools(pools.counts)
+    pools = _held_out(pools, options, notes)
     train = _drawn(
         pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
     )
-    return Pools(train, pools.validation, pools.fisher, pools.counts), retention, notes
+    pools = Pools(train, pools.validation, pools.fisher, pools.counts)
+    return pools, retention, pools.fisher, notes
+
+
+def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools:
+    """The same pools with rows drawn from the training rows for a Fisher, in ``fisher``.
+
+    Raises:
+        ConfigError: as many as there are, or more.
+    """
+    count = options.fisher_prompts
+    if count is None:
+        fifth = len(pools.train) // 5
+        count = min(PROMPTS, fifth) if fifth >= FEWEST else 0
+    drawn = split_pools(pools.train, fisher_rows=count, on_leak=options.on_leak, seed=options.seed)
+    if count:
+        notes.append(
+            f"{count} training rows were held out for fitting Fishers (--fisher_prompts N for "
+            "another number)."
+        )
+        notes += about_pools(drawn.counts)
+    return Pools(drawn.train, pools.validation, drawn.fisher, pools.counts)
 
 
 def _drawn(
@@ -262,19 +321,44 @@ def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
     """The model before fine-tuning, if one is given; it must have the same weights by name."""
     if options.reference is None:
         return None
-    reference = read_model(replace(options, model_name_or_path=options.reference, adapter=None))
+    reference = _other_model(options.reference, options)
     if options.adapter is None:
-        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        theirs = {name: tuple(p.shape) for name, p in reference.named_parameters()}
-        if ours != theirs:
-            name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
-            raise ConfigError(
-                "--reference is another kind of model",
-                got=f"{name}: {ours.get(name)} in the model, {theirs.get(name)} in the reference",
-                why="before and after are compared weight by weight",
-                remedy="give the model that fine-tuning began with",
-            )
+        _require_same_shapes(model, reference, "--reference")
     return reference
+
+
+def _other_model(path: str, options: DiagnoseOptions) -> nn.Module:
+    return read_model(replace(options, model_name_or_path=path, adapter=None))
+
+
+def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
+    """Refuse a second model whose weights are not those of the first by name and shape."""
+    ours, theirs = (
+        {name: tuple(p.shape) for name, p in one.named_parameters()} for one in (model, other)
+    )
+    if ours != theirs:
+        name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
+        raise ConfigError(
+            f"{flag} is another kind of model",
+            got=f"{name}: {ours.get(name)} in the model, {theirs.get(name)} in the other",
+            why="models are compared state by state and weight by weight",
+            remedy="give models that one fine-tuning began with or ended in",
+        )
+
+
+def _beside(
+    model: nn.Module, options: DiagnoseOptions
+) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, str]]:
+    """How to get each other model, and what tells its weights; each is loaded once to see it."""
+    loads: dict[str, Callable[[], nn.Module]] = {}
+    digests: dict[str, str] = {}
+    for name, path in beside_models(options.beside).items():
+        other = _other_model(path, options)
+        if options.adapter is None:
+            _require_same_shapes(model, other, f"--beside {name}")
+        loads[name] = partial(_other_model, path, options)
+        digests[f"beside_sha256, {name}"] = weights_digest(other)
+    return loads, digests
 
 
 def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
@@ -297,6 +381,7 @@ def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
         "fisher_sha256": "none" if fisher is None else file_digest(fisher),
         "train_sha256": examples_digest(subject.train),
         "validation_sha256": examples_digest(subject.validation),
+        "prompts_sha256": examples_digest(subject.prompts),
         **{
             f"retention_sha256, {name}": examples_digest(rows)
             for name, rows in subject.retention.items()

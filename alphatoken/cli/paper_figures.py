@@ -62,7 +62,7 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
         words += ["--reference", model(asked.reference)]
     for method in asked.others:
         words += ["--beside", f"{method}={model(method)}"]
-    for name in asked.retention:
+    for name in asked.retention.get(work.scale, ()):
         words += ["--retention", f"{name}={rows / f'{name}.jsonl'}"]
     if asked.collected:
         place = work.folder.of(_cell(work, task, asked.model)).path
@@ -98,15 +98,17 @@ def _rows(work: Work, task: TaskSpec) -> Path:
     place = work.rows / task.name
     if not place.is_dir():
         _export(work, task, place)
+    asked = work.exhibit.diagnosis
+    for name in asked.retention[work.scale] if asked is not None and asked.retention else ():
+        file = Path(work.options.evaluation_dir) / f"{name}.jsonl"
+        if not file.is_file():
+            raise ConfigError("a figure needs rows of what must not be forgotten", got=str(file))
+        shutil.copyfile(file, place / file.name)
     return place
 
 
 def _export(work: Work, task: TaskSpec, place: Path) -> None:
-    """Rows of the task's data set as files, those for validation apart, and retention beside them.
-
-    Raises:
-        ConfigError: a file of the evaluation is not there.
-    """
+    """Rows of the task's data set as files, those for validation apart."""
     import datasets  # type: ignore[import-untyped]
 
     named = task.options
@@ -121,11 +123,6 @@ def _export(work: Work, task: TaskSpec, place: Path) -> None:
     count = min(len(found) - _VALIDATION, _TRAIN)
     found.select(range(_VALIDATION)).to_json(partial / "validation.jsonl")
     found.select(range(_VALIDATION, _VALIDATION + count)).to_json(partial / "train.jsonl")
-    for name in ("retention", "probes"):
-        file = Path(work.options.evaluation_dir) / f"{name}.jsonl"
-        if not file.is_file():
-            raise ConfigError("a figure needs rows of what must not be forgotten", got=str(file))
-        shutil.copyfile(file, partial / file.name)
     partial.rename(place)
 
 
@@ -136,7 +133,7 @@ def _shown(work: Work, asked: Diagnosed, task: str, out: Path) -> list[str]:
     found = Diagnosis.load(out / asked.name)
     text = [f"## {task}\n", *(f"- {sentence}" for sentence in found.answer), ""]
     for figure in found.figures:
-        if not asked.figures or figure.key in asked.figures:
+        if figure.key.startswith(asked.figures):
             name = f"{work.exhibit.name}-{task}-{figure.key}.svg"
             with replacing(work.root / name) as temporary:
                 temporary.write_text(figure.svg, encoding="utf-8")

@@ -80,8 +80,7 @@ def _evaluation(work: Work) -> list[str]:
     if work.scale == LAPTOP:
         return []
     named = [Path(name).name for name in work.files()]
-    asked = work.exhibit.diagnosis
-    return named + [f"{name}.jsonl" for name in (asked.retention if asked is not None else ())]
+    return named + [Path(name).name for name in work.retention_files()]
 
 
 def every_cost(exhibit: Exhibit, output: str) -> dict[str, dict[str, Any]]:

@@ -168,6 +168,14 @@ class Work:
                 found += _files_in(part)
         return list(dict.fromkeys(found))
 
+    def retention_files(self) -> list[str]:
+        """Files of the evaluation that only the diagnostic reads."""
+        asked = self.exhibit.diagnosis
+        if asked is None or self.scale == LAPTOP:
+            return []
+        folder = Path(self.options.evaluation_dir).absolute()
+        return [str(folder / f"{name}.jsonl") for name in asked.retention.get(self.scale, ())]
+
 
 def _files_in(value: Any) -> Iterator[str]:
     """Whatever ends as a file of rows does."""

@@ -86,7 +86,8 @@ def missing_parts(work: Work) -> list[str]:
     """Models, data sets, files and settings that the exhibit needs and that are not here."""
     found = [f"model {name}" for name in work.models() if not _has(name, "model")]
     found += [f"data set {name}" for name in work.datasets() if not _has(name, "dataset")]
-    files = [name for name in work.files() if not Path(name).is_file()]
+    every = [*work.files(), *work.retention_files()]
+    files = [name for name in every if not Path(name).is_file()]
     if work.scale == LAPTOP:  # written before anything is trained
         files = [name for name in files if work.rows not in Path(name).parents]
     found += [f"file {name}" for name in files]

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from alphatoken.errors import ConfigError, InputError
 
 __all__ = [
     "clusters_of",
+    "density_of",
+    "ellipse_of",
     "entropy",
     "log_volume",
     "mean_distance",
@@ -100,6 +103,34 @@ def entropy(labels: NDArray[Any], clusters: int) -> float:
     counts = np.unique(labels, return_counts=True)[1]
     shares = counts / counts.sum()
     return abs(float(-(shares * np.log(shares)).sum() / math.log(clusters)))  # no minus zero
+
+
+def ellipse_of(points: Numbers, share: float = 0.95) -> Numbers:
+    """Outline (100, 2) of the ellipse that holds ``share`` of the normal cloud of these moments.
+
+        { x : (x - mean)^T S^-1 (x - mean) = chi^2_2(share) },   S the covariance, by n - 1
+
+    A line where the points lie on one, a point where all are one.
+    """
+    angles = np.linspace(0.0, 2 * math.pi, 100)
+    circle = np.stack([np.cos(angles), np.sin(angles)])
+    sizes, directions = np.linalg.eigh(np.cov(points.T))
+    radii = np.sqrt(np.maximum(sizes, 0.0) * -2 * math.log(1 - share))  # quantile of chi^2_2
+    outline: Numbers = points.mean(0) + (directions @ (radii[:, None] * circle)).T
+    return outline
+
+
+def density_of(values: Numbers, places: int = 200) -> tuple[Numbers, Numbers]:
+    """Kernel density (Gaussian, Scott's width) of numbers at evenly spread places around them.
+
+    Nothing where all numbers are equal: a point has no density.
+    """
+    spread = float(values.std())
+    if not spread > 0:
+        return np.zeros(0), np.zeros(0)
+    at = np.linspace(values.min() - spread, values.max() + spread, places)
+    found: Numbers = stats.gaussian_kde(values)(at)
+    return at, found
 
 
 def picture_of(points: Numbers, *, seed: int, perplexity: float = 30.0) -> Numbers:

@@ -1,8 +1,9 @@
 """What part of the data do the kept tokens cover? A picture, and numbers that do not trust it.
 
 Each policy keeps the same share of the same response tokens. Where they lie is seen in one t-SNE
-of the tokens' contextual embeddings (never one per policy, in which no two places would compare),
-and measured in the embeddings themselves, beside what random selection gives.
+of the contextual embeddings of all tokens that some policy keeps, as in the paper (never one per
+policy, in which no two places would compare), and measured in the embeddings themselves, beside
+what random selection gives.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
 
-__all__ = ["POLICIES", "Options", "diagnose"]
+__all__ = ["POLICIES", "Options", "diagnose", "kept_by_any"]
 
 POLICIES = ("random", "low-perplexity", "high-perplexity")
 """Policies that need no value; every estimator is one as well."""
@@ -62,7 +63,7 @@ class Options(CheckedOptions):
     perplexity: float = option(
         30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-    points: int = option(1500, "most tokens drawn in the picture; numbers use all", least=16)
+    points: int = option(1500, "most kept tokens drawn in the picture; numbers use all", least=16)
     draws: int = option(200, "random selections that say what chance gives", least=20)
 
     def __post_init__(self) -> None:
@@ -100,7 +101,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         name: {key: measured(pool, mask, key) for key in STATISTICS} for name, mask in kept.items()
     }
     overlaps = _overlaps(pool, kept)
-    drawn = draw(len(belongs), options.points, subject.seed)
+    union = kept_by_any(kept)
+    drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
     return Diagnosis(
         name="coverage",
@@ -112,7 +114,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             numbers_figure(numbers, band),
             overlap_figure(overlaps, options.policies, subject.ratio),
         ),
-        notes=_notes(subject, states, pool, drawn, rows),
+        notes=_notes(subject, states, pool, len(union), len(drawn), rows),
         settings={
             **subject.settings(),
             "policies": ", ".join(options.policies),
@@ -121,6 +123,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "random selections": options.draws,
         },
     )
+
+
+def kept_by_any(kept: Mapping[str, Mask]) -> Indices:
+    """Indices of the tokens that at least one policy keeps: what the picture is fitted on."""
+    return np.flatnonzero(np.logical_or.reduce([*kept.values()]))
 
 
 def _ranking(
@@ -265,7 +272,12 @@ def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> str:
 
 
 def _notes(
-    subject: Subject, states: TokenStates, pool: Pool, drawn: Indices, rows: Sequence[Example]
+    subject: Subject,
+    states: TokenStates,
+    pool: Pool,
+    union: int,
+    drawn: int,
+    rows: Sequence[Example],
 ) -> tuple[str, ...]:
     where = (
         "the input of the output head (after the final norm)"
@@ -279,8 +291,9 @@ def _notes(
         f"The volume is measured in the first {pool.axes.shape[1]} principal components.",
         "t-SNE keeps neighbourhoods, not distances: read sizes and gaps off the numbers.",
     ]
-    if len(drawn) < len(pool.ids):
-        notes.append(f"The picture shows {len(drawn)} of them, drawn at random.")
+    picture = f"The picture is fitted on tokens that some policy keeps, {union} of {len(pool.ids)}"
+    cut = f"; it shows {drawn} of these, drawn at random." if drawn < union else "."
+    notes.append(picture + cut)
     notes += few_rows(len(rows))
     if retention_term(subject) is None:
         notes.append(

@@ -27,7 +27,7 @@ def map_figure(
     drawn: Indices,
     places: Numbers,
 ) -> Figure:
-    """One panel a policy over one t-SNE, and one with the loss of every candidate."""
+    """One panel a policy over one t-SNE of what some policy keeps, and one with all losses."""
     losses = pool.losses[drawn]
 
     def coloured_by_loss(axes: Axes) -> None:
@@ -38,7 +38,7 @@ def map_figure(
         )  # fmt: skip
         axes.figure.colorbar(points, ax=axes, shrink=0.8, label="nats", extend="max")
 
-    title = "all candidates:\nloss of the token"
+    title = "all kept tokens:\nloss of the token"
     panels = [Panel(bare=True, also=coloured_by_loss, title=title)]
     for look, (name, mask) in enumerate(kept.items()):
         inside = mask[drawn]
@@ -63,9 +63,10 @@ def map_figure(
     return picture(
         "coverage-map",
         "Where the kept tokens lie",
-        "One t-SNE of all candidates' contextual embeddings, the same in every panel. Grey: "
-        "candidates that the policy drops. Look for whole regions left grey, and whether they "
-        "are those where the loss (first panel) is high or low; do not read distances.",
+        "One t-SNE of the contextual embeddings of every token that some policy keeps, the same in "
+        "every panel. Grey: tokens that others keep and this policy drops. Look for whole regions "
+        "left grey, and whether they are those where the loss (first panel) is high or low; do not "
+        "read distances.",
         Table.of("coverage-map", "Tokens in the picture, and who keeps them", records),
         *panels,
         alt=f"Scatter plots of the same {len(drawn)} tokens: loss, then kept tokens by policy "

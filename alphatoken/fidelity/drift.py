@@ -1,8 +1,9 @@
 """How far did fine-tuning move the model's states on what it must not forget?
 
-Retention probes are run through the model before and after; the mean state of each probe is
-compared with itself, by a picture in which both are laid out together, by distances, and by linear
-CKA, which does not see rotations. What the movement cost is read off the probes' loss.
+Retention probes are run through the model before and after, and through any other model that was
+fine-tuned from the same one; the mean state of each probe is compared with itself, by a picture in
+which all models are laid out together, by distances, and by linear CKA, which does not see
+rotations. What the movement cost is read off the probes' loss.
 
 The retention term itself, ``V = F o (W - W_ref)``, is in ``alphatoken.direction.drift``.
 """
@@ -10,14 +11,16 @@ The retention term itself, ``V = F o (W - W_ref)``, is in ``alphatoken.direction
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
-from alphatoken.errors import DataError
+from alphatoken.data import Example
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.drift_figures import layers_figure, map_figure
@@ -37,9 +40,20 @@ from alphatoken.fidelity.similarity import (
 from alphatoken.fidelity.states import POOLS, PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 
-__all__ = ["Options", "Pair", "diagnose", "layer_records", "loss_record", "set_record"]
+__all__ = [
+    "BEFORE",
+    "Options",
+    "Pair",
+    "diagnose",
+    "laid_out",
+    "layer_records",
+    "loss_record",
+    "set_record",
+]
 
 Numbers = NDArray[np.float64]
+BEFORE = "before"
+"""What the model before fine-tuning is called in tables and figures."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,13 @@ class Options(CheckedOptions):
     perplexity: float = option(
         30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
+    label: str = option("after", "what the model is called beside others (--beside)")
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        super().__post_init__()
+        if not self.label or self.label == BEFORE:
+            raise ConfigError("label must tell the model from the one before", got=self.label)
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,12 @@ def shift_in_widths(before: Numbers, after: Numbers) -> float:
     return float(np.sqrt(((after - before) ** 2).sum(1).mean())) / size
 
 
+def centre_shift(before: Numbers, after: Numbers) -> float:
+    """``||mean(after) - mean(before)|| / width``: how far the cloud moved as one."""
+    size = width(before)
+    return float(np.linalg.norm(after.mean(0) - before.mean(0))) / size if size > 0 else math.nan
+
+
 def shared_share(before: Numbers, after: Numbers) -> float:
     """Share of the squared movement that is one shift of all probes: 1 if they moved as one."""
     moved = after - before
@@ -102,6 +129,7 @@ def set_record(before: Numbers, after: Numbers) -> dict[str, Estimate | int]:
         "probes": len(before),
         "relative_shift": bootstrap(np.mean, shift, what="probes"),
         "shift_in_widths": _of_probes(shift_in_widths, before, after),
+        "centre_shift": _of_probes(centre_shift, before, after),
         "shared": _of_probes(shared_share, before, after),
         "cosine": bootstrap(np.mean, angle, what="probes"),
         "frechet": _of_probes(frechet, before, after),
@@ -143,53 +171,107 @@ def loss_record(pair: Pair) -> dict[str, Estimate]:
 # --- the diagnostic ------------------------------------------------------------------------------
 
 
+@dataclass
+class _Found:
+    """What is known of each model that was fine-tuned; records hold its name under ``model``."""
+
+    sets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    losses: dict[str, dict[str, dict[str, Estimate]]] = field(default_factory=dict)
+    layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    heads: dict[str, dict[str, Numbers]] = field(default_factory=dict)
+
+    def add(self, name: str, pairs: Mapping[str, Pair]) -> None:
+        """Every measure of one model; of its states only those that the head reads are kept."""
+        self.sets[name] = {one: set_record(*pair.at(-1)) for one, pair in pairs.items()}
+        self.losses[name] = {one: loss_record(pair) for one, pair in pairs.items()}
+        self.layers[name] = layer_records(pairs)
+        self.heads[name] = {one: pair.at(-1)[1] for one, pair in pairs.items()}
+
+
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
-    """Distances between a model's states on retention probes before and after fine-tuning.
+    """Distances between models' states on retention probes before and after fine-tuning.
 
     Raises:
         DataError: no retention rows, or a set without the tokens that are averaged.
-        ConfigError: scikit-learn or matplotlib is missing.
+        ConfigError: scikit-learn or matplotlib is missing; two models of one name.
     """
     options = options or Options()
     probes = subject.retention_rows(options.probes)
-    before, after, origin = subject.before_and_after()
-    pairs = {}
-    for name, rows in probes.items():
-        batches = subject.batches(rows)
-        pairs[name] = Pair(
-            *(
-                pooled_states(
-                    model,
-                    batches,
-                    subject.tracker(f"States {when}, {name}", len(rows)),
-                    pool=options.pool,
-                )
-                for model, when in ((before, "before"), (after, "after"))
-            )
-        )
-    check_finite(pairs, options.pool)
-    numbers = {name: set_record(*pair.at(-1)) for name, pair in pairs.items()}
-    losses = {name: loss_record(pair) for name, pair in pairs.items()}
-    layers = layer_records(pairs)
-    places = picture_of(_stacked(pairs), seed=subject.seed, perplexity=options.perplexity)
+    start, models, origin = _models(subject, options)
+    tuned = subject.reference is None and not subject.beside
+    before = _pooled(subject, start, BEFORE, probes, options.pool)
+    found = _Found()
+    for name, load in models.items():
+        after = _pooled(subject, load(), name, probes, options.pool)
+        pairs = {one: Pair(before[one], after[one]) for one in probes}
+        check_finite(pairs, options.pool)
+        found.add(name, pairs)
+    clouds = {
+        one: {BEFORE: before[one].states[-1]} | {m: found.heads[m][one] for m in models}
+        for one in probes
+    }
+    places = {
+        one: laid_out(cloud, seed=subject.seed, perplexity=options.perplexity)
+        for one, cloud in clouds.items()
+    }
     return Diagnosis(
         name="drift",
         question=find("drift").question,
-        answer=_answer(numbers, losses, layers),
-        tables=(_sets_table(numbers), _losses_table(losses), _layers_table(layers)),
+        answer=_answer(found, clouds),
+        tables=(_sets_table(found), _losses_table(found), _layers_table(found)),
         figures=(
-            map_figure(_places_by_set(pairs, places), numbers),
-            layers_figure(layers, next(iter(pairs.values())).before.places),
+            map_figure(places, found.sets),
+            layers_figure(_layers_of(found), next(iter(before.values())).places),
         ),
-        notes=_notes(subject, pairs, options, origin),
+        notes=_notes(subject, before, options, origin),
         settings={
             **subject.settings(),
+            "models": ", ".join(models),
             "probes of each set": options.probes,
             "pooled tokens": options.pool,
-            "tuning_steps": subject.tuning_steps if subject.reference is None else None,
-            "tuning_rate": subject.rate if subject.reference is None else None,
+            "tuning_steps": subject.tuning_steps if tuned else None,
+            "tuning_rate": subject.rate if tuned else None,
         },
     )
+
+
+def _models(
+    subject: Subject, options: Options
+) -> tuple[nn.Module, dict[str, Callable[[], nn.Module]], str]:
+    """The model before, how to get each one after, by name, and where they come from.
+
+    Others are loaded one at a time. A single model with others beside it is the one before; one
+    that stands alone has a copy fine-tuned.
+    """
+    if taken := {options.label, BEFORE} & set(subject.beside):
+        raise ConfigError(
+            "two models have one name",
+            got=", ".join(sorted(taken)),
+            remedy="--beside NAME=MODEL with other names, or --label NAME",
+        )
+    if subject.beside and subject.reference is None:
+        return subject.model, dict(subject.beside), "Before: the model given."
+    before, after, origin = subject.before_and_after()
+    return before, {options.label: lambda: after} | dict(subject.beside), origin
+
+
+def _pooled(
+    subject: Subject,
+    model: nn.Module,
+    name: str,
+    probes: Mapping[str, Sequence[Example]],
+    pool: str,
+) -> dict[str, PooledStates]:
+    """States of one model on every set."""
+    return {
+        one: pooled_states(
+            model,
+            subject.batches(rows),
+            subject.tracker(f"States {name}, {one}", len(rows)),
+            pool=pool,
+        )
+        for one, rows in probes.items()
+    }
 
 
 def check_finite(pairs: Mapping[str, Pair], pool: str) -> None:
@@ -203,31 +285,46 @@ def check_finite(pairs: Mapping[str, Pair], pool: str) -> None:
             )
 
 
-def _stacked(pairs: Mapping[str, Pair]) -> Numbers:
-    """All probes before, then all after: one cloud, so that one picture holds both."""
-    return np.concatenate([pair.at(-1)[side] for side in (0, 1) for pair in pairs.values()])
+def laid_out(
+    clouds: Mapping[str, Numbers], *, seed: int, perplexity: float = 30.0
+) -> dict[str, Numbers]:
+    """Places (n, 2) of each model's probes in one t-SNE, fitted on the union of all models.
+
+    A projection of each model's own would place equal clouds differently: no two could be compared.
+    """
+    places = picture_of(np.concatenate([*clouds.values()]), seed=seed, perplexity=perplexity)
+    ends = np.cumsum([len(cloud) for cloud in clouds.values()])[:-1]
+    return dict(zip(clouds, np.split(places, ends), strict=True))
 
 
-def _places_by_set(
-    pairs: Mapping[str, Pair], places: Numbers
-) -> dict[str, tuple[Numbers, Numbers]]:
-    before, after = np.split(places, 2)
-    found, start = {}, 0
-    for name, pair in pairs.items():
-        stop = start + len(pair.before.losses)
-        found[name] = (before[start:stop], after[start:stop])
-        start = stop
-    return found
+def _layers_of(found: _Found) -> list[dict[str, Any]]:
+    """Records of all models; ``line`` is what a figure calls one set of one model."""
+    several = len(found.layers) > 1
+    return [
+        {"model": name, **record}
+        | {"line": f"{record['set']}, {name}" if several else record["set"]}
+        for name, records in found.layers.items()
+        for record in records
+    ]
 
 
-def _sets_table(numbers: Mapping[str, Mapping[str, Any]]) -> Table:
+def _records(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    return [
+        {"model": name, "set": one, **record}
+        for name, sets in found.items()
+        for one, record in sets.items()
+    ]
+
+
+def _sets_table(found: _Found) -> Table:
     return Table.of(
         "drift-sets",
         "Movement of the states that the head reads",
-        [{"set": name, **record} for name, record in numbers.items()],
+        _records(found.sets),
         note="relative_shift: mean ||after - before|| / ||before|| of a probe. shift_in_widths: "
         "root mean square shift over the root mean square distance of the probes from their "
-        "centre. shared: share of the squared movement that is one shift of all probes. cosine: "
+        "centre. centre_shift: how far their centre moved, in the same widths. shared: share of "
+        "the squared movement that is one shift of all probes. cosine: "
         "mean, of a probe with itself. frechet: distance of Gaussian fits in the same widths, "
         "covariances along frechet_dims principal components. cka_debiased: linear CKA with "
         "U-centring (unbiased HSIC); cka_biased: Kornblith's, too high where probes are few. "
@@ -235,20 +332,20 @@ def _sets_table(numbers: Mapping[str, Mapping[str, Any]]) -> Table:
     )
 
 
-def _losses_table(losses: Mapping[str, Mapping[str, Estimate]]) -> Table:
+def _losses_table(found: _Found) -> Table:
     return Table.of(
         "drift-losses",
         "Loss on the probes",
-        [{"set": name, **record} for name, record in losses.items()],
+        _records(found.losses),
         note="Mean over response tokens, nats a token; bootstrap over probes.",
     )
 
 
-def _layers_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+def _layers_table(found: _Found) -> Table:
     return Table.of(
         "drift-layers",
         "Movement layer by layer",
-        layers,
+        [{"model": name, **r} for name, records in found.layers.items() for r in records],
         note="Places: the output of each decoder block, and what the output head reads.",
     )
 
@@ -256,15 +353,42 @@ def _layers_table(layers: Sequence[Mapping[str, Any]]) -> Table:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _answer(
+def _answer(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> tuple[str, ...]:
+    several = len(found.sets) > 1
+    sentences = [*_compared(found, clouds)] if several else []
+    for name in found.sets:
+        said = _of_model(found.sets[name], found.losses[name], found.layers[name])
+        sentences += [f"{name}: {text}" for text in said] if several else said
+    return tuple(sentences)
+
+
+def _compared(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> list[str]:
+    """For each set, how far each model moved, and the difference of the last from the first.
+
+    Mean relative shift of a probe; both models on the same resampled probes.
+    """
+    first, *_, last = found.sets
+    sentences = []
+    for name, cloud in clouds.items():
+        shifts = [relative_shift(cloud[BEFORE], cloud[model]) for model in (first, last)]
+        difference = bootstrap(lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes")
+        own = ", ".join(f"{m} {found.sets[m][name]['relative_shift']}" for m in found.sets)
+        sentences.append(
+            f"Mean shift of a probe of {name}: {own}; {last} moves it by {difference} more than "
+            f"{first} (below zero: less)."
+        )
+    return sentences
+
+
+def _of_model(
     numbers: Mapping[str, Mapping[str, Any]],
     losses: Mapping[str, Mapping[str, Estimate]],
     layers: Sequence[Mapping[str, Any]],
-) -> tuple[str, ...]:
+) -> list[str]:
     known = [name for name in numbers if numbers[name]["relative_shift"].defined]
     if not known:
         first = next(iter(numbers.values()))["relative_shift"]
-        return (f"How far the states moved is {first} in every set.",)
+        return [f"How far the states moved is {first} in every set."]
     most = max(known, key=lambda name: numbers[name]["relative_shift"].value)
     found = numbers[most]
     sentences = [
@@ -281,8 +405,7 @@ def _answer(
             sentences.append(f"{said}: {changes} a token.")
     if not forgotten and not gained:
         sentences.append("No set's loss changed by more than its interval.")
-    sentences += _where(layers, most)
-    return tuple(sentences)
+    return sentences + _where(layers, most)
 
 
 def _rotation(name: str, found: Mapping[str, Any]) -> str:
@@ -314,11 +437,11 @@ def _where(layers: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def _notes(
-    subject: Subject, pairs: Mapping[str, Pair], options: Options, origin: str
+    subject: Subject, before: Mapping[str, PooledStates], options: Options, origin: str
 ) -> tuple[str, ...]:
-    sizes = {name: len(pair.before.losses) for name, pair in pairs.items()}
-    first = next(iter(pairs.values()))
-    size = first.at(-1)[0].shape[1]
+    sizes = {name: len(states.losses) for name, states in before.items()}
+    first = next(iter(before.values()))
+    size = first.states[-1].shape[1]
     counts = ", ".join(
         f"{count} of {len(subject.retention[name])} rows of {name}" for name, count in sizes.items()
     )
@@ -329,14 +452,15 @@ def _notes(
     }
     where = (
         "what the output head reads (after the final norm)"
-        if first.before.has_head
+        if first.has_head
         else "the output of the last decoder block (no head was found)"
     )
     notes = [
         origin,
         f"Probes: {counts}. State: mean over {what[options.pool]} of {where}; the {size} numbers "
         "are averaged in float64.",
-        "t-SNE keeps neighbourhoods, not distances: how far a probe moved is in the table.",
+        "One t-SNE for each set, fitted on all models together. It keeps neighbourhoods, not "
+        "distances: how far a probe moved is in the table.",
     ]
     if min(sizes.values()) <= size:
         notes.append(

@@ -3,9 +3,10 @@
     proxy score    stability component with V = F o (W - W_ref), or S_F (W - W_ref) A_F
     oracle score   the same with V = gradient of the loss on held-out retention rows
 
-Both at the model after fine-tuning, with the Fisher fitted at the reference. ``none`` is the
-control F = 1: does the Fisher add anything to the drift itself? The oracle is also split: what it
-was at the reference already (r_0), which no proxy can know, and what the drift changed, which is
+Both at the model after fine-tuning, with the Fisher fitted at the reference: as in the paper, by
+responses sampled freely after held-out prompts, which are neither tuned on nor valued. ``none`` is
+the control F = 1: does the Fisher add anything to the drift itself? The oracle is also split: what
+it was at the reference already (r_0), which no proxy can know, and what the drift changed, which is
 all that the proxy models.
 """
 
@@ -39,6 +40,8 @@ from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.retention_scores import (
     TunedModel,
+    diagonal_names,
+    fitting,
     growing_fishers,
     scores_along,
     unit_fisher,
@@ -75,8 +78,14 @@ class Options(CheckedOptions):
     sizes: tuple[int, ...] = option(
         (8, 24, 72), "numbers of samples whose Fishers are compared", least=1
     )
-    sequence: bool = option(True, "also fit on freely sampled responses, as the paper does")
-    max_new_tokens: int = option(48, "longest sampled response of those fits", least=1)
+    labels: str = option(
+        "sequence",
+        "of the Fishers: sequence (responses sampled freely after the prompts, as the paper does), "
+        "or token (labels sampled on the given text)",
+        choices=("sequence", "token"),
+    )
+    both: bool = option(True, "also fit a diagonal Fisher by the other kind of labels")
+    max_new_tokens: int = option(48, "longest sampled response", least=1)
     bound_tokens: int = option(
         300, "response tokens of retention rows that the bound is on", least=1
     )
@@ -335,7 +344,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     scored = list(model.scorer.parameters)
     _require_drift(before, model.scorer.parameters)
     fishers, notes = variants(
-        subject, sequence=options.sequence, max_new_tokens=options.max_new_tokens
+        subject, labels=options.labels, both=options.both, max_new_tokens=options.max_new_tokens
     )
     named = dict(before.named_parameters(remove_duplicate=False))
     fishers["none"] = unit_fisher({name: named[name] for name in scored})
@@ -405,14 +414,11 @@ def _grown(
     subject: Subject, options: Options
 ) -> tuple[dict[str, FisherDrift], dict[str, tuple[str, str, int]]]:
     """Fishers of growing numbers of samples, and what each is to be compared with."""
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {"token": ("diagonal", {})}
-    if options.sequence:
-        free = {"max_new_tokens": options.max_new_tokens}
-        kinds["sequence"] = ("diagonal, free samples", free)
     fishers: dict[str, FisherDrift] = {}
     grown: dict[str, tuple[str, str, int]] = {}
-    for labels, (main, extra) in kinds.items():
-        for size, drift in growing_fishers(subject, labels, options.sizes, **extra).items():
+    for labels, main in diagonal_names(options.labels, options.both).items():
+        how = {"labels": labels, **fitting(labels, options.max_new_tokens)}
+        for size, drift in growing_fishers(subject, sizes=options.sizes, **how).items():
             name = f"{labels} {size}"
             fishers[name], grown[name] = drift, (labels, main, size)
     return fishers, grown
@@ -494,6 +500,13 @@ def _notes(
         "response tokens; F_dagger is fitted on them with labels drawn on the given text.",
         f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
+    held = len(subject.fisher_rows)
+    notes.append(
+        f"Fishers are fitted on {held} held-out prompts, neither tuned on nor valued."
+        if subject.prompts
+        else f"No prompts were held out: Fishers are fitted on those of the {held} training rows, "
+        "which are valued too. The paper's are held out."
+    )
     if subject.fisher is not None:
         fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
         notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")

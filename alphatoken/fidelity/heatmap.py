@@ -59,6 +59,17 @@ class Options(CheckedOptions):
         False,
         "value at a fine-tuned copy of the model, so that the stability component is not zero",
     )
+    colours: str = option(
+        "signed",
+        "signed (blue helps, orange harms) or relative (the paper's: from the lowest value of the "
+        "response to its highest, darker is higher)",
+        choices=("signed", "relative"),
+    )
+    panels: str = option(
+        "all",
+        "what is drawn of each row: total (the paper's final value), components, or all",
+        choices=("all", "total", "components"),
+    )
     lines: int = option(16, "most lines of text a panel of the figures", least=1)
     page_tokens: int = option(400, "most response tokens of a row on the page", least=1)
 
@@ -208,6 +219,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "rows shown": ", ".join(map(str, shown)),
             "against": options.against,
             "tuned": options.tuned,
+            "colours": options.colours,
         },
         html=heatmap_html(texts, most=options.page_tokens),
     )
@@ -275,22 +287,27 @@ def _models(subject: Subject, options: Options) -> tuple[nn.Module, nn.Module, t
 
 
 def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> ValuedText:
-    """One row with its panels: the total, the other total, then the components that are not 0."""
+    """One row with its panels: the total, the other total, the components that are not 0."""
     row = list(valued.places).index(place)
     example = valued.rows[row]
     own = valued.belongs == row
     response = np.zeros(len(example.input_ids), dtype=bool)
     response[valued.position[own]] = True
-    estimator = subject.config.estimator
-    panels = [Panel("total", f"Total, {estimator}", valued.columns["total"][own], valued.kept[own])]
-    if valued.other is not None and valued.other_kept is not None:
+    estimator, relative = subject.config.estimator, options.colours == "relative"
+    panels = []
+    if options.panels != "components":
+        total = valued.columns["total"][own]
+        panels.append(Panel("total", f"Total, {estimator}", total, valued.kept[own], relative))
+    if options.panels == "all" and valued.other is not None and valued.other_kept is not None:
         name = f"{estimator} before" if options.against == "before" else options.against
-        panels.append(Panel("other", f"Total, {name}", valued.other[own], valued.other_kept[own]))
-    panels += [
-        Panel(key, _NAMES[key], valued.columns[key][own], valued.kept[own])
-        for key in valued.parts
-        if valued.columns[key].any()
-    ]
+        other, also = valued.other[own], valued.other_kept[own]
+        panels.append(Panel("other", f"Total, {name}", other, also, relative))
+    if options.panels != "total":
+        panels += [
+            Panel(key, _NAMES[key], valued.columns[key][own], valued.kept[own], relative)
+            for key in valued.parts
+            if valued.columns[key].any()
+        ]
     texts = [visible(token.text) for token in subject.texts(example)]
     return ValuedText(place, f"row {place} ({example.row.place})", texts, response, tuple(panels))
 

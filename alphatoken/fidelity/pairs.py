@@ -15,8 +15,8 @@ assumed of it; s_t is the output of the key projection, W_K its rows that are re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from alphatoken.direction.objective import scoring_forward
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.capture import hidden_of
+from alphatoken.model.capture import evaluation_mode, hidden_of
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.support.precision import wide
 
@@ -40,6 +40,7 @@ __all__ = [
     "measure_pairs",
     "pair_counts",
     "see_calls",
+    "weigh_pairs",
 ]
 
 Numbers = NDArray[Any]
@@ -100,11 +101,12 @@ class _Watch:
 
 
 def see_calls(
-    adapter: DecoderAdapter, layers: Sequence[int], batch: LabelledBatch
+    adapter: DecoderAdapter, layers: Sequence[int], batch: LabelledBatch, *, graph: bool = True
 ) -> list[SeenCall]:
     """The attention calls of ``layers`` in one forward (dropout off), with their graph.
 
-    The model's own kernel runs; hooks and routing are gone afterwards.
+    The model's own kernel runs; hooks and routing are gone afterwards. Without ``graph`` there is
+    none: enough for weights and deviations (``weigh_pairs``).
     """
     first, blocks = min(layers), adapter.layers()
     owners = {m: layer for layer in layers for m in adapter.attention_modules(layer)}
@@ -118,9 +120,16 @@ def see_calls(
                 stack.callback(hook.remove)
         stack.enter_context(adapter.pause_checkpointing(blocks[first:]))
         stack.enter_context(adapter.override_attention(list(owners), watch.on_attention))
-        with scoring_forward(adapter, first):
-            adapter.forward(batch.inputs)
+        stack.enter_context(scoring_forward(adapter, first) if graph else _looking_on(adapter))
+        adapter.forward(batch.inputs)
     return watch.calls
+
+
+@contextmanager
+def _looking_on(adapter: DecoderAdapter) -> Iterator[None]:
+    """Evaluation mode, and no graph."""
+    with evaluation_mode(adapter.model), torch.no_grad():
+        yield
 
 
 # --- which pairs -------------------------------------------------------------------------------
@@ -189,6 +198,26 @@ class PairValues:
     residual: Numbers
     bound: Numbers
     value_path: Numbers
+
+
+def weigh_pairs(
+    seen: SeenCall, used: Tensor, chosen: Tensor, window: int | None
+) -> tuple[Numbers, Numbers]:
+    """Weight and deviation of the same pairs as ``measure_pairs``, (n, h) each, and no more.
+
+        alpha_{t->k}     and     ||v_t - o_k||_2 / sqrt(d_v)
+
+    Exactness and oracle as there; no graph is needed, and no norm of a Jacobian is taken.
+    """
+    found = _select(AttentionStatistics(seen.call), used, chosen, window)
+    parts = []
+    size = max(1, _WORKSPACE // max(1, seen.call.query.shape[1] * seen.call.value.shape[3]))
+    with torch.no_grad():
+        for start in range(0, len(found.row), size):
+            parts.append(_deviation(seen, found.part(slice(start, start + size))))
+    heads = seen.call.query.shape[1]
+    deviation = torch.cat(parts) if parts else found.alpha.new_zeros(0, heads)
+    return found.alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
 
 
 def measure_pairs(seen: SeenCall, used: Tensor, chosen: Tensor, window: int | None) -> PairValues:
@@ -368,6 +397,15 @@ def _rows_of(projected: Tensor, hidden: Tensor, rows: Tensor) -> Tensor:
     return torch.cat(found) if found else hidden.new_zeros(0, hidden.shape[-1])
 
 
+def _deviation(seen: SeenCall, pairs: _Selected) -> Tensor:
+    """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h)."""
+    call, dtype = seen.call, pairs.alpha.dtype
+    groups, width = call.value.shape[1], call.value.shape[3]
+    output = seen.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
+    value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
+    return torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
+
+
 def _norms(
     seen: SeenCall, pairs: _Selected, maps: _TokenMaps, number: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -375,13 +413,11 @@ def _norms(
     call, dtype = seen.call, pairs.alpha.dtype
     groups, heads = call.key.shape[1], call.query.shape[1]
     query = call.query[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
-    output = seen.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
-    value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
     n = number[pairs.row, pairs.t]
-    away = torch.linalg.vector_norm(value - output, dim=-1).flatten(1)
+    deviation = _deviation(seen, pairs)
+    away = deviation * call.value.shape[3] ** 0.5
     pulled = torch.einsum("ngjd,ngrd->ngrj", maps.pull[n], query).norm(dim=-1).flatten(1)
     most = (maps.key[n].unsqueeze(2) * query.norm(dim=-1)).flatten(1)
     factor = abs(call.scale) * pairs.slope * pairs.alpha * away
     value_norm = maps.value[n].repeat_interleave(heads // groups, 1)
-    deviation = away / call.value.shape[3] ** 0.5
     return deviation, factor * pulled, factor * most, pairs.alpha * value_norm

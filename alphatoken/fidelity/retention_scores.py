@@ -18,7 +18,15 @@ from alphatoken.fidelity.per_row import values_along
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 
-__all__ = ["TunedModel", "growing_fishers", "scores_along", "unit_fisher", "variants"]
+__all__ = [
+    "TunedModel",
+    "diagonal_names",
+    "fitting",
+    "growing_fishers",
+    "scores_along",
+    "unit_fisher",
+    "variants",
+]
 
 Numbers = NDArray[Any]
 Direction = Mapping[str, Tensor]
@@ -40,7 +48,7 @@ def growing_fishers(
     F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
     are independent of those of ``subject.fitted_fisher``.
     """
-    usable = [row for row in subject.train if row.response_tokens]
+    usable = subject.fisher_rows
     sums: dict[str, Tensor] = {}
     found: dict[int, FisherDrift] = {}
     done = 0
@@ -57,26 +65,48 @@ def growing_fishers(
     return found
 
 
-def variants(
-    subject: Subject, *, sequence: bool, max_new_tokens: int
-) -> tuple[dict[str, FisherDrift], list[str]]:
-    """Diagonal and Kronecker Fisher, the diagonal one by free samples; and what was left out.
+def diagonal_names(labels: str, both: bool) -> dict[str, str]:
+    """What the diagonal Fisher of each kind of labels is called: the main one first.
 
-    Of free samples, which have to be generated, there are half as many.
+    >>> diagonal_names("sequence", both=True)
+    {'sequence': 'diagonal', 'token': 'diagonal, token labels'}
     """
-    found = {"diagonal": subject.fitted_fisher("diagonal")}
+    other = "token" if labels == "sequence" else "sequence"
+    said = {"sequence": "free samples", "token": "token labels"}[other]
+    return {labels: "diagonal"} | ({other: f"diagonal, {said}"} if both else {})
+
+
+def fitting(labels: str, max_new_tokens: int) -> dict[str, Any]:
+    """Options of a fit with these labels; none for those that a subject fits with by default."""
+    free = {"labels": "sequence", "max_new_tokens": max_new_tokens}
+    return free if labels == "sequence" else {}
+
+
+def variants(
+    subject: Subject, *, labels: str, both: bool, max_new_tokens: int
+) -> tuple[dict[str, FisherDrift], list[str]]:
+    """Diagonal and Kronecker Fisher, the diagonal one by other labels; and what was left out.
+
+    All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
+    its structure. Of free samples beside the main fit there are half as many: each is generated.
+    """
+    given, own = subject.fisher, fitting(labels, max_new_tokens)
+
+    def main(structure: str) -> FisherDrift:
+        if given is not None and given.structure == structure:
+            return given
+        return subject.fitted_fisher(structure, **own)
+
+    found = {"diagonal": main("diagonal")}
     notes = []
     try:
-        found["kronecker"] = subject.fitted_fisher("kronecker")
+        found["kronecker"] = main("kronecker")
     except CoverageError as problem:
         notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
-    if sequence:
-        found["diagonal, free samples"] = subject.fitted_fisher(
-            "diagonal",
-            labels="sequence",
-            max_new_tokens=max_new_tokens,
-            samples=-(-subject.fisher_samples // 2),
-        )
+    for other, name in list(diagonal_names(labels, both).items())[1:]:
+        fewer = {"samples": -(-subject.fisher_samples // 2)} if other == "sequence" else {}
+        more = fitting(other, max_new_tokens) or {"labels": "token"}  # named: never the one given
+        found[name] = subject.fitted_fisher("diagonal", **more, **fewer)
     return found, notes
 
 

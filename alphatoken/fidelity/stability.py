@@ -190,7 +190,7 @@ def fisher_parts(subject: Subject, parts: int) -> list[FisherDrift]:
     Rows are drawn without replacement as long as they last, labels anew for each sample. The mean
     of the parts is a Fisher with all samples.
     """
-    given = [row for row in subject.train if row.response_tokens]
+    given = subject.fisher_rows
     order = np.random.default_rng((subject.seed, 3)).permutation(len(given))
     size = -(-subject.fisher_samples // parts)
     tracker = subject.tracker("Fishers", parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, TokenText, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import fit_fisher
+from alphatoken.direction.fisher import ResponseSource, draw_responses, fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity.tuning import fine_tuned, usual_rate
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -34,8 +34,12 @@ class Subject:
         train: encoded rows whose response tokens are valued.
         validation: encoded rows that define the objective.
         retention: name of a set -> held-out rows of what must not be forgotten.
+        prompts: encoded rows on which Fishers are fitted, neither valued nor tuned on; empty for
+            the training rows.
         tokenizer: for texts; None where only ids are known.
         reference: the model before fine-tuning; None if ``model`` is that.
+        beside: name -> loads another model that was fine-tuned from the reference, on this device;
+            called when it is needed, one at a time.
         fisher: fitted at the reference; None to fit one when it is needed.
         config: what the user's run computes; diagnostics vary it.
         ratio: share of the tokens that the run keeps.
@@ -54,8 +58,10 @@ class Subject:
     train: Sequence[Example]
     validation: Sequence[Example]
     retention: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    prompts: Sequence[Example] = ()
     tokenizer: Any = None
     reference: nn.Module | None = None
+    beside: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     fisher: FisherDrift | None = None
     config: ScorerConfig = field(default_factory=ScorerConfig)
     ratio: float = 0.5
@@ -230,7 +236,7 @@ class Subject:
     def fitted_fisher(self, structure: str = "diagonal", **options: Any) -> FisherDrift:
         """The Fisher given (if its structure is asked for), or one fitted here at the reference.
 
-        Fitted with ``labels="token"`` on the training rows by default: one forward a row, no
+        Fitted with ``labels="token"`` on ``fisher_rows`` by default: one forward a row, no
         generation. Kept for each setting.
         """
         if self.fisher is not None and self.fisher.structure == structure and not options:
@@ -238,9 +244,15 @@ class Subject:
         settings = {"samples": self.fisher_samples, "structure": structure, **options}
         key = f"fisher {sorted(settings.items(), key=str)}"
         if key not in self._kept:
-            self._kept[key] = self.fit_fisher(self.train, **settings)
+            self._kept[key] = self.fit_fisher(self.fisher_rows, **settings)
         found: FisherDrift = self._kept[key]
         return found
+
+    @property
+    def fisher_rows(self) -> list[Example]:
+        """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
+        held = [row for row in self.prompts if row.response_tokens]
+        return held or [row for row in self.train if row.response_tokens]
 
     def fit_fisher(self, rows: Sequence[Example], **options: Any) -> FisherDrift:
         """Fit a Fisher on these rows at the reference, with the settings of the run."""
@@ -253,9 +265,38 @@ class Subject:
             "batch_size": self.batch_size,
             "score_bias": self.config.score_bias,
             "progress": self.progress,
-        }
+        } | options
         reference = self.model if self.reference is None else self.reference
-        return fit_fisher(reference, batch, **settings | options)
+        if settings["labels"] == "sequence":
+            settings["responses"] = self._responses(reference, rows, batch, settings)
+        return fit_fisher(reference, batch, **settings)
+
+    def _responses(
+        self,
+        reference: nn.Module,
+        rows: Sequence[Example],
+        batch: Mapping[str, Tensor],
+        settings: Mapping[str, Any],
+    ) -> ResponseSource:
+        """Responses that were drawn before are used again: nearly all of a fit is drawing them.
+
+        Two structures fitted on the same rows with the same seed have the same responses anyway.
+        """
+        how = {
+            name: settings[name]
+            for name in ("samples", "seed", "max_new_tokens")
+            if name in settings
+        }
+        read = hash(tuple(tuple(row.input_ids) for row in rows))
+        kept = self._kept.setdefault(f"responses {how} {settings['batch_size']} {read}", {})
+
+        def source(numbers: range) -> Mapping[int, Tensor]:
+            if numbers.start not in kept:
+                kept[numbers.start] = draw_responses(reference, batch, numbers, **how)
+            found: Mapping[int, Tensor] = kept[numbers.start]
+            return found
+
+        return source
 
     # --- small things -----------------------------------------------------------------------------
 
@@ -269,6 +310,7 @@ class Subject:
             **self.names,
             "training rows": len(self.train),
             "validation rows": len(self.validation),
+            "Fisher prompts held out": len(self.prompts),
             **{f"retention rows, {name}": len(rows) for name, rows in self.retention.items()},
             "estimator": self.config.estimator,
             "layers": str(self.config.layers),

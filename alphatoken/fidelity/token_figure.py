@@ -6,13 +6,10 @@ import math
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from alphatoken.fidelity.diagnosis import Figure, Table
 from alphatoken.fidelity.drawing import canvas, finish
 from alphatoken.fidelity.token_text import Panel, ValuedText, laid_out, printable
 from alphatoken.report.drawing import colour_of
-from alphatoken.report.numbers import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +23,17 @@ _LETTER = 0.602 * _SIZE / 72  # width of every letter, inches
 _LINE = 1.6 * _SIZE / 72
 _COLUMNS, _GAP, _HEAD = 72, 0.25, 0.32
 _PROMPT = 2 * _COLUMNS  # letters of the prompt that are shown
+
+
+_SIGNED = (
+    "Blue: training on the token lowers the objective; orange: it does harm; full colour is the "
+    "largest absolute value of the response in that panel. Look for which words carry a component, "
+    "and where two panels disagree in sign."
+)
+_RELATIVE = (
+    "Values are normalised within the response, panel by panel: white is its lowest, full blue its "
+    "highest value, so that darker is higher. Look for which words carry a component."
+)
 
 
 def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Figure:
@@ -64,9 +72,8 @@ def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Figure:
             fig,
             data.key,
             f"Values over the text of {text.place}",
-            "Blue: training on the token lowers the objective; orange: it does harm; full colour "
-            "is the largest absolute value of the response in that panel. Underlined tokens are "
-            "kept. Look for which words carry a component, and where two panels disagree in sign.",
+            (_RELATIVE if any(panel.relative for panel in panels) else _SIGNED)
+            + " Underlined tokens are kept.",
             data,
             alt=f"Text of {text.place} with each response token coloured by its value, in panels: "
             f"{', '.join(panel.title for panel in panels)}.",
@@ -136,8 +143,6 @@ def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str, lines: i
         if not piece.text.isspace():
             place = piece.column, first + piece.line + 0.5
             axes.text(*place, piece.text, color="#111111", **written)
-    largest = float(np.abs(panel.values).max()) if len(panel.values) else 0.0
-    scale = number(largest)
     cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
-    heading = f"{panel.title}   (full colour \u00b1{scale}{cut})"
+    heading = f"{panel.title}   ({panel.scale}{cut})"
     axes.set_title(heading, fontsize=8, loc="left", pad=3, parse_math=False)

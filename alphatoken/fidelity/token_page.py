@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-import numpy as np
-
 from alphatoken.fidelity.token_text import Panel, ValuedText
 from alphatoken.report.drawing import colour_of
 from alphatoken.report.numbers import number
@@ -24,15 +22,24 @@ def heatmap_html(texts: Sequence[ValuedText], *, most: int) -> str:
         texts: rows.
         most: response tokens shown of a row; a longer one is cut, and says so.
     """
-    legend = (
-        "<p>Colour: value over the largest absolute value of the response and panel. <span "
-        'class="ramp" role="img" aria-label="from orange, negative, to blue, positive"></span> '
-        "orange: negative (training on it would do harm), blue: positive. Underlined: kept. Grey: "
-        "prompt. Point at a token for its number.</p>"
-    )
+    relative = any(panel.relative for text in texts for panel in text.panels)
+    legend = _RELATIVE if relative else _SIGNED
     return "".join(
         _row(text, most, legend if place == 0 else "") for place, text in enumerate(texts)
     )
+
+
+_SIGNED = (
+    "<p>Colour: value over the largest absolute value of the response and panel. <span "
+    'class="ramp" role="img" aria-label="from orange, negative, to blue, positive"></span> '
+    "orange: negative (training on it would do harm), blue: positive. Underlined: kept. Grey: "
+    "prompt. Point at a token for its number.</p>"
+)
+_RELATIVE = (
+    "<p>Colour: place of the value between the lowest (white) and the highest (full blue) of the "
+    "response and panel; darker is higher, and a sign is not told. Underlined: kept. Grey: prompt. "
+    "Point at a token for its number.</p>"
+)
 
 
 def _row(text: ValuedText, most: int, legend: str) -> str:
@@ -67,10 +74,8 @@ def _panel(text: ValuedText, panel: Panel, most: int, *, whole: bool) -> str:
         parts += _between(grey, whole=whole, first=shown == 0)
         parts.append(next(spans))
         grey, shown = "", shown + 1
-    largest = float(np.abs(panel.values).max()) if len(panel.values) else 0.0
-    scale = f"full colour at \u00b1{number(largest)}"
     return (
-        f"<div><h5>{escape(panel.title)} <span>{escape(scale)}</span></h5>"
+        f"<div><h5>{escape(panel.title)} <span>{escape(panel.scale)}</span></h5>"
         '<div class="text" dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">'
         f"{''.join(parts)}</div></div>"
     )
@@ -85,11 +90,11 @@ def _between(grey: str, *, whole: bool, first: bool) -> list[str]:
 
 
 def _spans(tokens: Sequence[str], panel: Panel) -> list[str]:
-    spans = []
+    spans, of = [], "the range" if panel.relative else "the largest"
     for token, value, colour, kept in zip(
         tokens, panel.values, panel.colours, panel.kept, strict=True
     ):
-        said = f"{number(float(value), signed=True)} ({colour:+.2f} of the largest), "
+        said = f"{number(float(value), signed=True)} ({colour:+.2f} of {of}), "
         said += "kept" if kept else "dropped"
         name = "u" if kept else "span"
         fill = ",".join(f"{255 * channel:.0f}" for channel in colour_of(float(colour)))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.report.numbers import number as written
+
 __all__ = [
     "KINDS",
     "Panel",
@@ -18,6 +20,7 @@ __all__ = [
     "laid_out",
     "normalised",
     "printable",
+    "ranged",
 ]
 
 Numbers = NDArray[np.float64]
@@ -34,17 +37,28 @@ class Panel:
         title: over the panel.
         values: (n,) one a response token.
         kept: (n,) True where the selection keeps the token.
+        relative: whether colours run from the lowest value of the response to its highest, as the
+            paper's do, instead of telling signs.
     """
 
     key: str
     title: str
     values: Numbers
     kept: NDArray[np.bool_]
+    relative: bool = False
 
     @property
     def colours(self) -> Numbers:
-        """The values, normalised to [-1, 1] within this response."""
-        return normalised(self.values)
+        """The values, normalised within this response: to [-1, 1], or to [0, 1] if relative."""
+        return ranged(self.values) if self.relative else normalised(self.values)
+
+    @property
+    def scale(self) -> str:
+        """What the colours mean, in numbers, for a heading."""
+        low, high = _ends(self.values)
+        if self.relative:
+            return f"light {written(low)}, dark {written(high)}"
+        return f"full colour \u00b1{written(max(abs(low), abs(high)))}"
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,16 @@ def normalised(values: Numbers) -> Numbers:
     """``v / max |v|``: in [-1, 1], sign and zero kept; zeros stay where all are zero."""
     largest = float(np.abs(values).max()) if len(values) else 0.0
     return values / largest if largest > 0 else np.zeros_like(values)
+
+
+def ranged(values: Numbers) -> Numbers:
+    """``(v - min) / (max - min)``: in [0, 1], order kept; zeros where all values are equal."""
+    low, high = _ends(values)
+    return (values - low) / (high - low) if high > low else np.zeros_like(values)
+
+
+def _ends(values: Numbers) -> tuple[float, float]:
+    return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
 
 
 KINDS = ("number", "start of a word", "inside a word", "punctuation or sign", "space", "other")

@@ -3,7 +3,9 @@
 Three looks at the same approximation. *Pairs*: attention weight and value-output deviation of the
 causal-window pairs, whose product bounds what is left out (the paper's diagnostic). *Residual*:
 the norm of the score path that is left out, measured, beside its bound. *Shares*: what part of
-every token's exact causal value Value-Propagation carries, and where the rest flows.
+every token's exact causal value Value-Propagation carries, and where the rest flows. The pairs that
+a training run collected (``--collect_value_propagation N``) are drawn beside those of the model, as
+in the paper, whose figure is of pairs during training.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from alphatoken.fidelity.causal_parts import (
     causal_scorer,
     share_records,
 )
+from alphatoken.fidelity.collected_pairs import CollectedPairs
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -39,6 +43,8 @@ from alphatoken.fidelity.value_propagation_figures import (
     quantile,
     residual_figure,
     shares_figure,
+    steps_figure,
+    training_figure,
 )
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.capture import resolve_layers
@@ -51,7 +57,9 @@ __all__ = [
     "label_positions",
     "pair_seconds",
     "risk_records",
+    "said_of_training",
     "softmax_layers",
+    "training_records",
     "violations",
 ]
 
@@ -74,6 +82,9 @@ class Options(CheckedOptions):
     levels: tuple[float, ...] = option(
         (0.001, 0.01, 0.1), "contours of attention weight times deviation", above=0, below=math.inf
     )
+    collected: str | None = option(
+        None, "file of pairs that a training run collected; drawn beside those of the model"
+    )
     bins: int = option(48, "cells a side of the joint density", least=2)
     draws: int = option(60, "bootstrap samples of each interval", least=10)
 
@@ -82,6 +93,13 @@ class Options(CheckedOptions):
         super().__post_init__()
         if not self.levels:
             raise ConfigError("levels must be positive numbers", got=repr(self.levels))
+        if self.collected is not None and not Path(self.collected).is_file():
+            raise ConfigError(
+                "there is no file of collected pairs",
+                got=self.collected,
+                remedy="output_dir/_alphatoken/value-propagation.safetensors of a run with "
+                "--collect_value_propagation N",
+            )
 
 
 # --- pairs -------------------------------------------------------------------------------------
@@ -262,6 +280,32 @@ def _ratio_of_sums(top: Numbers, bottom: Numbers, rows: Numbers, draws: int) -> 
     return replace(found, count=int(known.sum()))
 
 
+def training_records(collected: CollectedPairs, levels: Sequence[float]) -> list[dict[str, Any]]:
+    """One record a step and level: share of the probe's pairs at or above it."""
+    return [
+        {
+            "step": step,
+            "level": level,
+            "pairs": collected.total([step]).pairs,
+            "share": collected.total([step]).share_above(level),
+        }
+        for step in sorted(collected.steps)
+        for level in levels
+    ]
+
+
+def said_of_training(collected: CollectedPairs, records: Sequence[Mapping[str, Any]]) -> str:
+    """What the highest level says about the run."""
+    own = [record for record in records if record["level"] == records[-1]["level"]]
+    first, last, whole = own[0], own[-1], collected.total()
+    return (
+        f"While the run trained ({len(own)} looks from step {first['step']} to {last['step']}, "
+        f"{whole.pairs} pairs of a fixed probe), {whole.share_above(first['level']):.2%} of the "
+        f"pairs had weight times deviation of {first['level']:g} or more: {first['share']:.2%} at "
+        f"the first look, {last['share']:.2%} at the last. These are counts, without an interval."
+    )
+
+
 # --- answer ------------------------------------------------------------------------------------
 
 
@@ -319,6 +363,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         UnsupportedError: no scored layer mixes positions by softmax attention alone.
     """
     options = options or Options()
+    collected = None if options.collected is None else CollectedPairs.load(options.collected)
     rows = subject.sample()
     subject.require_tokens(rows, FEWEST, "shares of so few tokens mean nothing")
     layers, others = softmax_layers(subject)
@@ -351,13 +396,24 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         figures.insert(0, shares_figure(shares))
         tables.insert(0, Table.of("shares", "Parts of the exact causal value", shares))
         tables.insert(1, Table.of("agreement", "Approximations of it", agreement))
+    answer = _answer(heads, risks, shares, agreement)
+    notes = _notes(subject, rows, pairs, looked_at, others, set(layers) - set(clear))
+    if collected is not None:
+        records = training_records(collected, sorted(options.levels))
+        answer.append(said_of_training(collected, records))
+        figures += [training_figure(collected, options.levels), steps_figure(records)]
+        notes.append(
+            f"Pairs during training: {options.collected}, a probe of {collected.about['rows']} "
+            f"rows with {collected.about['response_tokens']} response tokens, layers "
+            f"{', '.join(map(str, collected.layers))}, window {collected.about['window']}."
+        )
     return Diagnosis(
         NAME,
         find(NAME).question,
-        tuple(_answer(heads, risks, shares, agreement)),
+        tuple(answer),
         tuple(tables),
         tuple(figures),
-        tuple(_notes(subject, rows, pairs, looked_at, others, set(layers) - set(clear))),
+        tuple(notes),
         subject.settings() | {"pairs": options.pairs, "head_reduction": "per_head"},
     )
 

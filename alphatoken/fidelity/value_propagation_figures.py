@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, CollectedPairs
 from alphatoken.fidelity.diagnosis import Figure, Table
 from alphatoken.fidelity.drawing import COLOURS, SEQUENTIAL
 from alphatoken.fidelity.intervals import FEWEST, Estimate
@@ -18,7 +19,15 @@ from alphatoken.fidelity.plots import Guide, Panel, Series, grouped, picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["density", "density_figure", "quantile", "residual_figure", "shares_figure"]
+__all__ = [
+    "density",
+    "density_figure",
+    "quantile",
+    "residual_figure",
+    "shares_figure",
+    "steps_figure",
+    "training_figure",
+]
 
 Numbers = NDArray[Any]
 _MOST_BARS = 48
@@ -51,6 +60,74 @@ def density(pairs: Sequence[PairValues], bins: int) -> tuple[Numbers, Numbers, N
 def density_figure(pairs: Sequence[PairValues], bins: int, levels: Sequence[float]) -> Figure:
     """Joint density of weight and deviation, with margins and contours of equal product."""
     counts, edges_a, edges_d = density(pairs, bins)
+    return _density_picture(
+        "density",
+        "Attention weight and value-output deviation",
+        "Each causal-window pair of each scored layer and head, counted on a logarithmic "
+        "scale; the leftmost column holds all weights below it. Dashed lines join pairs of "
+        "equal risk (weight times deviation). The approximation is safest where the mass lies "
+        "far to the lower left of the lines; pairs to the upper right are those whose score "
+        "path is left out at a cost.",
+        (counts, edges_a, edges_d),
+        levels,
+    )
+
+
+def training_figure(collected: CollectedPairs, levels: Sequence[float]) -> Figure:
+    """The same density of what a run collected while it trained, all its steps together."""
+    steps = sorted(collected.steps)
+    return _density_picture(
+        "density_training",
+        "Attention weight and value-output deviation during training",
+        f"The causal-window pairs of a fixed probe at {len(steps)} steps from {steps[0]} to "
+        f"{steps[-1]}, all scored layers and heads together, counted on a logarithmic scale. "
+        "Dashed lines join pairs of equal risk (weight times deviation); above and beside are the "
+        "margins. The approximation is safest where the mass lies to the lower left of the lines.",
+        _cropped(collected.total().joint),
+        levels,
+    )
+
+
+def steps_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """Share of the probe's pairs above each level, by step."""
+    named = [{**record, "line": f"risk of {record['level']:g} and more"} for record in records]
+    largest = max(record["share"] for record in records)
+    return picture(
+        "risk_training",
+        "Risky pairs as training goes on",
+        "Share of the fixed probe's pairs whose weight times deviation is at or above each level. "
+        "Look for lines that rise: what Value-Propagation leaves out then grows while the model "
+        "trains.",
+        Table.of("risk_training", "Share of the probe's pairs above each level", records),
+        Panel(
+            grouped(named, "line", "step", "share"),
+            xlabel="optimizer step",
+            ylabel="share of the pairs",
+            ylim=(0, 1.05 * largest if largest > 0 else 1.0),
+        ),
+    )
+
+
+def _cropped(joint: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Counts and edges without the empty rows and columns at the ends."""
+    found, edges = joint, []
+    for axis, whole in enumerate((ALPHA, DEVIATION)):
+        filled = np.flatnonzero(joint.sum(1 - axis))
+        first, last = (filled[0], filled[-1] + 1) if len(filled) else (0, len(whole) - 1)
+        found = found.take(range(first, last), axis)
+        edges.append(whole[first : last + 1])
+    return found, edges[0], edges[1]
+
+
+def _density_picture(
+    key: str,
+    title: str,
+    caption: str,
+    counted: tuple[Numbers, Numbers, Numbers],
+    levels: Sequence[float],
+) -> Figure:
+    """Counts in the plane of weight and deviation, with both margins and lines of equal risk."""
+    counts, edges_a, edges_d = counted
     alpha, deviation = 10.0**edges_a, 10.0**edges_d
     cells = [
         {
@@ -71,14 +148,10 @@ def density_figure(pairs: Sequence[PairValues], bins: int, levels: Sequence[floa
         _mesh_and_margins(axes, counts, alpha, deviation)
 
     return picture(
-        "density",
-        "Attention weight and value-output deviation",
-        "Each causal-window pair of each scored layer and head, counted on a logarithmic "
-        "scale; the leftmost column holds all weights below it. Dashed lines join pairs of "
-        "equal risk (weight times deviation). The approximation is safest where the mass lies "
-        "far to the lower left of the lines; pairs to the upper right are those whose score "
-        "path is left out at a cost.",
-        Table.of("density", "Joint density of the pairs", cells),
+        key,
+        title,
+        caption,
+        Table.of(key, "Joint density of the pairs", cells),
         Panel(
             contours,
             also=drawn,

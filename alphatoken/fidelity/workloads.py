@@ -120,7 +120,7 @@ def _mean_step(counts: Counts, rows: Sequence[Example]) -> Units:
 
 def _fisher(counts: Counts, samples: int, layers: int | None = None) -> Units:
     """A Fisher fitted with labels drawn on given texts: a gradient for each sample, row by row."""
-    usable = [row for row in counts.subject.train if row.response_tokens]
+    usable = counts.subject.fisher_rows
     whole = together(
         counts.passes("forward", usable, size=1),
         counts.passes("backward", usable, counts.share(layers), size=1),
@@ -376,23 +376,21 @@ def _fisher_proxy(counts: Counts, options: Any) -> Work:
         rows = subject.sample(most=size["tokens"])
         held = [row for found in subject.retention_rows(size["rows"]).values() for row in found]
         samples, grown = size["fisher_samples"], size["sizes"][-1]
-        free = (-(-samples // 2) + grown) if options.sequence else 0
-        new = size["max_new_tokens"]
+        kinds = ("sequence", "token") if options.both else (options.labels,)
+        main, other = samples, -(-samples // 2)
+        free = (main if options.labels == "sequence" else other) + grown
+        longer = _free_samples(counts, free, size["max_new_tokens"]) if "sequence" in kinds else {}
+        if options.labels == "sequence":  # the Kronecker fit, on responses that are drawn already
+            longer = together(longer, _fisher(counts, samples))
+        given = (2 * main if options.labels == "token" else main) + grown
         directions = 8 + 2 * len(size["sizes"]) + len(subject.retention)
-        batches = -(-free // subject.batch_size)
-        prompt = sum(len(r.input_ids) - r.response_tokens for r in subject.train) / len(
-            subject.train
-        )
-        longer = {
-            "forward pass": float(batches * new + free),
-            "forward position": free * (2 * prompt + 3.0 * new),
-            "backward pass": free * counts.share(),
-            "backward position": free * counts.share() * (prompt + new),
-            "sweep": free / 4,
-        }
         records = (3 + len(subject.retention)) * 4 * 3 + 36
         return [
-            Stage("Fisher", _fisher(counts, 2 * samples + grown), counts.memory(1.5, rows[:1], 1)),
+            Stage(
+                "Fisher",
+                _fisher(counts, given) if "token" in kinds else {},
+                counts.memory(1.5, rows[:1], 1),
+            ),
             Stage("Fisher, free samples", longer, counts.memory(1.5, rows[:1], 1)),
             Stage(
                 "Scores along retention directions",
@@ -423,6 +421,20 @@ def _fisher_proxy(counts: Counts, options: Any) -> Work:
         _tokens(subject),
     )  # fmt: skip
     return Work(sizes, stages, _tuning(counts))
+
+
+def _free_samples(counts: Counts, samples: int, new: int) -> Units:
+    """A Fisher on responses sampled after the prompts: drawn a batch at a time, then a gradient."""
+    rows = counts.subject.fisher_rows
+    prompt = sum(len(row.input_ids) - row.response_tokens for row in rows) / len(rows)
+    batches = -(-samples // counts.subject.batch_size)
+    return {
+        "forward pass": float(batches * new + samples),
+        "forward position": samples * (2 * prompt + 3.0 * new),
+        "backward pass": samples * counts.share(),
+        "backward position": samples * counts.share() * (prompt + new),
+        "sweep": samples / 4,
+    }
 
 
 def _heatmap(counts: Counts, options: Any) -> Work:
@@ -480,20 +492,27 @@ def _coverage(counts: Counts, options: Any) -> Work:
 def _drift(counts: Counts, options: Any) -> Work:
     subject = counts.subject
     places = counts.depth + 1
+    beside = len(subject.beside)
+    models = max(1, beside + (subject.reference is not None))  # after fine-tuning
 
     def stages(size: Sizes) -> list[Stage]:
         sets = subject.retention_rows(size["probes"])
         rows = [row for found in sets.values() for row in found]
+        more = size["probes"] / 64
+        # Of 64 probes: 200 Frechet distances, and for each place 64 alignments left out.
+        similar = 12_500 * more**1.1 + 100 * (places + 2) * more**1.85
         return [
-            Stage("States before and after", counts.passes("forward", rows, 2), counts.memory(1)),
             Stage(
-                "Similarity",
-                {"draw": len(sets) * (2500.0 + 40.0 * places) * (size["probes"] / 64) ** 2 * 4},
+                "States before and after",
+                counts.passes("forward", rows, 1 + models),
+                counts.memory(2 if beside else 1),
             ),
+            Stage("Similarity", {"draw": len(sets) * models * similar}),
+            Stage("Map", {"draw": 23.0 * len(rows) * (1 + models)}),
         ]
 
     sizes = (_number(options, "probes", 16, "rows of each set", by=_SLOW, interval=True),)
-    return Work(sizes, stages, _tuning(counts))
+    return Work(sizes, stages, None if beside else _tuning(counts))
 
 
 def _sensitivity(counts: Counts, options: Any) -> Work:

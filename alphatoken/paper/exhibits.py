@@ -86,8 +86,9 @@ class Diagnosed:
         model: method whose model of the first seed it is; "start" for the one before training.
         reference: method of the model before; None for none.
         others: methods whose models are looked at beside it.
-        retention: files of what must not be forgotten, by name, of the folder of rows.
-        figures: its figures that are the paper's, by key; all of them where none is named.
+        retention: by scale, files of what must not be forgotten: their names among the rows, or in
+            the folder of the evaluation.
+        figures: its figures that are the paper's, by the beginning of their keys.
         collected: whether the model's run left pairs that it looked at while it trained.
         options: of the diagnostic, by scale.
     """
@@ -97,7 +98,7 @@ class Diagnosed:
     model: str = "alphatoken"
     reference: str | None = "start"
     others: tuple[str, ...] = ()
-    retention: tuple[str, ...] = ("retention",)
+    retention: Mapping[str, Sequence[str]] = field(default_factory=dict)
     figures: tuple[str, ...] = ()
     collected: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -232,6 +233,6 @@ def _line(row: Sequence[Any]) -> Line:
 
 
 def _diagnosed(given: Mapping[str, Any]) -> Diagnosed:
-    several = ("tasks", "others", "retention", "figures")
+    several = ("tasks", "others", "figures")
     listed = {key: tuple(given[key]) for key in several if key in given}
     return Diagnosed(**{**given, **listed})

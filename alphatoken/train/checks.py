@@ -21,6 +21,7 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
+from alphatoken.train.pair_watch import softmax_layers
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_lengths",
     "check_pool",
     "check_run",
+    "check_watch",
     "refuse_scope",
     "require_second_model",
     "require_validation",
@@ -88,6 +90,26 @@ def check_run(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='diagonal'",
         )
+
+
+def check_watch(model: nn.Module, accelerator: Any, args: Any) -> None:
+    """Refuse to collect Value-Propagation's pairs where that cannot be done.
+
+    Raises:
+        UnsupportedError: sharded weights, or no scored layer with softmax attention.
+        ConfigError: layers that the model does not have.
+    """
+    if not args.collect_value_propagation:
+        return
+    kind = layout(accelerator)
+    if kind in SHARDED:
+        raise UnsupportedError(
+            "Value-Propagation's pairs cannot be collected on sharded weights",
+            got=f"collect_value_propagation={args.collect_value_propagation}, layout {kind}",
+            why="one process looks, and a forward there needs all of them",
+            remedy="collect_value_propagation=0, or DDP, ZeRO-1 or 2",
+        )
+    softmax_layers(find_adapter(model), read_layers(args.score_layers))
 
 
 def refuse_scope(scope: Scope, args: Any) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 __all__ = ["data_fingerprint", "differences", "frozen_fingerprint", "option_values"]
 
 _WATCHING = (
-    "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache", "greater_is_better",
-    "hub_", "include_", "load_best_model", "log_", "logging_", "metric_for_best", "output_dir",
+    "collect_", "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
+    "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_",
+    "metric_for_best", "output_dir",
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
     "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",

@@ -31,7 +31,7 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.train.checkpoint import CheckpointMixin
-from alphatoken.train.checks import Given, check_run
+from alphatoken.train.checks import Given, check_run, check_watch
 from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
@@ -40,6 +40,7 @@ from alphatoken.train.layouts import check_same_weights
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
+from alphatoken.train.pair_watch import pair_watch
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
@@ -119,6 +120,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         check_fisher_rows(options, fisher, fisher_dataset)
         self.records = RunRecords(self)
         self.add_callback(self.records.monitor)
+        check_watch(self.model, self.accelerator, options)
+        if options.collect_value_propagation:
+            self.add_callback(pair_watch(self))
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)

@@ -236,6 +236,12 @@ class AlphaOptions:
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. They "
         "quote the training rows; push_to_hub leaves them out.",
     )
+    collect_value_propagation: int = option(
+        0,
+        "Optimizer steps between two looks at attention weights and value-output deviations of a "
+        "fixed probe, the first training rows; written to output_dir/_alphatoken and drawn by "
+        "`alphatoken diagnose value-propagation --collected`. 0 never looks.",
+    )
     value_seed: int = option(0, "Seed of pool order, random policy and unbiased weights.")
 
     def check_alpha(self) -> None:
@@ -290,6 +296,7 @@ class AlphaOptions:
             "validation_batch_size": 1, "retention_batch_size": 1, "fisher_samples": 1,
             "fisher_batch_size": 1, "fisher_max_new_tokens": 1, "held_out_steps": 0,
             "direction_steps": 1, "reuse_values": 0, "interaction_weight": 0,
+            "collect_value_propagation": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if not getattr(self, name) >= least:

@@ -13,8 +13,16 @@ from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
-from alphatoken.train.checks import Given, check_run
-from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, step_flops, work_of
+from alphatoken.train.checks import Given, check_run, check_watch
+from alphatoken.train.cost import (
+    Layout,
+    Memory,
+    Overhead,
+    memory_of,
+    overhead_of,
+    step_flops,
+    work_of,
+)
 from alphatoken.train.policy_names import chosen_policy
 
 __all__ = ["Plan", "make_plan"]
@@ -92,7 +100,7 @@ def make_plan(
 
     Raises:
         ConfigError, CoverageError, UnsupportedError: what the run itself would refuse, see
-            :func:`alphatoken.train.checks.check_run`.
+            :func:`alphatoken.train.checks.check_run` and ``check_watch``.
     """
     adapter = find_adapter(model)
     scope = ParameterChoice.read(args.value_parameters).scope(
@@ -101,6 +109,7 @@ def make_plan(
     if args.policy != "all" or args.needs_values:
         policy = chosen_policy(args, None, args.FAMILY)
         check_run(model, layout.accelerator(), args, policy, given or Given())
+    check_watch(model, layout.accelerator(), args)
     length = args.max_length or adapter.max_positions() or 1024
     own_forward = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
     batch = _batch(args, layout, command, length)

@@ -81,8 +81,8 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         _step("`alphatoken`, 3 layers, P = 1", "alphatoken, 3 layers, P=1"),
     ),
     "retention": (
-        _retained("diagonal", "diagonal"),
-        _retained("diagonal, free samples (the paper's)", "diagonal, free samples"),
+        _retained("diagonal, token labels", "diagonal, token labels"),
+        _retained("diagonal, free samples (the paper's)", "diagonal"),
         _retained("Kronecker", "kronecker"),
         _retained("bare drift, F = 1", "none"),
     ),

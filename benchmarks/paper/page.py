@@ -105,7 +105,7 @@ def keep_figure(exhibit: Exhibit, work: Path) -> None:
     from alphatoken.fidelity.diagnosis import Diagnosis
 
     found = Diagnosis.load(folder)
-    pictures = [f for f in found.figures if not asked.figures or f.key in asked.figures]
+    pictures = [f for f in found.figures if f.key.startswith(asked.figures)]
     content = {
         "answer": list(found.answer),
         "figures": [{"key": f.key, "title": f.title} for f in pictures],

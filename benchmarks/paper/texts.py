@@ -45,8 +45,7 @@ a folder `paper-evaluation` (`--evaluation_dir`) with
 | `humaneval.jsonl` | HumanEval's problems, as published (`prompt`, `entry_point`, `test`) |
 | `alpaca_eval.jsonl`, `arena_hard.jsonl` | questions (`instruction` or `prompt`) |
 | `alpaca_eval_answers.json`, `arena_hard_answers.json` | stored answers of the opponents |
-| `retention.jsonl` | 8 rows each of ARC-C, HellaSwag, MMLU and GSM8K, for the Fisher's figure |
-| `probes.jsonl` | 1,000 prompts of HellaSwag, for the stability figure |
+| `arc_challenge.jsonl`, `hellaswag.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | rows (`prompt`, `response`): 8 of each for the Fisher's figure, 1,000 of HellaSwag for the stability figure |
 
 and a judge's endpoint (`--judge_url`, `--judge_model`). Then
 

@@ -23,7 +23,7 @@ from alphatoken.cli import main
 from alphatoken.cli.common import FORMER
 from alphatoken.cli.diagnose import ALL, overview
 from alphatoken.cli.diagnose_options import assignments, build_parser, read_request
-from alphatoken.cli.diagnose_subject import retention_files
+from alphatoken.cli.diagnose_subject import prepare, retention_files
 from alphatoken.cli.options import (
     CommandParser,
     add_options,
@@ -38,6 +38,7 @@ from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.fidelity.subject import Subject
 from alphatoken.support import machine
 from alphatoken.support.machine import Free
 from alphatoken.support.storage import weights_digest
@@ -551,6 +552,9 @@ def test_bad_models_and_rows_are_one_line(
         ({"model": str(tmp_path / "nope")}, "there is no folder with the tokenizer"),
         ({"reference": str(tmp_path / "nope")}, "there is no folder with the model"),
         ({"reference": str(tmp_path / "small")}, "--reference is another kind of model"),
+        ({"beside": f"other={tmp_path / 'nope'}"}, "there is no folder with the model"),
+        ({"beside": f"other={tmp_path / 'small'}"}, "--beside other is another kind of model"),
+        ({"beside": str(tmp_path / "small")}, "--beside cannot be read"),
         ({"train": str(empty)}, "empty response"),
         ({"validation": str(empty)}, "empty response"),
         ({"retention": str(empty)}, "no retention (empty) row is left"),
@@ -562,6 +566,35 @@ def test_bad_models_and_rows_are_one_line(
         assert said in error
         assert error.count("\n") == 1
         assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_models_beside_the_one_before_are_laid_out_with_it(world: World, tmp_path: Path) -> None:
+    words = [*world.retention, "--probes", "8", "--beside", f"other={world / 'model'}"]
+    assert world.run("drift", tmp_path / "out", *words, beside=f"same={world / 'model'}") == 0
+    found = Diagnosis.load(tmp_path / "out" / "drift")
+    assert {r["model"] for r in found.table("drift-sets").records()} == {"same", "other"}
+    assert all(r["relative_shift"] == 0.0 for r in found.table("drift-sets").records())
+    assert "Before: the model given." in found.notes
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    assert settings["beside_sha256, same"] == settings["model_sha256"]
+
+
+def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_path: Path) -> None:
+    words = world.words("fisher", tmp_path, *world.retention)[2:]
+
+    def pools(*more: str) -> tuple[Subject, set[str], set[str]]:
+        found = prepare(read_request("fisher", [find("fisher")], [*words, *more]).shared)
+        texts = [{row.row.prompt for row in rows} for rows in (found.subject.prompts,
+                                                               found.subject.train)]  # fmt: skip
+        return found.subject, *texts
+
+    subject, held, trained = pools("--fisher_prompts", "5")
+    assert len(held) == len(subject.prompts) == 5
+    assert not held & trained
+    assert not pools("--fisher_prompts", "0")[1]
+    whole = len(pools("--fisher_prompts", "0")[2])
+    by_default = len(pools()[1])
+    assert by_default == (whole // 5 if whole >= 40 else 0)
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -691,7 +724,8 @@ _SMALL = """
 estimators.draws=20 estimators.repeats=1 estimators.layers=1,2 estimators.windows=0,4
 utility.warmup=2 utility.groups=8 utility.validation_tokens=40 utility.draws=20
 utility.step_sizes=1e-4,1e-3 value-propagation.pairs=500 value-propagation.draws=10
-fisher.rows=4 fisher.sizes=4,8 fisher.draws=10 fisher.sequence=no fisher.steps=2 fisher.points=2
+fisher.rows=4 fisher.sizes=4,8 fisher.draws=10 fisher.both=no fisher.max_new_tokens=6
+fisher.steps=2 fisher.points=2
 heatmap.examples=1 coverage.draws=20 coverage.points=60 drift.probes=8
 sensitivity.windows=0,4 sensitivity.weights=0,1.5 sensitivity.ratios=0.5 sensitivity.draws=8
 sensitivity.repeats=1 sensitivity.validation_rows=4

@@ -42,7 +42,7 @@ def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
     places = [r["place"] for r in found.table("drift-layers").records() if r["set"] == "summaries"]
     assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
     drawn = found.figure("drift-map").data.records()
-    assert len(drawn) == 8 * len(RETENTION)
+    assert len(drawn) == 2 * 8 * len(RETENTION)
     assert any("biased CKA" in note for note in found.notes)  # 8 probes, 64 dimensions
 
 

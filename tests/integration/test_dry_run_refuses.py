@@ -47,6 +47,10 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     "shared and global": (
         "sft", ["--keep_scope", "global", "--scoring_forward", "shared"], "cannot share",
     ),
+    "pairs of no such layer": (
+        "sft", ["--policy", "all", "--no_export_values", "--collect_value_propagation", "1",
+                "--score_layers", "9"], "within the model",
+    ),
     "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
     "no second model": ("sft", ["--policy", "rho-1"], "needs a reference model"),
     "a second model for nothing": (
@@ -192,6 +196,7 @@ PYTHON = "arguments that the command line does not pass"
 MACHINE = "about this machine, the file system or other processes"
 PLACES: dict[str, str] = {
     "train/checks.py:check_run": "no validation rows",
+    "train/checks.py:check_watch": "sharded weights, as check_layout has them",
     "train/checks.py:refuse_scope": "in test_recipes: linear attention, experts",
     "train/checks.py:check_pool": "test_eight_processes_need_eight_held_out_rows",
     "train/checks.py:check_lengths": ROWS,
@@ -231,6 +236,7 @@ PLACES: dict[str, str] = {
     "train/policy_stage.py:make_stage": "sharded weights, as _check_policy has them",
     "train/policy_stage.py:_second_model": PYTHON,
     "train/policy_stage.py:select_rows": "a fault of the policy's own code",
+    "train/pair_watch.py:softmax_layers": "pairs of no such layer",
     "train/pool.py:__post_init__": "a small pool",
     "train/pool.py:_check": "all held out",
     "train/pool.py:rows": TRAINED,

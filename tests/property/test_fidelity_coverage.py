@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from alphatoken.config import ScorerConfig
@@ -23,9 +25,11 @@ from alphatoken.fidelity.clouds import (
     whitened,
 )
 from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, band_of, measured
+from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.states import TokenStates, token_states
+from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support.progress import Tracker
@@ -265,6 +269,58 @@ def test_padding_and_batches_change_no_state():
     for other in (left, alone):
         np.testing.assert_allclose(other.states, together.states, atol=1e-12)
         np.testing.assert_allclose(other.losses, together.losses, atol=1e-12)
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def fitted_on(monkeypatch: pytest.MonkeyPatch, **options) -> tuple[np.ndarray, Diagnosis]:
+    """The points that t-SNE was given, and the diagnosis."""
+    seen: list[np.ndarray] = []
+
+    def recorded(points: np.ndarray, **more) -> np.ndarray:
+        seen.append(points)
+        return points[:, :2]
+
+    monkeypatch.setattr(coverage, "picture_of", recorded)
+    rows = rows_of([(2, 6)] * 10, 11, seed=1)
+    subject = Subject(
+        ReferenceDecoder(DecoderConfig(), seed=6).eval(), rows, rows_of([(2, 4)] * 4, 11, seed=2),
+        batch_size=4, ratio=0.25,
+    )  # fmt: skip
+    found = coverage.diagnose(subject, coverage.Options(clusters=3, draws=20, **options))
+    (points,) = seen
+    return points, found
+
+
+def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(monkeypatch):
+    """The quarters of lowest and of highest loss are disjoint: half of the candidates."""
+    points, found = fitted_on(monkeypatch, policies=("low-perplexity", "high-perplexity"))
+    records = found.figure("coverage-map").data.records()
+    assert len(points) == len(records) == 30  # of 60
+    assert all(r["low-perplexity"] != r["high-perplexity"] for r in records)
+    low = [r["loss"] for r in records if r["low-perplexity"]]
+    high = [r["loss"] for r in records if r["high-perplexity"]]
+    assert len(low) == len(high) == 15
+    assert max(low) < min(high)
+    np.testing.assert_array_equal(points[:, 0], [r["x"] for r in records])
+    assert any("30 of 60." in note for note in found.notes)
+
+
+def test_of_a_large_union_some_tokens_are_drawn_and_the_note_says_so(monkeypatch):
+    points, found = fitted_on(
+        monkeypatch, policies=("low-perplexity", "high-perplexity"), points=16
+    )
+    assert len(points) == 16
+    assert any("30 of 60; it shows 16" in note for note in found.notes)
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 99))
+def test_a_token_is_in_the_union_if_and_only_if_some_policy_keeps_it(count, policies, seed):
+    generator = np.random.default_rng(seed)
+    kept = {str(i): generator.random(count) < 0.3 for i in range(policies)}
+    union = coverage.kept_by_any(kept).tolist()
+    assert union == [i for i in range(count) if any(mask[i] for mask in kept.values())]
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from scipy import stats
 from alphatoken.data import collate
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity import drift
+from alphatoken.fidelity.clouds import density_of, ellipse_of
+from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.similarity import (
     cka,
     cka_estimate,
@@ -245,7 +247,7 @@ def test_two_equal_models_have_not_drifted():
         assert record["loss_change"] == 0.0
     assert all(r["cka_debiased"] > 1 - 1e-12 for r in found.table("drift-layers").records())
     places = found.figure("drift-map").data.records()
-    assert len(places) == 20
+    assert len(places) == 2 * 20
     said = " ".join(found.answer)
     assert "0.00 [0.00, 0.00]" in said
     assert "No set's loss changed" in said
@@ -259,6 +261,131 @@ def test_a_tuned_copy_has_and_the_model_has_not():
     assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
     assert any("fine-tuned" in note for note in found.notes)
     assert found.settings["tuning_steps"] == 5
+
+
+# --- several models in one space -----------------------------------------------------------------
+
+
+def moved(model: ReferenceDecoder, size: float, seed: int = 0) -> ReferenceDecoder:
+    """A copy with noise on its last block, whose states then move by a share of ``size``."""
+    found = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in found.layers[-1].parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += size * parameter.std() * noise
+    return found
+
+
+def three_models(**options) -> Diagnosis:
+    """Before; "near", which is that model again; "far", which is not."""
+    model = tiny_subject().model
+    loads = {"near": lambda: copy.deepcopy(model), "far": lambda: moved(model, 3.0)}
+    return drift.diagnose(tiny_subject(beside=loads), drift.Options(probes=10, **options))
+
+
+@pytest.fixture(scope="module")
+def three() -> Diagnosis:
+    return three_models()
+
+
+def test_the_model_alone_beside_others_is_the_one_before(three: Diagnosis):
+    records = {(r["model"], r["set"]): r for r in three.table("drift-sets").records()}
+    assert {model for model, _ in records} == {"near", "far"}
+    for one in ("first", "second"):
+        assert records["near", one]["relative_shift"] == 0.0
+        assert records["near", one]["centre_shift"] == 0.0
+        assert records["far", one]["relative_shift_low"] > 0.1
+    assert three.settings["tuning_steps"] is None
+    assert three.notes[0] == "Before: the model given."
+
+
+def test_all_models_lie_in_one_space(three: Diagnosis):
+    """A model that has not moved lies where the one before lies, and one that has does not."""
+    places = {
+        (r["model"], r["set"], r["probe"]): (r["x"], r["y"])
+        for r in three.figure("drift-map").data.records()
+    }
+    assert len(places) == 3 * 20
+    every = np.array(list(places.values()))
+    for one in ("first", "second"):
+        before, near, far = (
+            np.array([places[model, one, probe] for probe in range(10)])
+            for model in ("before", "near", "far")
+        )
+        apart = np.linalg.norm(near - before, axis=1).mean()
+        assert apart < 0.05 * every.std()
+        assert np.linalg.norm(far - before, axis=1).mean() > 5 * apart
+
+
+def test_the_space_is_fitted_once_a_set_on_every_model(monkeypatch: pytest.MonkeyPatch):
+    seen: list[np.ndarray] = []
+
+    def recorded(points: np.ndarray, **more) -> np.ndarray:
+        seen.append(points)
+        return points[:, :2]
+
+    monkeypatch.setattr(drift, "picture_of", recorded)
+    clouds = {name: cloud(7, 3, seed) for seed, name in enumerate(("before", "a", "b"))}
+    found = drift.laid_out(clouds, seed=0)
+    (points,) = seen
+    np.testing.assert_array_equal(points, np.concatenate(list(clouds.values())))
+    for name, own in clouds.items():
+        np.testing.assert_array_equal(found[name], own[:, :2])
+
+
+def test_the_answer_compares_the_last_model_with_the_first(three: Diagnosis):
+    first = three.answer[0]
+    assert first.startswith("Mean shift of a probe of first: near 0.00 [0.00, 0.00], far ")
+    assert "far moves it by" in first
+    assert any(sentence.startswith("far: Most moved") for sentence in three.answer)
+
+
+def test_a_model_given_with_its_reference_goes_beside_others_by_its_label():
+    model = tiny_subject().model
+    subject = tiny_subject(
+        model=moved(model, 0.5), reference=model, beside={"far": lambda: moved(model, 3.0)}
+    )
+    found = drift.diagnose(subject, drift.Options(probes=10, label="alphatoken"))
+    shifts = {
+        r["model"]: r["relative_shift"]
+        for r in found.table("drift-sets").records()
+        if r["set"] == "first"
+    }
+    assert 0 < shifts["alphatoken"] < shifts["far"]
+    with pytest.raises(ConfigError, match="two models have one name"):
+        drift.diagnose(subject, drift.Options(probes=10, label="far"))
+    with pytest.raises(ConfigError, match="the one before"):
+        drift.Options(label="before")
+
+
+def test_the_centre_shift_is_in_widths():
+    before = exact_cloud([3.0, 4.0], [7.0, 7.0])
+    assert drift.centre_shift(before, before + np.array([3.0, 4.0])) == pytest.approx(1.0)
+    apart = np.concatenate([np.ones((32, 2)), -np.ones((32, 2))])
+    assert drift.centre_shift(before, before + apart) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_an_ellipse_holds_its_share_of_a_normal_cloud_and_touches_its_axes():
+    """200,000 points: z-test of the share inside at 4 deviations."""
+    mix = np.array([[2.0, 0.0], [1.5, 0.5]])
+    points = cloud(200_000, 2, 3) @ mix.T + [5.0, -1.0]
+    outline = ellipse_of(points)
+    inverse = np.linalg.inv(mix @ mix.T)
+    radii = np.einsum("ni,ij,nj->n", outline - [5.0, -1.0], inverse, outline - [5.0, -1.0])
+    np.testing.assert_allclose(radii, stats.chi2(2).ppf(0.95), rtol=0.02)
+    away = points - points.mean(0)
+    inside = np.einsum("ni,ij,nj->n", away, inverse, away) <= radii.mean()
+    error = math.sqrt(0.95 * 0.05 / len(points))
+    assert abs(inside.mean() - 0.95) < 4 * error + 0.001
+    flat = ellipse_of(np.stack([np.arange(9.0), np.zeros(9)], 1))
+    assert np.abs(flat[:, 1]).max() < 1e-6
+
+
+def test_a_density_has_unit_mass_and_none_is_made_of_one_point():
+    at, height = density_of(cloud(400, 1, 5)[:, 0])
+    assert np.trapezoid(height, at) == pytest.approx(1.0, abs=0.02)
+    assert density_of(np.ones(5))[0].size == 0
 
 
 def test_few_probes_give_no_number_and_say_so():

@@ -6,11 +6,14 @@ import io
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib import image
 from torch import nn
 
@@ -29,6 +32,7 @@ from alphatoken.fidelity.token_text import (
     laid_out,
     normalised,
     printable,
+    ranged,
 )
 from alphatoken.report.drawing import MINUS, PLUS, colour_of
 from alphatoken.report.examples import visible
@@ -123,6 +127,52 @@ def test_the_ends_of_the_scale_are_its_colours_and_zero_is_white():
     assert colour_of(0.0) == (1.0, 1.0, 1.0)
     weak, strong = colour_of(0.2), colour_of(0.7)
     assert weak[0] > strong[0]  # blue loses red
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
+def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
+    """From white, the lowest of the response, to full colour, its highest; whatever the signs."""
+    panel = Panel("total", "T", np.array(values), np.zeros(len(values), bool), relative=True)
+    light = [sum(colour_of(colour)) for colour in panel.colours]
+    for a, one in zip(values, light, strict=True):
+        for b, other in zip(values, light, strict=True):
+            assert (a >= b) <= (one <= other + 1e-12)
+    if max(values) > min(values):
+        assert panel.colours.min() == 0.0
+        assert panel.colours.max() == 1.0
+        assert light[int(np.argmin(values))] == 3.0  # white
+    assert ranged(np.array([])).tolist() == []
+
+
+def test_relative_colours_are_normalised_within_the_response_and_panel():
+    """The same value in two panels has another colour, as each has a lowest and a highest."""
+    one, other = (
+        Panel("x", "X", np.array(values), np.zeros(3, bool), relative=True)
+        for values in ([-4.0, 0.0, 4.0], [0.0, 4.0, 8.0])
+    )
+    assert one.colours.tolist() == other.colours.tolist() == [0.0, 0.5, 1.0]
+    assert one.scale == "light \u22124, dark 4"
+    signed = replace(one, relative=False)
+    assert signed.colours.tolist() == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("panels", "keys"),
+    [
+        ("total", ["Total, alphatoken"]),
+        ("components", ["Adaptation, direct", "Adaptation, causal"]),
+        ("all", ["Total, alphatoken", "Total, direct", "Adaptation, direct", "Adaptation, causal"]),
+    ],
+)
+def test_the_papers_two_figures_are_the_total_and_the_components(panels: str, keys: list[str]):
+    options = heatmap.Options(rows=(0,), against="direct", panels=panels, colours="relative")
+    found = heatmap.diagnose(tiny_subject(), options)
+    (figure,) = [f for f in found.figures if f.key.startswith("heatmap-row")]
+    assert figure.alt.endswith(f"in panels: {', '.join(keys)}.")
+    assert "darker is higher" in figure.caption
+    assert "darker is higher" in found.html
+    assert found.html.count("<h5>") == len(keys)
+    assert found.settings["colours"] == "relative"
 
 
 # --- the page ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from alphatoken.fidelity.pairs import (
     measure_pairs,
     pair_counts,
     see_calls,
+    weigh_pairs,
 )
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.value_propagation_figures import density
@@ -166,6 +167,13 @@ def test_pairs_are_the_oracles(config: DecoderConfig, seed: int, window: int | N
             _compare(pairs.residual[mine], left_out[:, k, t], "residual by autograd")
             kept = torch.linalg.matrix_norm(value_path, ord=2)
             _compare(pairs.value_path[mine], kept[:, k, t], "value path")
+            groups = spec.heads // spec.groups
+            apart = state.value.repeat_interleave(groups, 0)[:, t] - state.output[:, k]
+            away = apart.square().mean(-1).sqrt()  # ||v_t - o_k|| / sqrt(d_v)
+            _compare(pairs.deviation[mine], away, "deviation")
+            looked = weigh_pairs(seen, used, used, window)
+            _compare(looked[0][mine], state.alpha[:, k, t], "alpha, looking on")
+            _compare(looked[1][mine], away, "deviation, looking on")
         assert not diagnostic.violations(pairs, EXACT).any()
 
 
