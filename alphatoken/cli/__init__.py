@@ -11,7 +11,7 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
   starts several processes, ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
 - ``compare`` (``compare_grid``), ``merge``, ``policies``.
-- ``paper``: ``paper_plan`` says which cells and what they cost, ``paper_run`` runs them and lays the
+- ``paper``: ``paper_plan`` says which cells and what they cost, ``paper_run`` runs them and lays a
   table out, ``paper_figures`` hands their models to a diagnostic, ``paper_list`` names everything.
 
 Options are dataclasses. ``options`` makes the flags of them, ``common`` holds those that several

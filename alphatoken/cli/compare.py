@@ -125,9 +125,7 @@ def check_named_files(cells: Sequence[Cell]) -> None:
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
 
 
-def run_cells(
-    options: CompareOptions, cells: Sequence[Cell], folder: Any
-) -> dict[str, Status]:
+def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
     """Run what is missing, as the options say; what became of each cell.
 
     Raises:

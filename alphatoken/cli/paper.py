@@ -1,4 +1,4 @@
-"""``alphatoken paper``: every table and figure of the paper by its label; the work is done later."""
+"""``alphatoken paper``: its options; ``paper_run`` does the work, and loads torch."""
 
 from __future__ import annotations
 

@@ -93,5 +93,3 @@ def every_cost(exhibit: Exhibit, output: str) -> dict[str, dict[str, Any]]:
         scale: cost_of(Work(exhibit, PaperOptions(scale=scale, output_dir=output)))  # type: ignore[arg-type]
         for scale in SCALES
     }
-
-

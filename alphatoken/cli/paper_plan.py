@@ -57,7 +57,7 @@ class Work:
 
     @property
     def scale(self) -> str:
-        """ "full" or "laptop"."""
+        """Either "full" or "laptop"."""
         return self.options.scale
 
     @property
@@ -67,7 +67,7 @@ class Work:
 
     @property
     def family(self) -> str:
-        """ "sft", "metamath" or "dpo": folder of the grid, and name of its rows."""
+        """One of "sft", "metamath", "dpo": folder of the grid, and name of its rows."""
         return self.exhibit.grid.removeprefix("paper-")
 
     @property
@@ -137,7 +137,9 @@ class Work:
 
     def recipe_of(self, cell: Cell) -> Recipe | None:
         """The packaged recipe that a cell's options come from."""
-        part, name = ("references", cell.policy) if cell.task == "references" else ("tasks", cell.task)
+        part, name = (
+            ("references", cell.policy) if cell.task == "references" else ("tasks", cell.task)
+        )
         named = self._content.get(part, {}).get(name, {}).get("recipe")
         return None if named is None else find_recipe(str(named))
 

@@ -110,8 +110,9 @@ def require_all(work: Work) -> None:
             f"what {work.exhibit.label} needs is not here",
             got="; ".join(missing),
             why="cells would fail one after the other",
-            remedy="`make models` fetches SmolLM2" if small else "fetch it (docs/paper.md says "
-            "from where), or --scale laptop",
+            remedy="`make models` fetches SmolLM2"
+            if small
+            else "fetch it (docs/paper.md says from where), or --scale laptop",
         )
     coded = any((cell.measures or {}).get("code_file") for cell in work.cells)
     if coded and not work.options.allow_code_execution:

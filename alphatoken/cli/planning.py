@@ -109,7 +109,9 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
         source = f"model_shape of {recipe.path.name}"
     if arguments.model.use_peft:  # they are put into the model itself
         return _with_adapters(_on_meta(config), arguments), source
-    return _shaped(json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)), source
+    return _shaped(
+        json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)
+    ), source
 
 
 class _Shared:

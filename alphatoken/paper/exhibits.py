@@ -1,15 +1,15 @@
 """Every table and figure of the paper, read from ``exhibits/*.yaml``.
 
-    label: tab:ablation_rq3         the paper's LaTeX label, by which it is asked for
-    kind: table                     table, figure, or none: nothing to run
-    title, place, note              of the caption
-    grid: paper-sft                 packaged grid; its laptop scale is paper-sft-laptop
-    first: Variant                  head of the first column
-    columns: [{title, over, key, form, unit, best}, ...]
-    groups: [{title, task, rows: [[name, method, printed, ...], ...]}, ...]
-    picture: bars                   of a figure that shows the groups' numbers: bars or lines
-    diagnosis: {...}                of a figure that `alphatoken diagnose` makes
-    laptop: {note, columns}         what differs in small, where every group is of the one task
+label: tab:ablation_rq3         the paper's LaTeX label, by which it is asked for
+kind: table                     table, figure, or none: nothing to run
+title, place, note              of the caption
+grid: paper-sft                 packaged grid; its laptop scale is paper-sft-laptop
+first: Variant                  head of the first column
+columns: [{title, over, key, form, unit, best}, ...]
+groups: [{title, task, rows: [[name, method, printed, ...], ...]}, ...]
+picture: bars                   of a figure that shows the groups' numbers: bars or lines
+diagnosis: {...}                of a figure that `alphatoken diagnose` makes
+laptop: {note, columns}         what differs in small, where every group is of the one task
 """
 
 from __future__ import annotations

@@ -96,9 +96,7 @@ def with_costs(found: Sequence[Record]) -> list[Record]:
         for one in found
         if one["policy"] == _BASE and one.get("steps") and one.get("time")
     }
-    return [
-        {**one, **_costs(one, static, base.get((one["task"], one["seed"])))} for one in found
-    ]
+    return [{**one, **_costs(one, static, base.get((one["task"], one["seed"])))} for one in found]
 
 
 def _costs(
@@ -173,16 +171,19 @@ def _cells(table: Filled) -> Iterator[tuple[Group, list[tuple[Row, list[tuple[st
         among = list(rows) if apart else together
         places = [_places(among, i, column) for i, column in enumerate(table.columns)]
         at = 0 if apart else together.index(rows[0])
-        yield group, [
-            (
-                row,
-                [
-                    (shown(row.values[i], column), places[i].get(at + number))
-                    for i, column in enumerate(table.columns)
-                ],
-            )
-            for number, row in enumerate(rows)
-        ]
+        yield (
+            group,
+            [
+                (
+                    row,
+                    [
+                        (shown(row.values[i], column), places[i].get(at + number))
+                        for i, column in enumerate(table.columns)
+                    ],
+                )
+                for number, row in enumerate(rows)
+            ],
+        )
 
 
 def caption(table: Filled) -> str:
@@ -271,7 +272,7 @@ def to_html(table: Filled, picture: str | None = None) -> str:
         f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(caption(table))}</p>",
     ]
     if picture is not None:
-        parts.append(f"<figure>{picture[picture.index('<svg'):]}</figure>")
+        parts.append(f"<figure>{picture[picture.index('<svg') :]}</figure>")
     parts.append(_html_table(table))
     return "\n".join([*parts, "</html>\n"])
 
@@ -287,7 +288,9 @@ def _html_table(table: Filled) -> str:
     lines.append(f"<tr><th>{html.escape(table.exhibit.first)}</th>{heads}</tr></thead><tbody>")
     width = len(table.columns) + 1
     for group, rows in _cells(table):
-        lines.append(f'<tr class="group"><td colspan="{width}">{html.escape(group.title)}</td></tr>')
+        lines.append(
+            f'<tr class="group"><td colspan="{width}">{html.escape(group.title)}</td></tr>'
+        )
         for row, cells in rows:
             own = ' class="own"' if row.method == _BASE else ""
             shown = "".join(_html_cell(*cell) for cell in cells)

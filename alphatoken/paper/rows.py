@@ -39,7 +39,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "metamath": {"train": 96, "validation": 64, "fisher": 16, "curated": 48, "target": 24},
     "dpo": {"train": 64, "validation": 32, "fisher": 8, "oracle": 24, "target": 24},
 }
-"""Rows of each file that is cut from the source ``train``; ``target`` where it has no own source."""
+"""Rows of each file that is cut from the source ``train``; of ``target`` also from its own."""
 
 OTHER = {"retention": 16, "warm": 48, "probes": 64}
 """Rows of the files that have a source of their own."""

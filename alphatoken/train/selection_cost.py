@@ -4,7 +4,8 @@ The parts of a run that score tokens and make masks of the scores say so with :f
 Nothing is measured unless somebody asks, inside :func:`measured_selection`.
 
 A section's peak is all that is in use while it runs, weights and activations of the step included:
-what a device must have to choose tokens at all, as in the paper's runtime tables ("Peak Sel. Mem.").
+what a device must have to choose tokens at all, as in the paper's runtime tables ("Peak Sel. Mem.",
+there the maximum GPU memory during scoring and mask construction).
 """
 
 from __future__ import annotations

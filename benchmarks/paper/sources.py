@@ -1,10 +1,10 @@
 """Real rows for the laptop scale, as files that ``alphatoken paper`` takes: never kept here.
 
-    sft        MBPP: trained on its training file, measured on its test file
-    metamath   GSM8K, likewise
-    dpo        alpaca_eval's preferences; before them general instructions (dolly)
-    retention  general instructions that nothing is trained on, and stories
-    probes     HellaSwag's contexts with their endings
+sft        MBPP: trained on its training file, measured on its test file
+metamath   GSM8K, likewise
+dpo        alpaca_eval's preferences; before them general instructions (dolly)
+retention  general instructions that nothing is trained on, and stories
+probes     HellaSwag's contexts with their endings
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.selection.rows import LETTERS, general_instructions, mathematics, preferences, programs
+from benchmarks.selection.rows import (
+    LETTERS,
+    general_instructions,
+    mathematics,
+    preferences,
+    programs,
+)
 from benchmarks.training.tasks import read
 
 __all__ = ["write_sources"]

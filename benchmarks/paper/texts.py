@@ -45,7 +45,8 @@ a folder `paper-evaluation` (`--evaluation_dir`) with
 | `humaneval.jsonl` | HumanEval's problems, as published (`prompt`, `entry_point`, `test`) |
 | `alpaca_eval.jsonl`, `arena_hard.jsonl` | questions (`instruction` or `prompt`) |
 | `alpaca_eval_answers.json`, `arena_hard_answers.json` | stored answers of the opponents |
-| `arc_challenge.jsonl`, `hellaswag.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | rows (`prompt`, `response`): 8 of each for the Fisher's figure, 1,000 of HellaSwag for the stability figure |
+| `arc_challenge.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | 8 rows each, for the Fisher's figure |
+| `hellaswag.jsonl` | likewise; 1,000 rows for the stability figure |
 
 and a judge's endpoint (`--judge_url`, `--judge_model`). Then
 

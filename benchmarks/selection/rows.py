@@ -72,7 +72,9 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(f"selection {seed}")
     cut = _cut(_shuffled(mathematics("train"), generator), **SIZES)
-    general = _cut(_shuffled(general_instructions(), generator), retention=GENERAL, train=SIZES["train"] // 2)
+    general = _cut(
+        _shuffled(general_instructions(), generator), retention=GENERAL, train=SIZES["train"] // 2
+    )
     target = _cut(_shuffled(mathematics("test"), generator), target=TARGET, answers=ANSWERS)
     for name in ("validation", "choosing"):
         _write(folder / f"{name}.jsonl", cut[name])

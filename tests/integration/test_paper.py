@@ -178,7 +178,8 @@ def test_what_is_missing_is_said_before_anything_runs(
     said = capsys.readouterr().err
     for name in ("model meta-llama/Llama-3.2-3B", "model google/gemma-3-4b-pt", "Qwen/Qwen3.5-9B",
                  "data set argilla/ultrafeedback-binarized-preferences",
-                 "data set HuggingFaceH4/ultrachat_200k", "alpaca_eval.jsonl", "--judge_url"):  # fmt: skip
+                 "data set HuggingFaceH4/ultrachat_200k", "alpaca_eval.jsonl",
+                 "--judge_url"):  # fmt: skip
         assert name in said
     laptop = ["--scale", "laptop", "--model", str(tmp_path / "nowhere")]
     assert main(["paper", "metamathqa-gemma4b", *out, *laptop]) == 2
@@ -354,7 +355,7 @@ def test_figures_of_a_grid_are_drawn(label: str) -> None:
     with pytest.raises(ConfigError, match="nothing to draw"):
         drawn(filled(exhibit, "laptop", []))
     figure = drawn(filled(exhibit, "laptop", found))
-    assert figure.svg.count("<g id=\"axes_") == len(exhibit.columns["laptop"]) * (
+    assert figure.svg.count('<g id="axes_') == len(exhibit.columns["laptop"]) * (
         len(exhibit.groups) if exhibit.picture == "lines" else 1
     )
     assert len(figure.data.rows) == sum(len(group.lines) for group in exhibit.groups)
