@@ -11,6 +11,8 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
   starts several processes, ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
 - ``compare`` (``compare_grid``), ``merge``, ``policies``.
+- ``paper``: ``paper_plan`` says which cells and what they cost, ``paper_run`` runs them and lays a
+  table out, ``paper_figures`` hands their models to a diagnostic, ``paper_list`` names everything.
 
 Options are dataclasses. ``options`` makes the flags of them, ``common`` holds those that several
 commands share, ``reading`` what the commands make of them (a model, rows, tokens). Model, rows,
@@ -48,6 +50,7 @@ _COMMANDS = {
     "diagnose": ("diagnose.run", "show how far to trust the values on your own model"),
     "compare": ("compare.run", "train and measure a grid of policies and seeds"),
     "evaluate": ("evaluate.run", "measure a trained model: losses, tasks, code, judged answers"),
+    "paper": ("paper.run", "make a table or figure of the paper, in full or on a laptop"),
     "merge": ("merge.run", "a model between two: before and after training (WiSE-FT)"),
     "policies": ("policies.run", "list the methods that can choose or weigh tokens"),
     "recipes": ("recipes.run", "list the packaged recipes of sft and dpo"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alphatoken.compare.folder import Status
     from alphatoken.compare.grid import Cell, Grid
 
-__all__ = ["CompareOptions", "parse", "run"]
+__all__ = ["CompareOptions", "parse", "run", "run_cells"]
 
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
@@ -89,8 +89,8 @@ def run(words: Sequence[str]) -> int:
     if options.dry_run:
         return _show(cells, folder)
     if not options.report:
-        _check_files(cells)
-        _run(options, cells, folder)
+        check_named_files(cells)
+        run_cells(options, cells, folder)
     return _report(grid, cells, folder)
 
 
@@ -113,7 +113,7 @@ def _show(cells: Sequence[Cell], folder: Any) -> int:
     return 0
 
 
-def _check_files(cells: Sequence[Cell]) -> None:
+def check_named_files(cells: Sequence[Cell]) -> None:
     """See that whatever is named by a path is there, before any cell runs; judges read theirs."""
     from alphatoken.compare.measures import Measures
     from alphatoken.compare.scores import read_sets
@@ -131,7 +131,12 @@ def _check_files(cells: Sequence[Cell]) -> None:
             read_sets(Measures(**measures))
 
 
-def _run(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
+def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
+    """Run what is missing, as the options say; what became of each cell.
+
+    Raises:
+        ConfigError: options that cannot be met, or another run is at work in the folder.
+    """
     from alphatoken.compare.running import run_grid
 
     wanted = _only(cells, options.only)

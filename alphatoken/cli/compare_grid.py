@@ -16,6 +16,12 @@ The file is YAML. ``$NAME`` and ``${NAME}`` in any text are environment variable
     methods: {NAME: {policy: top, objective: adaptation}, ...}
     ablation: {AXIS: [NAME, ...], ...}
     tune: {learning_rate: [1.0e-4, 3.0e-4, 1.0e-3]}     # one option, and what every method tries
+    keep: [alphatoken]                  # methods whose models of the first seed stay
+    extends: FILE_OR_NAME               # another grid, whose keys hold where this one says nothing
+
+``recipe: NAME`` in a task or a reference takes the options of a recipe of sft or dpo, over which go
+those of the grid. A grid that extends another adds to its methods by name; every other key that it
+has itself is its own.
 """
 
 from __future__ import annotations
@@ -35,13 +41,14 @@ if TYPE_CHECKING:
     from alphatoken.compare.measures import Measures
     from alphatoken.compare.methods import Method
 
-__all__ = ["GridOptions", "expanded", "read_grid", "require_known"]
+__all__ = ["GridOptions", "expanded", "grid_content", "read_grid", "require_known"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
     "measures", "tasks", "references", "methods", "ablation", "tune",
+    "keep",
 }  # fmt: skip
-_TASK_KEYS = {"command", "options", "measures", "policies", "tuned_on"}
+_TASK_KEYS = {"command", "recipe", "options", "measures", "policies", "tuned_on"}
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 
@@ -112,6 +119,7 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
         about=str(content.get("about", "")),
         variants=dict(content.get("ablation") or {}),
         tune=_mapping(content, "tune"),
+        keep=tuple(content.get("keep") or ()),
     )
 
 
@@ -138,18 +146,43 @@ def _content(options: GridOptions) -> dict[str, Any]:
             "about": recipe.about,
             "tasks": {recipe.name: {"command": command, "options": dict(recipe.options)}},
         }
-    path = Path(str(options.config)).expanduser()
-    if not path.is_file():
-        raise ConfigError("the grid's file is not there", got=str(path))
-    recipe = find_recipe(str(path))
+    found, about = grid_content(str(options.config))
+    return {"about": about, **expanded(found, str(options.config))}
+
+
+def grid_content(name: str) -> tuple[dict[str, Any], str]:
+    """What a grid's file says, that of the grid that it extends included; and its one line.
+
+    Args:
+        name: of a file, or of a packaged grid.
+
+    Raises:
+        ConfigError: there is none, it is a recipe of one run, or it extends itself.
+    """
+    return _extended(name, ())
+
+
+def _extended(name: str, above: Sequence[str]) -> tuple[dict[str, Any], str]:
+    from alphatoken.cli.recipes import find_recipe, is_packaged
+
+    if not Path(name).expanduser().is_file() and not is_packaged(name):
+        raise ConfigError("the grid's file is not there", got=name)
+    recipe = find_recipe(name)
     if recipe.command not in (None, "compare"):
         raise ConfigError(
             "this is a recipe of one run, no grid",
-            got=f"{path.name} is for `alphatoken {recipe.command}`",
-            remedy=f"--recipe {path}",
+            got=f"{recipe.path.name} is for `alphatoken {recipe.command}`",
+            remedy=f"--recipe {name}",
         )
-    found: dict[str, Any] = expanded(dict(recipe.options), str(path))
-    return {"about": recipe.about, **found}
+    own = dict(recipe.options)
+    base = own.pop("extends", None)
+    if base is None:
+        return own, recipe.about
+    if base in (name, *above):
+        raise ConfigError("a grid extends itself", got=" -> ".join([*above, name, str(base)]))
+    below, about = _extended(str(base), (*above, name))
+    methods = {**_mapping(below, "methods"), **_mapping(own, "methods")}
+    return {**below, **own, "methods": methods}, recipe.about or about
 
 
 def expanded(value: Any, place: str) -> Any:
@@ -229,7 +262,10 @@ def _task(
     if not isinstance(given, Mapping):
         raise ConfigError("a task is a mapping", got=f"{name}: {given!r}")
     require_known(given, _TASK_KEYS, f"the task {name}")
-    own = {**_base(content, options), **_mapping(given, "options"), **_files(options), **extra}
+    own = {
+        **_of_recipe(given), **_base(content, options), **_mapping(given, "options"),
+        **_files(options), **extra,
+    }  # fmt: skip
     if not own.get("model_name_or_path"):
         raise ConfigError("no model is named", got=name, remedy="model_name_or_path")
     measures = {**_mapping(content, "measures"), **_mapping(given, "measures")}
@@ -241,6 +277,26 @@ def _task(
         given.get("tuned_on"),
         _policies_of(given, content),
     )
+
+
+def _of_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the recipe that a task or a reference names.
+
+    Raises:
+        ConfigError: there is none, or it is of the other command.
+    """
+    from alphatoken.cli.recipes import find_recipe
+
+    if given.get("recipe") is None:
+        return {}
+    recipe, command = find_recipe(str(given["recipe"])), str(given.get("command", "sft"))
+    if recipe.command not in (None, command):
+        raise ConfigError(
+            "a recipe is of another command than the cell",
+            got=f"{recipe.name} is for `alphatoken {recipe.command}`, the cell says {command}",
+            remedy=f"command: {recipe.command}",
+        )
+    return dict(recipe.options)
 
 
 def _policies_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -320,8 +376,11 @@ def _references(
     for name, given in _mapping(content, "references").items():
         if not isinstance(given, Mapping):
             raise ConfigError("a reference is a mapping", got=f"{name}: {given!r}")
-        require_known(given, {"command", "options"}, f"the reference {name}")
-        own = {**_base(content, options), **ON_ALL, **_mapping(given, "options"), **extra}
+        require_known(given, {"command", "recipe", "options"}, f"the reference {name}")
+        own = {
+            **_of_recipe(given), **_base(content, options), **ON_ALL,
+            **_mapping(given, "options"), **extra,
+        }  # fmt: skip
         if options.model_name_or_path is not None and "@" not in str(own["model_name_or_path"]):
             own["model_name_or_path"] = options.model_name_or_path
         found.append(Reference(name, str(given.get("command", "sft")), own))

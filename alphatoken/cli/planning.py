@@ -107,9 +107,30 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
             ) from None
         config = _config(json.dumps(shape, sort_keys=True))
         source = f"model_shape of {recipe.path.name}"
-    model = _on_meta(config)
-    freeze_unreached(model)
-    return _with_adapters(model, arguments), source
+    if arguments.model.use_peft:  # they are put into the model itself
+        return _with_adapters(_on_meta(config), arguments), source
+    return _shaped(
+        json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)
+    ), source
+
+
+class _Shared:
+    """A configuration that is no part of a cache's key: the key says the same as text."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shared)
+
+
+@lru_cache(maxsize=3)
+def _shaped(text: str, shared: _Shared) -> nn.Module:
+    """The model of a configuration, whose text says which; several plans look at one."""
+    return _on_meta(shared.config)
 
 
 @lru_cache(maxsize=8)
@@ -137,6 +158,7 @@ def _on_meta(config: Any) -> nn.Module:
         else:
             made = kind(config)
     assert isinstance(made, nn.Module)
+    freeze_unreached(made)
     return made
 
 

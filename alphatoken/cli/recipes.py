@@ -25,6 +25,7 @@ __all__ = [
     "accelerate_config",
     "close_to",
     "find_recipe",
+    "is_packaged",
     "joined",
     "packaged_file",
     "packaged_recipes",
@@ -75,9 +76,17 @@ def run(words: Sequence[str]) -> int:
 
 
 def packaged_recipes() -> Iterator[Recipe]:
-    """All recipes that come with the package, by name."""
+    """All recipes of one run that come with the package, by name; its grids are left out."""
     for path in sorted(_FOLDER.glob("*.yaml")):
-        yield _read(path)
+        recipe = _read(path)
+        if recipe.command != "compare":
+            yield recipe
+
+
+def is_packaged(name: str) -> bool:
+    """Whether a recipe or grid of this name comes with the package."""
+    packaged = _FOLDER / f"{name}.yaml"
+    return packaged.parent == _FOLDER and packaged.is_file()
 
 
 def find_recipe(name: str) -> Recipe:
@@ -89,9 +98,8 @@ def find_recipe(name: str) -> Recipe:
     path = Path(name).expanduser()
     if path.is_file():
         return _read(path)
-    packaged = _FOLDER / f"{name}.yaml"
-    if packaged.parent == _FOLDER and packaged.is_file():
-        return _read(packaged)
+    if is_packaged(name):
+        return _read(_FOLDER / f"{name}.yaml")
     known = [p.stem for p in _FOLDER.glob("*.yaml")]
     raise ConfigError(
         "there is no such recipe",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -27,12 +25,14 @@ from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policy_names import TRAINER_POLICIES
+from alphatoken.train.selection_cost import measured_selection
 
 __all__ = ["TokenCounter", "run_cell"]
 
 _COST = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
     "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of",
+    "static_time", "selection_memory", "epoch_steps",
 )  # fmt: skip
 
 Build = Callable[[Path, str, Mapping[str, Any]], Any]
@@ -94,6 +94,8 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     asked = {key: value for key, value in spec.items() if key != "resolved"}
     result = {**own, "status": "done", **found, "seconds": seconds, "spec": asked}
     write_json(path / "result.json", result)
+    for file in (path / "run" / "_alphatoken").glob("*.safetensors"):
+        file.replace(path / file.name)  # what the run collected, for a figure
     for name in ("run", "counts"):  # checkpoints of a cell that is done, and what they counted
         shutil.rmtree(path / name, ignore_errors=True)
     return result
@@ -108,6 +110,51 @@ def _train(
     spec: Mapping[str, Any], folder: CellFolder, build: Build, loaded: Load
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """The trained model, its tokenizer, and what training cost."""
+    with measured_selection() as selection:
+        trainer, setup = _built(spec, folder, build)
+        static = selection.seconds
+        counter = TokenCounter(trainer, folder.path / "counts")
+        counter.add_earlier(getattr(trainer.token_policy, "summary", {}))
+        selection.restart()
+        checkpoints = list((folder.path / "run").glob("checkpoint-*"))
+        began = time.perf_counter()
+        trainer.train(resume_from_checkpoint="auto" if checkpoints else None)
+        counter.seconds += time.perf_counter() - began
+        peak = selection.whole()
+    counter.gather()
+    found = {
+        "steps": trainer.state.global_step,
+        "kept_tokens": counter.kept,
+        "response_tokens": counter.response,
+        "effective_tokens": counter.effective,
+        "kept_share": counter.kept / max(counter.response, 1),
+        "time": counter.seconds,
+        "scoring_time": counter.scoring,
+        "direction_time": counter.direction,
+        "setup_time": setup,
+        "static_time": static,
+        "epoch_steps": _epoch_steps(trainer),
+        "peak_memory": peak,
+        "peak_memory_of": selection.kind,
+        "selection_memory": selection.selection(),
+        "notes": counter.notes,
+    }
+    model = _trained(trainer, folder, loaded)
+    if _first() and spec["keep_model"]:
+        partial_folder = folder.path / "model.partial"
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        _whole(model).save_pretrained(partial_folder)
+        trainer.processing_class.save_pretrained(partial_folder)
+        partial_folder.rename(folder.model)
+    return model, trainer.processing_class, found
+
+
+def _built(spec: Mapping[str, Any], folder: CellFolder, build: Build) -> tuple[Any, float]:
+    """The trainer, its static pass done, and the seconds that this took.
+
+    Raises:
+        ConfigError: adapters on sharded weights.
+    """
     options = spec["resolved"]
     by_name = options.get("policy") not in TRAINER_POLICIES or options.get("screen_share")
     # Static passes of one policy in two cells would write the same files.
@@ -128,38 +175,16 @@ def _train(
             why="what is saved are the adapters alone, and no process has the whole model",
             remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
         )
-    counter = TokenCounter(trainer, folder.path / "counts")
-    counter.add_earlier(getattr(trainer.token_policy, "summary", {}))
-    peak = PeakMemory()
-    checkpoints = list((folder.path / "run").glob("checkpoint-*"))
-    began = time.perf_counter()
-    trainer.train(resume_from_checkpoint="auto" if checkpoints else None)
-    counter.seconds += time.perf_counter() - began
-    counter.gather()
-    found = {
-        "steps": trainer.state.global_step,
-        "kept_tokens": counter.kept,
-        "response_tokens": counter.response,
-        "effective_tokens": counter.effective,
-        "kept_share": counter.kept / max(counter.response, 1),
-        "time": counter.seconds,
-        "scoring_time": counter.scoring,
-        "direction_time": counter.direction,
-        "setup_time": setup,
-        "peak_memory": peak.read(),
-        "peak_memory_of": peak.kind,
-        "notes": counter.notes,
-    }
-    model = _trained(trainer, folder, loaded)
-    if not _first():
-        return model, trainer.processing_class, found
-    if spec["keep_model"]:
-        partial_folder = folder.path / "model.partial"
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        _whole(model).save_pretrained(partial_folder)
-        trainer.processing_class.save_pretrained(partial_folder)
-        partial_folder.rename(folder.model)
-    return model, trainer.processing_class, found
+    return trainer, setup
+
+
+def _epoch_steps(trainer: Any) -> float | None:
+    """Optimizer steps of one epoch, parts of a step included; None for a stream."""
+    args, rows = trainer.args, trainer.train_dataset
+    if not hasattr(rows, "__len__"):
+        return None
+    together = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return float(len(rows) / together)
 
 
 def _trained(trainer: Any, folder: CellFolder, loaded: Load) -> nn.Module:
@@ -284,31 +309,3 @@ class TokenCounter(TrainerCallback):
             f"went on after step {state.global_step}"
             + ("" if found else "; tokens and time before it were not counted")
         )
-
-
-class PeakMemory:
-    """Most bytes in use since it was made: of the GPU if there is one, else resident memory.
-
-    Resident memory is the process's, libraries included (some 0.5 GB). On Linux the kernel's
-    record is reset first, so that loading does not count; elsewhere it does.
-    """
-
-    def __init__(self) -> None:
-        self.kind = "cuda" if torch.cuda.is_available() else "resident"
-        if self.kind == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.kind = "resident, loading included"
-
-    def read(self) -> int:
-        """Bytes."""
-        if self.kind == "cuda":
-            return int(torch.cuda.max_memory_allocated())
-        status = Path("/proc/self/status")
-        if status.exists():
-            line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-            return int(line.split()[1]) * 1024
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -99,6 +99,7 @@ class Grid:
         tune: one option of the trainer and the values that every method tries at the first seed;
             the one with the lowest loss on ``choosing_file`` is taken, there and at other seeds. A
             method that sets the option itself is not tuned.
+        keep: names of methods whose models of the first seed stay, for whoever looks at them later.
     """
 
     tasks: tuple[TaskSpec, ...]
@@ -110,6 +111,7 @@ class Grid:
     about: str = ""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_tune()
@@ -247,6 +249,11 @@ def all_cells(grid: Grid) -> list[Cell]:
     for name in dict.fromkeys(wanted):
         _with_needs(name, references, first, ())
     needed = {name for cell in cells for name in cell.models}
+    needed |= {
+        cell.name
+        for cell in cells
+        if cell.kind == "train" and cell.policy in grid.keep and cell.seed == grid.seeds[0]
+    }
     cells = [replace(cell, keep_model=cell.keep_model or cell.name in needed) for cell in cells]
     return [*first, *cells]
 
@@ -321,7 +328,9 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
 
 
 def _named_after(task: TaskSpec, value: Any) -> Any:
-    """``{task}`` in a method's option is the task's name: a file of each task by one option."""
+    """``{task}`` in a method's option is the task's name: a file, or a reference, of each task."""
+    if isinstance(value, Mapping):
+        return {key: _named_after(task, one) for key, one in value.items()}
     return value.replace("{task}", task.name) if isinstance(value, str) else value
 
 

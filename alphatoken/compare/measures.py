@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 
 __all__ = ["OPPONENT", "JudgeSet", "Measures", "Score"]
 
@@ -16,7 +16,7 @@ OPPONENT = "start"
 _SHORT = "win_rate"
 """Name of the set that ``questions_file`` makes."""
 
-_LATER = ("shots", "task_chat", "judge_sets")
+_LATER = ("shots", "task_chat", "judge_sets", "code_of")
 """Fields that came later: left out of a cell's description where they say nothing."""
 
 
@@ -73,7 +73,8 @@ class Measures:
         shots: number of examples before each question, by name of the task; what is not said is
             the task's own number, or else the paper's; see ``alphatoken.compare.harness``.
         task_chat: whether lm-eval's prompts go through the chat template.
-        code_file: problems of HumanEval's form, executed in a sandbox; part of the target.
+        code_file: problems of HumanEval's form, executed in a sandbox.
+        code_of: "target" or "retention": what the score of these is part of.
         judge_sets: name -> :class:`JudgeSet`, or what a file says of one; part of the target.
         questions_file: in short, one set named "win_rate" against the start model.
         judge: of the sets that name none; see ``alphatoken.compare.judge.make_judge``.
@@ -93,6 +94,7 @@ class Measures:
     shots: Mapping[str, Any] = field(default_factory=dict)
     task_chat: bool = False
     code_file: str | None = None
+    code_of: str = "target"
     judge_sets: Mapping[str, Any] = field(default_factory=dict)
     questions_file: str | None = None
     judge: Mapping[str, Any] | None = None
@@ -102,6 +104,7 @@ class Measures:
     chat: bool = True
 
     def __post_init__(self) -> None:
+        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
         for name in ("target_tasks", "retention_tasks"):
             tasks = getattr(self, name)
             if isinstance(tasks, str):
@@ -144,7 +147,8 @@ class Measures:
     @property
     def target(self) -> bool:
         """Whether anything says how well a model learnt."""
-        return bool(self.target_file or self.target_tasks or self.code_file or self.sets)
+        code = self.code_file if self.code_of == "target" else None
+        return bool(self.target_file or self.target_tasks or code or self.sets)
 
     def spec(self) -> dict[str, Any]:
         """All that results depend on, as JSON holds it; ``Measures(**spec)`` is the same."""

@@ -169,7 +169,7 @@ def scores(
         )  # fmt: skip
         how = {"shots": "0", "chat_template": False, "metric": "pass@1",
                "questions": prepared.problems}  # fmt: skip
-        found["target"]["code"] = Score(share, how)
+        found[measures.code_of]["code"] = Score(share, how)
         done()
     for name, one in prepared.sets.items():
         found["target"][name] = _judged(name, one, model, tokenizer, measures, start, folder)

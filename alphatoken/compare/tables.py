@@ -39,6 +39,7 @@ _FIRST = (
     "task", "policy", "mode", "seed", "status", "kept_tokens", "response_tokens",
     "effective_tokens", "target", "retention", "overall", "unit", "time", "scoring_time",
     "direction_time", "setup_time", "peak_memory", "peak_memory_of", "steps",
+    "static_time", "selection_memory", "epoch_steps",
 )  # fmt: skip
 
 

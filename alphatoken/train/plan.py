@@ -14,7 +14,15 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.train.checks import Given, check_run, check_watch
-from alphatoken.train.cost import Layout, Memory, Overhead, memory_of, overhead_of, work_of
+from alphatoken.train.cost import (
+    Layout,
+    Memory,
+    Overhead,
+    memory_of,
+    overhead_of,
+    step_flops,
+    work_of,
+)
 from alphatoken.train.policy_names import chosen_policy
 
 __all__ = ["Plan", "make_plan"]
@@ -29,7 +37,8 @@ class Plan:
         model: name, class, depth and numbers of parameters.
         scored: layers, linears (name -> shape), parameters, estimator.
         layout: processes, and what is split between them.
-        batch: rows and tokens of a step.
+        batch: rows and tokens of a step, and its FLOPs without valuation; at most, as if no row
+            were shorter than the longest.
         validation: rows of a step, and the ratio to the training rows.
         steps: rows, epochs and optimizer steps, where the number of rows is known.
         overhead: of one step.
@@ -105,6 +114,10 @@ def make_plan(
     own_forward = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
     batch = _batch(args, layout, command, length)
     share = args.validation_batch_size / batch["rows"]
+    work = work_of(adapter, length)
+    reference_forward = command == "dpo" and not args.precompute_ref_log_probs
+    a_token = step_flops(work, args, reference_forward=reference_forward)
+    batch["flops_at_most"] = a_token * batch["tokens_at_most"]
     return Plan(
         command=command,
         model=_model_part(model, adapter, name),
@@ -114,12 +127,12 @@ def make_plan(
         validation=_validation_part(args, share),
         steps=_steps(args, batch["rows_per_micro_batch"], rows),
         overhead=overhead_of(
-            work_of(adapter, length),
+            work,
             scope,
             args,
             validation_share=share,
             own_forward=own_forward,
-            reference_forward=command == "dpo" and not args.precompute_ref_log_probs,
+            reference_forward=reference_forward,
         ),
         memory=memory_of(adapter, scope, args, layout, command=command, dtype=dtype),
         options=dict(options or {}),

@@ -39,6 +39,7 @@ from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
+from alphatoken.train.selection_cost import selecting
 
 if TYPE_CHECKING:
     from alphatoken.train.token_table import TokenTable
@@ -104,6 +105,7 @@ class PolicyWeigher:
         }
         write_json(folder / "policy.json", record)
 
+    @selecting()
     def _prepare(self, validation: Any, reference: Any) -> None:
         """Let the policy choose rows and run its static pass, where it has them."""
         policy, kind = self.policy, type(self.policy)
@@ -224,7 +226,8 @@ class PolicyWeigher:
             loss = gated_loss(self._trainer, gate, replace(batch, inputs=inputs))
         policy_batch = self._batch_after_forward(batch, gate, reference, attention)
         started = time.perf_counter()
-        weights = policy.weights(policy_batch)
+        with selecting():
+            weights = policy.weights(policy_batch)
         self._records.micro_batch(batch, None, weights, time.perf_counter() - started)
         log_probs = policy_batch.log_probs.clone().requires_grad_()
         policy_loss = policy.loss(policy_batch, log_probs, weights)

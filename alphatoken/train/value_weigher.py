@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from alphatoken.train.micro_batch import (
     undivided,
 )
 from alphatoken.train.records import RunRecords
+from alphatoken.train.selection_cost import selecting
 from alphatoken.train.valuation import Valuation
 from alphatoken.values import standard_error
 
@@ -138,6 +139,7 @@ class ValueWeigher:
             plans = [replace(plan, kept_share=share) for plan in plans]
         return plans
 
+    @selecting()
     def _begin(self) -> None:
         """Enter the current optimizer step: a new direction where one is due.
 
@@ -263,10 +265,15 @@ class ValueWeigher:
         """
         started = time.perf_counter()
         interaction = self._interacts or self._options.value_scale == "norm"
-        with self.valuation.scorer.observe(interaction=interaction) as observed:
+        with ExitStack() as observing:
+            with selecting():
+                observed = observing.enter_context(
+                    self.valuation.scorer.observe(interaction=interaction)
+                )
             self._records.monitor.direction(time.perf_counter() - started)
             yield observed
 
+    @selecting()
     def _score(
         self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
     ) -> Scored:
@@ -299,6 +306,7 @@ class ValueWeigher:
         norms = observed.norms() if self._options.value_scale == "norm" else None
         return Scored(values.total, values, gram, time.perf_counter() - started, norms)
 
+    @selecting()
     def _own_pass(self, batch: MicroBatch) -> Scored:
         """Score one micro-batch without training on it (dropout off)."""
         builder = self.valuation.scorer.builder
@@ -340,6 +348,7 @@ class ValueWeigher:
 
     # --- weights ----------------------------------------------------------------------------------
 
+    @selecting()
     def choose(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
         """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
         if self._options.policy == "harmless":

@@ -37,6 +37,10 @@ __all__ = [
     "QUESTIONS",
     "SIZES",
     "exchanged",
+    "general_instructions",
+    "mathematics",
+    "preferences",
+    "programs",
     "replaced",
     "write_rows",
     "write_task",
@@ -67,13 +71,15 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     """All files of the grid, anew; another seed draws other rows and other dirt."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(f"selection {seed}")
-    mathematics = _cut(_shuffled(_mathematics("train"), generator), **SIZES)
-    general = _cut(_shuffled(_general(), generator), retention=GENERAL, train=SIZES["train"] // 2)
-    target = _cut(_shuffled(_mathematics("test"), generator), target=TARGET, answers=ANSWERS)
+    cut = _cut(_shuffled(mathematics("train"), generator), **SIZES)
+    general = _cut(
+        _shuffled(general_instructions(), generator), retention=GENERAL, train=SIZES["train"] // 2
+    )
+    target = _cut(_shuffled(mathematics("test"), generator), target=TARGET, answers=ANSWERS)
     for name in ("validation", "choosing"):
-        _write(folder / f"{name}.jsonl", mathematics[name])
+        _write(folder / f"{name}.jsonl", cut[name])
     _write(folder / "target.jsonl", target["target"])
-    rows = mathematics["train"]
+    rows = cut["train"]
     half = len(rows) // 2
     words, marks = replaced(rows, DIRT, generator)
     swapped, dirty = exchanged(rows, DIRT, generator)
@@ -130,7 +136,7 @@ def exchanged(
     return found, [i in dirty for i in range(len(rows))]
 
 
-def _mathematics(part: str) -> list[Row]:
+def mathematics(part: str) -> list[Row]:
     rows = read(f"gsm8k/{part}.jsonl")
     return _fitting({"prompt": r["question"], "response": _answer(r["answer"])} for r in rows)
 
@@ -140,7 +146,7 @@ def _answer(text: str) -> str:
     return re.sub(r"<<.*?>>", "", text)
 
 
-def _general() -> list[Row]:
+def general_instructions() -> list[Row]:
     found = []
     for row in read("dolly_hhrlhf/train.jsonl"):
         _, _, rest = row["prompt"].partition("### Instruction:\n")
@@ -158,26 +164,43 @@ def _stories(generator: random.Random) -> list[Row]:
 def _code(folder: Path, generator: random.Random) -> None:
     """MBPP's own training and test files."""
 
-    def of(part: str) -> list[Row]:
-        return _fitting(
-            {
-                "prompt": f"{r['text']}\nYour code should pass: {r['test_list'][0]}",
-                "response": r["code"].replace("\r\n", "\n"),
-            }
-            for r in read(f"mbpp/{part}.jsonl")
-        )
-
     sizes = {name: SIZES[name] for name in ("choosing", "validation")}
-    parts = _cut(_shuffled(of("train"), generator), **sizes, train=None)
+    parts = _cut(_shuffled(programs("train"), generator), **sizes, train=None)
     for name, rows in parts.items():
         _write(folder / f"code-{name}.jsonl", rows)
-    tests = _shuffled(of("test"), generator)
+    tests = _shuffled(programs("test"), generator)
     _write(folder / "code-target.jsonl", tests[:TARGET])
     target = {row["prompt"] for row in tests[:TARGET]}
     problems = [
         one for one in map(_problem, read("mbpp/test.jsonl")) if one and one["asks"] not in target
     ]
     _write(folder / "code-problems.jsonl", problems[:PROBLEMS])
+
+
+def programs(part: str) -> list[Row]:
+    """Rows of MBPP's file, each asking with its first test."""
+    return _fitting(
+        {
+            "prompt": f"{r['text']}\nYour code should pass: {r['test_list'][0]}",
+            "response": r["code"].replace("\r\n", "\n"),
+        }
+        for r in read(f"mbpp/{part}.jsonl")
+    )
+
+
+def preferences() -> list[Row]:
+    """alpaca_eval's pairs that are short and have a clear preference."""
+    return [row for row in map(_preference, read("alpaca_eval/pairs.jsonl")) if row]
+
+
+def _preference(row: Row) -> Row | None:
+    """The pair; None where none of the two is the better: 1 and 2 name that."""
+    both = row["output_1"].strip(), row["output_2"].strip()
+    if row["preference"] not in (1, 2) or not all(both) or len(max(both, key=len)) >= LETTERS:
+        return None
+    better = int(row["preference"]) - 1
+    prompt = row["instruction"].strip()
+    return {"prompt": prompt, "chosen": both[better], "rejected": both[1 - better]}
 
 
 def _problem(row: Row) -> Row | None:
@@ -224,19 +247,9 @@ def write_task(folder: Path) -> None:
 
 
 def _pairs(folder: Path, generator: random.Random) -> None:
-    """Pairs with a clear preference: 1 and 2 name the better output."""
-    found = []
-    for row in _shuffled(read("alpaca_eval/pairs.jsonl"), generator):
-        both = row["output_1"].strip(), row["output_2"].strip()
-        better = int(row["preference"]) - 1
-        if row["preference"] in (1, 2) and all(both) and len(max(both, key=len)) < LETTERS:
-            found.append(
-                {
-                    "prompt": row["instruction"].strip(),
-                    "chosen": both[better],
-                    "rejected": both[1 - better],
-                }
-            )
+    """Pairs with a clear preference."""
+    drawn = map(_preference, _shuffled(read("alpaca_eval/pairs.jsonl"), generator))
+    found = [row for row in drawn if row]
     parts = _cut(found, choosing=20, validation=32, target=48, train=None)
     for name, rows in parts.items():
         _write(folder / f"pairs-{name}.jsonl", rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from benchmarks.selection.rows import (
     TARGET,
 )
 
-__all__ = ["RESULTS", "digest_of", "keep", "restore", "synchronised"]
+__all__ = ["RESULTS", "digest_of", "keep", "lines_of", "restore", "synchronised"]
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -49,6 +49,7 @@ _OF_FILES = {
 _FIGURES = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
     "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of", "seconds",
+    "static_time", "selection_memory", "epoch_steps",
     "target", "retention", "overall", "unit", "retention_unit", "details", "rows",
 )  # fmt: skip
 
@@ -87,13 +88,18 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def keep(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
+Digest = Callable[[Cell, Mapping[str, Cell]], str]
+
+
+def keep(
+    cells: Sequence[Cell], folder: GridFolder, path: Path, digest_of: Digest = digest_of
+) -> int:
     """Write the lines of all finished cells; those of other cells stay.
 
     Returns:
         The number of lines.
     """
-    found, others = _lines(path), {cell.name: cell for cell in cells}
+    found, others = lines_of(path), {cell.name: cell for cell in cells}
     for cell in cells:
         result = folder.of(cell).result()
         if result is not None and cell.task != "references" and folder.done(cell):
@@ -110,12 +116,14 @@ def keep(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
     return len(order)
 
 
-def restore(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
+def restore(
+    cells: Sequence[Cell], folder: GridFolder, path: Path, digest_of: Digest = digest_of
+) -> int:
     """Results of cells that are kept and not in the folder; the number of them.
 
     A model is not kept: a cell whose model others need runs again.
     """
-    lines, count = _lines(path), 0
+    lines, count = lines_of(path), 0
     others = {cell.name: cell for cell in cells}
     for cell in cells:
         line = lines.get(digest_of(cell, others))
@@ -131,7 +139,8 @@ def restore(cells: Sequence[Cell], folder: GridFolder, path: Path) -> int:
     return count
 
 
-def _lines(path: Path) -> dict[str, dict[str, Any]]:
+def lines_of(path: Path) -> dict[str, dict[str, Any]]:
+    """What is kept in a file, by digest."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,235 @@
+"""Running a table or figure of the paper: rows, cells, then the layout or the diagnostic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from alphatoken.cli.paper import PaperOptions
+from alphatoken.cli.paper_plan import Planned, Work, planned, require_names, seconds_of
+from alphatoken.errors import ConfigError
+from alphatoken.paper.exhibits import LAPTOP, Exhibit
+from alphatoken.support.storage import replacing, write_json
+
+__all__ = ["run", "shown_time"]
+
+
+def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
+    """Make the exhibit; the exit status, 1 where cells have no result.
+
+    Raises:
+        AlphaTokenError: models, rows or files that are not there; cells that could not run.
+    """
+    work = Work(exhibit, options, tuple(more))
+    if options.dry_run:
+        return _show(work)
+    if options.scale == LAPTOP:
+        _prepare_rows(work)
+    if not options.report:
+        require_all(work)
+        _run_cells(work)
+    if exhibit.diagnosis is not None:
+        from alphatoken.cli.paper_figures import diagnose
+
+        return diagnose(work)
+    return _lay_out(work)
+
+
+# --- what would be done -------------------------------------------------------------------------
+
+
+def _show(work: Work) -> int:
+    """The plan: every kind of cell, sums, and what is not here."""
+    plans = planned(work)
+    exhibit = work.exhibit
+    print(f"{exhibit.label}: {exhibit.title} ({work.scale} scale)")
+    for one in plans:
+        print(f"  {_line(one, work.scale)}")
+    total = sum(seconds_of(one, work.scale) for one in plans)
+    cells = sum(one.cells for one in plans)
+    where = "one thread" if work.scale == LAPTOP else "4 A100 at 40 % of their peak"
+    print(f"  {cells} cells, about {shown_time(total)} on {where}; rows counted at their longest")
+    for missing in missing_parts(work):
+        print(f"  not here: {missing}")
+    require_names(work, plans)
+    return 0
+
+
+def _line(one: Planned, scale: str) -> str:
+    if one.refused:
+        return f"{one.name}: would be refused: {one.refused}"
+    if not one.steps:
+        return f"{one.name}: {one.cells} x measured only"
+    return (
+        f"{one.name}: {one.cells} x {one.steps:,} steps, {one.flops:.2g} FLOPs and "
+        f"{one.memory / 2**30:.3g} GiB a process on {one.processes}, "
+        f"{shown_time(seconds_of(one, scale))}"
+    )
+
+
+def shown_time(seconds: float) -> str:
+    """In the largest unit that gives at least one."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# --- what has to be there -----------------------------------------------------------------------
+
+
+def missing_parts(work: Work) -> list[str]:
+    """Models, data sets, files and settings that the exhibit needs and that are not here."""
+    found = [f"model {name}" for name in work.models() if not _has(name, "model")]
+    found += [f"data set {name}" for name in work.datasets() if not _has(name, "dataset")]
+    every = [*work.files(), *work.retention_files()]
+    files = [name for name in every if not Path(name).is_file()]
+    if work.scale == LAPTOP:  # written before anything is trained
+        files = [name for name in files if work.rows not in Path(name).parents]
+    found += [f"file {name}" for name in files]
+    judged = any((cell.measures or {}).get("judge") for cell in work.cells)
+    if judged and not (work.options.judge_url and work.options.judge_model):
+        found.append("a judge: --judge_url and --judge_model")
+    return found
+
+
+def require_all(work: Work) -> None:
+    """Refuse to start where something is missing.
+
+    Raises:
+        ConfigError: names all of it.
+    """
+    missing = missing_parts(work)
+    if missing:
+        small = work.scale == LAPTOP
+        raise ConfigError(
+            f"what {work.exhibit.label} needs is not here",
+            got="; ".join(missing),
+            why="cells would fail one after the other",
+            remedy="`make models` fetches SmolLM2"
+            if small
+            else "fetch it (docs/paper.md says from where), or --scale laptop",
+        )
+    coded = any((cell.measures or {}).get("code_file") for cell in work.cells)
+    if coded and not work.options.allow_code_execution:
+        raise ConfigError(
+            "this exhibit executes generated code",
+            got=f"{work.exhibit.label} without --allow_code_execution",
+            why="HumanEval's tests run it, in a sandbox",
+            remedy="--allow_code_execution",
+        )
+
+
+def _has(name: str, kind: str) -> bool:
+    """Whether a model or data set is a local folder, in the hub's cache, or on the hub."""
+    if Path(name).expanduser().exists():
+        return True
+    if "/" not in name or name.startswith(("/", ".")):
+        return False
+    from huggingface_hub import HfApi, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cached = {(repo.repo_id, repo.repo_type) for repo in scan_cache_dir().repos}
+    except CacheNotFound:
+        cached = set()
+    if (name, kind) in cached:
+        return True
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    try:
+        HfApi().auth_check(name, repo_type=kind)
+    except Exception:  # not there, not allowed, or no network: for the table the same
+        return False
+    return True
+
+
+# --- rows and cells -----------------------------------------------------------------------------
+
+
+def _prepare_rows(work: Work) -> None:
+    """Write the rows of the laptop scale, unless they are there and made of the same files.
+
+    Raises:
+        ConfigError: they are there, and were made of others.
+    """
+    from alphatoken.paper.rows import SOURCES, write_rows
+
+    asked = {name: getattr(work.options, f"{name}_file") for name in SOURCES[work.family]}
+    files = {name: str(Path(path).absolute()) for name, path in asked.items() if path}
+    record = work.rows / "sources.json"
+    if work.rows.is_dir():
+        from alphatoken.compare.folder import read_json
+
+        before = read_json(record) or {}
+        if files and before != files:
+            raise ConfigError(
+                "the rows of this folder are of other files",
+                got=f"{before or 'the standard library'}, not {files}",
+                why="cells of one table would have been trained on different rows",
+                remedy="another --output_dir",
+            )
+        return
+    write_rows(work.rows, work.family, files)
+    write_json(record, files)
+
+
+def _run_cells(work: Work) -> None:
+    from alphatoken.cli.compare import CompareOptions, run_cells
+
+    options = work.options
+    compare = CompareOptions(
+        output_dir=str(work.folder.path),
+        processes=options.processes,
+        devices=options.devices,
+        devices_per_cell=options.devices_per_cell,
+        launcher=options.launcher,
+        queue=options.queue,
+        allow_code_execution=options.allow_code_execution,
+        quiet=options.quiet,
+    )
+    run_cells(compare, work.cells, work.folder)
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def _lay_out(work: Work) -> int:
+    from alphatoken.compare.page import collect
+    from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown
+
+    records = collect(work.cells, work.folder)
+    table = filled(work.exhibit, work.scale, records)
+    place, name = work.root, work.exhibit.name
+    picture = None
+    if work.exhibit.picture and table.measured and find_spec("matplotlib") is not None:
+        from alphatoken.paper.pictures import drawn
+
+        picture = drawn(table).svg
+        _write(place / f"{name}.svg", picture)
+    text = to_markdown(table)
+    if picture is not None:
+        text = f"{text}\n![{work.exhibit.title}]({name}.svg)\n"
+    _write(place / f"{name}.md", text)
+    _write(place / f"{name}.html", to_html(table, picture))
+    _write(place / f"{name}.csv", to_csv(table))
+    return _say(work, records, place / f"{name}.md")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _say(work: Work, records: Sequence[Mapping[str, Any]], page: Path) -> int:
+    done = sum(record["status"] == "done" for record in records)
+    print(f"{done} of {len(records)} cells have a result: {page}")
+    for name, status in work.folder.status(work.cells).items():
+        if status.state in ("failed", "blocked"):
+            print(f"{status.state}: {name}: {status.error}", file=sys.stderr)
+    return 0 if done == len(records) else 1

@@ -1,0 +1,178 @@
+"""Rows of the laptop scale: what each grid reads from ``$PAPER_ROWS``, cut from a few sources.
+
+    source     where no file is named                      files that are cut from it
+    train      sft: functions of the standard library      train, validation, fisher, target;
+               metamath: questions about Python's topics   and curated, or oracle for dpo
+               dpo: preference pairs of functions
+    target     (none: cut from train)                      target
+    warm       for dpo: questions about Python's topics    warm
+    retention  paragraphs of Python's documentation        retention
+    probes     for sft: other paragraphs                   probes
+
+No two files of a grid share a row. Rows longer than ``LETTERS`` are left out, not cut; of a pair
+the longer response counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alphatoken.data import read_records
+from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
+from alphatoken.errors import DataError
+from alphatoken.support.storage import replacing
+
+__all__ = ["LETTERS", "SIZES", "SOURCES", "sources_of", "write_rows"]
+
+Record = dict[str, Any]
+
+LETTERS = 480
+"""Longest row: some 130 tokens, so that little is cut at 160."""
+
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "sft": {"train": 96, "validation": 64, "fisher": 16, "curated": 48, "target": 24},
+    "metamath": {"train": 96, "validation": 64, "fisher": 16, "curated": 48, "target": 24},
+    "dpo": {"train": 64, "validation": 32, "fisher": 8, "oracle": 24, "target": 24},
+}
+"""Rows of each file that is cut from the source ``train``; of ``target`` also from its own."""
+
+OTHER = {"retention": 16, "warm": 48, "probes": 64}
+"""Rows of the files that have a source of their own."""
+
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "sft": ("train", "target", "retention", "probes"),
+    "metamath": ("train", "target", "retention"),
+    "dpo": ("train", "target", "warm", "retention"),
+}
+
+_DRAWN = 1600
+"""Functions that are looked at; a quarter of them is short enough."""
+
+
+def sources_of(grid: str) -> dict[str, Callable[[], list[Record]]]:
+    """What each source of a grid is where the user names no file; "target" is cut from "train"."""
+    train = {"sft": _functions, "metamath": _questions, "dpo": _pairs}[grid]
+    found = {"train": train, "warm": _questions, "retention": _paragraphs, "probes": _others}
+    return {name: found[name] for name in SOURCES[grid] if name in found}
+
+
+def write_rows(
+    folder: Path, grid: str, files: Mapping[str, str | Path] | None = None, *, seed: int = 0
+) -> None:
+    """Write the files of a grid, anew and all of them, or none.
+
+    Args:
+        folder: where they go.
+        grid: "sft", "metamath" or "dpo".
+        files: source -> file of rows, in place of the standard library's.
+        seed: of the draw.
+
+    Raises:
+        DataError: a source has too few rows that are short enough.
+    """
+    generator = random.Random(f"paper {grid} {seed}")
+    given = {name: path for name, path in (files or {}).items() if name in SOURCES[grid]}
+    drawn: dict[str, list[Record]] = {}
+    for name in SOURCES[grid]:
+        if name in given:
+            drawn[name] = _fitting(map(_plain, read_records(given[name])), generator)
+        elif name in (own := sources_of(grid)):
+            drawn[name] = _fitting(own[name](), generator)
+    sizes = dict(SIZES[grid])
+    if "target" in drawn:
+        del sizes["target"]
+    parts = _cut(drawn.pop("train"), sizes, given.get("train", "the standard library"))
+    for name, rows in drawn.items():
+        size = SIZES[grid].get(name) or OTHER[name]
+        parts |= _cut(rows, {name: size}, given.get(name, "the standard library"))
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, rows in parts.items():
+        with replacing(partial / f"{name}.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _plain(found: Any) -> Record:
+    """A record of a user's file, without its place."""
+    return dict(found[1])
+
+
+def _cut(rows: Sequence[Record], sizes: Mapping[str, int], source: Any) -> dict[str, list[Record]]:
+    needed = sum(sizes.values())
+    if len(rows) < needed:
+        raise DataError(
+            "too few rows for the table",
+            got=f"{len(rows)} rows of at most {LETTERS} letters in {source}, {needed} needed",
+            remedy="a larger file, or one with shorter rows",
+        )
+    found, at = {}, 0
+    for name, size in sizes.items():
+        found[name], at = list(rows[at : at + size]), at + size
+    return found
+
+
+def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
+    short = [row for row in rows if _letters(row) <= LETTERS]
+    return generator.sample(short, len(short))
+
+
+def _letters(row: Record) -> int:
+    """Of the row; of a pair those of its longer response."""
+    if "chosen" in row:
+        return max(len(str(row[name])) for name in ("chosen", "rejected"))
+    return sum(len(value) for value in row.values() if isinstance(value, str))
+
+
+# --- the standard library -----------------------------------------------------------------------
+
+
+def _functions() -> list[Record]:
+    return [{"prompt": row.prompt, "response": row.response} for row in code_rows(_DRAWN)]
+
+
+def _pairs() -> list[Record]:
+    return [
+        {
+            "prompt": pair.prompt[0].text,
+            "chosen": pair.chosen[0].text,
+            "rejected": pair.rejected[0].text,
+        }
+        for pair in code_pairs(_DRAWN)
+    ]
+
+
+def _questions() -> list[Record]:
+    """The other paragraphs, each asked for by its topic and its first words."""
+    found = []
+    for row in text_rows(_PARAGRAPHS)[_PARAGRAPHS // 3 :]:
+        words = row.response.split(" ")
+        if len(words) > 12:
+            found.append(
+                {
+                    "prompt": f"Python, {row.place}: how does the text go on that begins "
+                    f"{' '.join(words[:6])!r}?",
+                    "response": " ".join(words[6:]),
+                }
+            )
+    return found
+
+
+def _paragraphs() -> list[Record]:
+    return [{"text": row.response} for row in text_rows(_PARAGRAPHS)[: _PARAGRAPHS // 6]]
+
+
+def _others() -> list[Record]:
+    rows = text_rows(_PARAGRAPHS)[_PARAGRAPHS // 6 : _PARAGRAPHS // 3]
+    return [{"text": row.response} for row in rows]
+
+
+_PARAGRAPHS = 600
+"""A sixth of them measures retention, a sixth are probes, the others are asked for."""

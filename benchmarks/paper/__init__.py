@@ -1,0 +1,1 @@
+"""The paper's tables at laptop scale, on public rows, and the page that shows both."""

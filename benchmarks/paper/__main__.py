@@ -1,0 +1,62 @@
+"""``python -m benchmarks.paper run NAME|costs|page``: the paper in small, resumed where it was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+from alphatoken.paper.exhibits import SCALES, every, find
+from alphatoken.support.storage import write_json
+from benchmarks.paper.sources import write_sources
+from benchmarks.paper.store import synchronise, work_of
+
+
+def main() -> None:
+    """Parse the command line and go."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
+    parser.add_argument("command", choices=["run", "costs", "page"])
+    parser.add_argument("name", nargs="?", help="table or figure, by its label")
+    parser.add_argument("--work", type=Path, default=Path("build/paper"), help="work folder")
+    options, more = parser.parse_known_args()
+    work = options.work.absolute()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.command == "costs":
+        write_costs()
+    elif options.command == "page":
+        from benchmarks.paper.page import write_page
+
+        print(write_page(work))
+    else:
+        raise SystemExit(_run(options.name, work, more))
+
+
+def _run(name: str, work: Path, more: list[str]) -> int:
+    """``alphatoken paper NAME --scale laptop`` on the public rows."""
+    from alphatoken.cli import main as alphatoken
+
+    exhibit = find(name)
+    family = work_of(exhibit, work).family
+    sources = write_sources(work / "sources" / family, family)
+    files = [word for source, path in sources.items() for word in (f"--{source}_file", str(path))]
+    words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(work), *files]
+    synchronise(work)
+    try:
+        return alphatoken([*words, *more])
+    finally:
+        synchronise(work)
+
+
+def write_costs() -> None:
+    """The file that ``alphatoken paper --list`` reads."""
+    from alphatoken.cli.paper_list import COSTS, every_cost
+
+    with tempfile.TemporaryDirectory() as place:
+        found = {exhibit.label: every_cost(exhibit, place) for exhibit in every()}
+    write_json(COSTS, {label: cost for label, cost in found.items() if set(cost) == set(SCALES)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Real rows for the laptop scale, as files that ``alphatoken paper`` takes: never kept here.
+
+sft        MBPP: trained on its training file, measured on its test file
+metamath   GSM8K, likewise
+dpo        alpaca_eval's preferences; before them general instructions (dolly)
+retention  general instructions that nothing is trained on, and stories
+probes     HellaSwag's contexts with their endings
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.selection.rows import (
+    LETTERS,
+    general_instructions,
+    mathematics,
+    preferences,
+    programs,
+)
+from benchmarks.training.tasks import read
+
+__all__ = ["write_sources"]
+
+GENERAL, STORIES = 11, 5
+
+
+def write_sources(folder: Path, grid: str) -> dict[str, Path]:
+    """Write the sources of a grid ("sft", "metamath" or "dpo"); the file of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    general = general_instructions()
+    random.Random("paper retention").shuffle(general)
+    stories = [{"text": row["text"][:LETTERS]} for row in read("tinystories/stories.jsonl")]
+    found: dict[str, Sequence[Any]] = {"retention": [*general[:GENERAL], *stories[:STORIES]]}
+    if grid == "sft":
+        found |= {"train": programs("train"), "target": programs("test"), "probes": _probes()}
+    elif grid == "metamath":
+        found |= {"train": mathematics("train"), "target": mathematics("test")}
+    else:
+        found |= {"train": preferences(), "warm": general[GENERAL:]}
+    paths = {name: folder / f"{name}.jsonl" for name in found}
+    for name, rows in found.items():
+        paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return paths
+
+
+def _probes() -> list[dict[str, str]]:
+    rows = read("hellaswag/validation.jsonl")
+    return [{"prompt": one["query"], "response": one["choices"][one["gold"]]} for one in rows]

@@ -1,0 +1,58 @@
+"""What docs/paper.md says in words; the numbers come from what is kept."""
+
+from __future__ import annotations
+
+__all__ = ["CARRIES", "FIGURES", "INTRODUCTION", "LAST"]
+
+INTRODUCTION = """\
+# The paper, table by table
+
+Written by `python -m benchmarks.paper page`. `alphatoken paper --list` names every table and figure
+of the paper with what it needs and costs; `alphatoken paper NAME` makes it as the paper has it,
+`--scale laptop` the same in small. Below stand the paper's numbers beside those of the small scale:
+
+- **SmolLM2-135M-Instruct**, all parameters trained, one thread, bf16 arithmetic.
+- **8 steps of 4 rows** of at most 160 tokens, in place of three epochs; seeds as the rows say.
+- Rows: Python problems (MBPP) in place of Magicoder; preferences of alpaca_eval after a warm-up on
+  general instructions (dolly) in place of UltraFeedback after UltraChat. Measured on 24 held-out
+  rows or pairs; retention on general instructions and stories, 16 rows.
+- **Losses in place of benchmarks**: a model of this size solves next to nothing of HumanEval, GSM8K
+  or MMLU, so that scores would be noise.
+- ρ = 0.5, λ = 1.5, W = 32, K = 3, a fixed validation batch of 32, as in the paper; a Fisher of 16
+  (preferences: 8) samples in place of 1,000; a direction taken anew every fourth (sixth) step.
+
+So small a run shows that each method runs and where a difference is large; it cannot confirm a
+ranking whose steps are fractions of a point.
+"""
+
+CARRIES: dict[str, str] = {}
+"""Label -> what carries over from the paper to this scale, and what does not."""
+
+FIGURES = (
+    "fig:fisher_proxy_fidelity",
+    "fig:app:vp_fidelity",
+    "fig:app:representation_stability",
+)
+
+LAST = """\
+## Running it in full
+
+Four GPUs, the backbones and the data sets (by their names on the hub, which `--dry_run` lists), and
+a folder `paper-evaluation` (`--evaluation_dir`) with
+
+| file | what |
+|---|---|
+| `humaneval.jsonl` | HumanEval's problems, as published (`prompt`, `entry_point`, `test`) |
+| `alpaca_eval.jsonl`, `arena_hard.jsonl` | questions (`instruction` or `prompt`) |
+| `alpaca_eval_answers.json`, `arena_hard_answers.json` | stored answers of the opponents |
+| `arc_challenge.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | 8 rows each, for the Fisher's figure |
+| `hellaswag.jsonl` | likewise; 1,000 rows for the stability figure |
+
+and a judge's endpoint (`--judge_url`, `--judge_model`). Then
+
+    alphatoken paper tab:main_rq1_sft --devices 0,1,2,3 --devices_per_cell 4 --allow_code_execution
+
+What is not here is named before anything runs. Cells are processes of their own and are resumed;
+tables share cells. The layout (FSDP2, or ZeRO-2 for label values) and the paper's global batches
+come from the recipes of each backbone.
+"""

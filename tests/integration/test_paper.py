@@ -1,0 +1,421 @@
+"""The paper's tables and figures by their labels: all named, planned offline, run in small."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken.cli import main
+from alphatoken.cli.compare import parse as parse_compare
+from alphatoken.cli.compare_grid import read_grid
+from alphatoken.cli.paper import PaperOptions
+from alphatoken.cli.paper_list import COSTS, cost_of
+from alphatoken.cli.paper_plan import Work
+from alphatoken.compare.grid import all_cells
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.paper.exhibits import SCALES, Exhibit, every, find
+from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
+from alphatoken.paper.rows import SIZES, write_rows
+from alphatoken.train.selection_cost import measured_selection, selecting
+
+LABELS = {
+    "tab:main_rq1_sft", "tab:main_rq1_dpo", "tab:ablation_rq3", "tab:app:fisher_structure",
+    "tab:runtime_sft", "tab:runtime_po", "tab:metamathqa-gemma4b",
+    "tab:magicoder_forgetting_gemma4b", "tab:app:pref_ablation_dpo", "tab:app:dpo_sensitivity",
+    "tab:app_training_data", "tab:app_eval_benchmarks", "fig:framework", "fig:intervention_rq2",
+    "fig:sensitivity", "fig:component_attribution", "fig:fisher_proxy_fidelity",
+    "fig:app:vp_fidelity", "fig:app:token_tsne", "fig:app:representation_stability",
+    "fig:app:sft_token_heatmaps",
+}  # fmt: skip
+"""Every label of a table or figure in the paper's text."""
+
+RUN = [exhibit for exhibit in every() if exhibit.kind != "none"]
+NAMES = [exhibit.label for exhibit in RUN]
+
+
+def work(exhibit: Exhibit, scale: str, folder: Path, *more: str, **options: Any) -> Work:
+    return Work(exhibit, PaperOptions(scale=scale, output_dir=str(folder), **options), more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def test_the_list_names_everything_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {exhibit.label for exhibit in every()} == LABELS
+    assert main(["paper", "--list"]) == 0
+    text = capsys.readouterr().out
+    for exhibit in every():
+        part = text.split(f"\n{exhibit.label}  ")[1].split("\n\n")[0]
+        assert exhibit.title in part
+        if exhibit.kind != "none":
+            assert re.search(r"\n  full .* on 4 GPUs, [\d.e+]+ GiB each", part), exhibit.label
+            assert re.search(r"\n  laptop .*FLOPs, about .* on one thread", part), exhibit.label
+        else:
+            assert "Nothing is run for it" in part
+
+
+@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None:
+    """Each row a method of its grid, each printed row as long as the table, each label found."""
+    assert find(exhibit.label) is exhibit
+    assert find(exhibit.label.split(":")[-1]) is exhibit
+    for scale in SCALES:
+        planned = work(exhibit, scale, tmp_path)
+        have = {(cell.task, cell.policy) for cell in planned.cells}
+        for group in exhibit.groups_of(scale):
+            assert {(group.task, line.method) for line in group.lines} <= have
+        assert exhibit.columns[scale] or exhibit.diagnosis
+    counts = {len(line.printed) for group in exhibit.groups for line in group.lines}
+    assert counts <= {0, len(exhibit.columns["full"])}
+    assert exhibit.kind == "figure" or counts == {len(exhibit.columns["full"])}
+
+
+def test_the_paper_s_means_are_means_of_what_it_prints() -> None:
+    """That its numbers stand in the right columns: "Avg." is the mean of those before it."""
+    for label in ("tab:main_rq1_sft", "tab:main_rq1_dpo", "tab:app:dpo_sensitivity"):
+        exhibit = find(label)
+        keys = [column.key for column in exhibit.columns["full"]]
+        last = keys.index("retention")
+        for group in exhibit.groups:
+            for line in group.lines:
+                numbers = [float(text.split(" ")[0]) for text in line.printed]
+                assert statistics.fmean(numbers[:last]) == pytest.approx(numbers[last], abs=0.011)
+                both = numbers[last], numbers[keys.index("target")]
+                assert statistics.fmean(both) == pytest.approx(numbers[-1], abs=0.011)
+
+
+def test_tables_share_their_cells(tmp_path: Path) -> None:
+    """What the main table trained, the ablation finds: same folder, same specification."""
+    main_table, ablation = (
+        work(find(label), "full", tmp_path) for label in ("main_rq1_sft", "ablation_rq3")
+    )
+    assert main_table.folder.path == ablation.folder.path
+    first = {cell.name: cell.spec() for cell in main_table.cells}
+    shared = [cell for cell in ablation.cells if cell.name in first]
+    assert [cell.policy for cell in shared] == ["alphatoken"] * 3
+    assert all(cell.spec() == first[cell.name] for cell in shared)
+
+
+def test_models_needed_first_are_cells(tmp_path: Path) -> None:
+    """Warm starts, SePO's oracle and Token Cleaning's reference come before what needs them."""
+    for label, scale, name, needs in (
+        ("main_rq1_dpo", "full", "ultrafeedback-gemma/sepo-budget-seed0",
+         {"references/ultrachat-gemma", "references/oracle-ultrafeedback-gemma"}),
+        ("main_rq1_dpo", "full", "ultrafeedback-gemma/start-native-seed0",
+         {"references/ultrachat-gemma"}),
+        ("main_rq1_dpo", "laptop", "laptop/sepo-budget-seed0",
+         {"references/warm", "references/oracle-laptop"}),
+        ("main_rq1_sft", "full", "magicoder-qwen/token-cleaning-budget-seed2",
+         {"references/curated-magicoder-qwen"}),
+        ("main_rq1_sft", "laptop", "laptop/token-cleaning-budget-seed0",
+         {"references/curated-laptop"}),
+    ):  # fmt: skip
+        found = work(find(label), scale, tmp_path).cells
+        cells = [cell.name for cell in found]
+        cell = found[cells.index(name)]
+        assert set(cell.needs) == needs
+        assert all(cells.index(one) < cells.index(name) for one in needs)
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+def test_a_dry_run_at_full_scale_works_offline(
+    exhibit: Exhibit, no_network: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No cell would be refused, and the list's costs are these."""
+    words = ["paper", exhibit.label, "--output_dir", str(tmp_path), "--dry_run"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "would be refused" not in text
+    assert "on 4 A100" in text
+    assert "not here: model" in text
+    assert not list(tmp_path.iterdir())
+    known = json.loads(COSTS.read_text())[exhibit.label]
+    for scale in SCALES:
+        found = json.loads(json.dumps(cost_of(work(exhibit, scale, tmp_path))))
+        assert found == known[scale], "python -m benchmarks.paper costs writes them anew"
+
+
+def test_the_full_scale_trains_with_the_papers_batches(tmp_path: Path) -> None:
+    for label, rows in (("main_rq1_sft", 64), ("main_rq1_dpo", 64)):
+        for cell in work(find(label), "full", tmp_path).cells:
+            if cell.kind == "train":
+                own = cell.options
+                batch = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
+                warm = "ultrachat" in cell.name and "ultrafeedback" not in cell.name
+                assert batch * 4 == (128 if warm else rows), cell.name
+                assert own["accelerate_config"] in ("fsdp2", "zero2", "ddp")
+
+
+def test_what_is_missing_is_said_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    out = ["--output_dir", str(tmp_path / "out")]
+    evaluation = ["--evaluation_dir", str(tmp_path / "none")]
+    assert main(["paper", "main_rq1_dpo", *out, *evaluation]) == 2
+    said = capsys.readouterr().err
+    for name in ("model meta-llama/Llama-3.2-3B", "model google/gemma-3-4b-pt", "Qwen/Qwen3.5-9B",
+                 "data set argilla/ultrafeedback-binarized-preferences",
+                 "data set HuggingFaceH4/ultrachat_200k", "alpaca_eval.jsonl",
+                 "--judge_url"):  # fmt: skip
+        assert name in said
+    laptop = ["--scale", "laptop", "--model", str(tmp_path / "nowhere")]
+    assert main(["paper", "metamathqa-gemma4b", *out, *laptop]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere" in said
+    assert "make models" in said
+    assert not list(tmp_path.glob("out/*/*/laptop"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tab:main_rq2"], "no such table or figure"),
+        ([], "comes first"),
+        (["ablation_rq3", "--scale", "desktop"], "desktop"),
+        (["fig:framework", "--dry_run"], None),
+    ],
+)
+def test_names(words: list[str], said: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["paper", *words])
+    text = capsys.readouterr()
+    assert status == (0 if said is None else 2)
+    assert (said or "Nothing is run") in text.out + text.err
+
+
+# --- grids --------------------------------------------------------------------------------------
+
+
+def grid(tmp_path: Path, text: str, name: str = "grid.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def cells_of(path: Path) -> dict[str, Any]:
+    found = all_cells(read_grid(*parse_compare(["--config", str(path)])))
+    return {cell.name: cell for cell in found}
+
+
+def test_a_grid_extends_another_and_takes_options_of_a_recipe(tmp_path: Path) -> None:
+    base = grid(
+        tmp_path,
+        "seeds: [5]\nmodes: [budget]\npolicies: [standard, mine, yours]\n"
+        "measures: {target_file: $UNSET_HERE/t.jsonl}\nkeep: [mine]\n"
+        "methods: {mine: {policy: top, window: 8}, yours: {policy: top, policy_options: "
+        "{oracle: '@of-{task}'}}}\n"
+        "tasks: {a: {recipe: laptop-sft}}\nreferences: {of-b: {options: {max_steps: 3}}}\n",
+        "base.yaml",
+    )
+    own = grid(
+        tmp_path,
+        f"extends: {base}\nmeasures: {{target_file: t.jsonl}}\n"
+        "methods: {mine: {policy: top, window: 9}}\n"
+        "tasks: {b: {recipe: laptop-sft, options: {model_name_or_path: m, max_steps: 7}}}\n"
+        "model_name_or_path: m\n",
+    )
+    found = cells_of(own)
+    assert list(found) == [
+        "references/of-b", "b/standard-native-seed5", "b/mine-budget-seed5", "b/yours-budget-seed5",
+    ]  # fmt: skip
+    mine, yours = found["b/mine-budget-seed5"], found["b/yours-budget-seed5"]
+    assert (mine.options["window"], mine.options["max_steps"]) == (9, 7)
+    assert mine.options["score_layers"] == "3"  # of the recipe
+    assert (mine.keep_model, yours.keep_model) == (True, False)
+    assert yours.options["policy_options"] == {"oracle": "@of-b"}
+    assert yours.needs == ("references/of-b",)
+    with pytest.raises(ConfigError, match="UNSET_HERE"):  # where it is not replaced
+        cells_of(base)
+
+
+def test_grids_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="extends itself"):
+        cells_of(grid(tmp_path, f"extends: {tmp_path / 'grid.yaml'}\n"))
+    with pytest.raises(ConfigError, match="another command"):
+        cells_of(grid(tmp_path, "measures: {target_file: t}\ntasks: {a: {recipe: laptop-dpo}}\n"))
+    with pytest.raises(ConfigError, match="no such recipe"):
+        cells_of(grid(tmp_path, "measures: {target_file: t}\ntasks: {a: {recipe: none}}\n"))
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SIZES)
+def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows", family)
+    seen: dict[str, str] = {}
+    for path in sorted((tmp_path / "rows").glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) >= 8
+        for row in rows:
+            key = row.get("prompt", row.get("text"))
+            assert seen.setdefault(key, path.name) == path.name
+    assert set(SIZES[family]) <= {path.stem for path in (tmp_path / "rows").glob("*.jsonl")}
+
+
+def test_rows_of_the_users_own_files(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    rows = [{"question": f"What is {i}?", "answer": f"{i}, no more."} for i in range(260)]
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows", "metamath", {"train": mine, "target": mine})
+    train = (tmp_path / "rows" / "train.jsonl").read_text().splitlines()
+    assert len(train) == SIZES["metamath"]["train"]
+    assert all(json.loads(line) in rows for line in train)
+    mine.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match="1 rows of at most 480 letters"):
+        write_rows(tmp_path / "rows", "metamath", {"train": mine})
+    assert len((tmp_path / "rows" / "train.jsonl").read_text().splitlines()) == len(train)
+
+
+# --- the layout ---------------------------------------------------------------------------------
+
+
+def record(policy: str, seed: int, mode: str = "budget", **figures: Any) -> dict[str, Any]:
+    own = {"task": "laptop", "policy": policy, "mode": mode, "seed": seed, "status": "done"}
+    return {**own, "unit": "loss", **figures}
+
+
+def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
+    found = [
+        record("alphatoken", 0, target=1.0, retention=2.0, overall=1.5),
+        record("alphatoken", 1, target=1.2, retention=2.0, overall=1.6),
+        record("adaptation-only", 0, target=0.9, retention=2.5, overall=1.7),
+        record("stability-only", 0, target=1.3, retention=1.9, overall=1.6),
+        {**record("direct-only", 0), "status": "failed"},
+    ]
+    table = filled(find("ablation_rq3"), "laptop", found)
+    text = to_markdown(table)
+    deviation = statistics.stdev([1.0, 1.2])
+    assert f"<u>1.100 ± {deviation:.3f}</u>" in text
+    assert "| Adaptation-only | 2.500 | **0.900** | 1.700 |" in text  # lower is better
+    assert "| Direct-only (0 of 1 seeds) | – | – | – |" in text
+    assert "| Causal-only | – | – | – |" in text
+    assert "| Stability-only | 52.18 | 58.72 | 55.45 |" in text
+    assert "| **Objective** |" in text
+    page = to_html(table)
+    assert '<td class="best">0.900</td>' in page
+    assert '<th colspan="3" class="over">Loss (nats)</th>' in page
+    assert "Objective,Adaptation-only,adaptation-only" in to_csv(table)
+
+
+def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
+    """step * steps of an epoch + the pass over the rows, which other seeds found in the cache."""
+    found = with_costs(
+        [
+            record("stm", 0, time=20.0, steps=10, epoch_steps=90.0, static_time=180.0),
+            record("stm", 1, time=40.0, steps=10, epoch_steps=90.0, static_time=0.0),
+            record("alphatoken", 0, time=40.0, steps=10, epoch_steps=90.0,
+                   selection_memory=3_500_000_000),
+            record("start", 0),
+        ]
+    )  # fmt: skip
+    hours = [one.get("hours_per_epoch") for one in found]
+    assert hours[:3] == pytest.approx([0.1, 0.15, 0.1])
+    assert hours[3] is None
+    assert found[0]["relative_time"] == pytest.approx(0.5)
+    assert "relative_time" not in found[1]  # AlphaToken has no such seed
+    assert found[2]["selection_gb"] == pytest.approx(3.5)
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("label", ["fig:intervention_rq2", "fig:sensitivity"])
+def test_figures_of_a_grid_are_drawn(label: str) -> None:
+    from alphatoken.paper.pictures import drawn
+
+    exhibit = find(label)
+    methods = {line.method for group in exhibit.groups_of("laptop") for line in group.lines}
+    found = [
+        record(name, seed, target=1.0 + seed, retention=2.0, overall=1.5, time=9.0, steps=3)
+        for name in methods
+        for seed in (0, 1)
+    ]
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        drawn(filled(exhibit, "laptop", []))
+    figure = drawn(filled(exhibit, "laptop", found))
+    assert figure.svg.count('<g id="axes_') == len(exhibit.columns["laptop"]) * (
+        len(exhibit.groups) if exhibit.picture == "lines" else 1
+    )
+    assert len(figure.data.rows) == sum(len(group.lines) for group in exhibit.groups)
+
+
+# --- what choosing costs ------------------------------------------------------------------------
+
+
+def test_the_selections_peak_is_told_apart_from_the_trainings() -> None:
+    """Memory that is taken outside of sections counts for the whole alone."""
+    mega = 2**20
+
+    def take(size: int) -> None:
+        torch.ones(size * mega // 4).sum()  # touched, then freed
+
+    with measured_selection() as cost:
+        base = cost.whole()
+        assert cost.selection() is None
+        take(600)
+        with selecting():
+            take(200)
+            with selecting():
+                take(10)
+        small = cost.selection()
+        assert small is not None
+        assert base + 150 * mega < small < base + 450 * mega
+        assert cost.whole() > base + 500 * mega
+        cost.restart()
+        assert cost.whole() < base + 450 * mega
+        assert cost.selection() == small
+        assert 0 < cost.seconds < 60
+    with selecting():  # nobody measures
+        take(1)
+    assert cost.selection() == small
+
+
+# --- runs in small ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("paper")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+def test_every_exhibit_runs_in_small(exhibit: Exhibit, runs: Path, library_decoder: Path) -> None:
+    """Two steps a cell on the library's decoder; cells of earlier exhibits are found."""
+    words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(runs), "--quiet"]
+    words += ["--model", str(library_decoder), "--seeds", "0", "--budget", "none"]
+    words += ["--max_steps", "2", "--max_length", "320", "--bf16", "false"]
+    words += ["--validation_batch_size", "4"]
+    assert main(words) == 0
+    place = runs / "laptop"
+    text = (place / f"{exhibit.name}.md").read_text()
+    if exhibit.diagnosis is not None:
+        assert re.search(r"!\[.*\]\(.*\.svg\)", text)
+        assert all((place / name).is_file() for name in re.findall(r"\((\S+\.svg)\)", text))
+        return
+    html = (place / f"{exhibit.name}.html").read_text()
+    rows = [line for group in exhibit.groups_of("laptop") for line in group.lines]
+    assert html.count("<td>–</td>") < len(rows)  # the start has no cost
+    assert "seeds)" not in text
