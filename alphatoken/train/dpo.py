@@ -18,7 +18,8 @@ from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
-from alphatoken.train.given import model_name
+from alphatoken.train.given import choose_bf16, model_name
+from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -48,6 +49,7 @@ class AlphaDPOConfig(AlphaOptions, DPOConfig):
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
+        choose_bf16(self)
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
@@ -166,9 +168,14 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return f"{model_name(given['model'])}-DPO"
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any) -> None:
+    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """Lists, and pairs in columns of other names, as TRL has them."""
+        return pairs_in_trl_form(as_dataset(rows, name), name, lambda: uses_template(given))
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
         """Refuse rows that are no pairs, naming the first."""
-        check_preference_rows(dataset)
+        check_preference_rows(dataset, name=name)
 
     def refuse_base(self) -> None:
         """Refuse images."""
