@@ -22,18 +22,27 @@ __all__ = [
 ]
 
 FORMER = {
+    "batch_size": "per_device_train_batch_size",
+    "data": "train_file",
     "debug": "traceback",
     "fisher": "fisher_file",
+    "layers": "score_layers",
+    "limit": "train_limit",
     "messages_field": "messages_column",
     "model": "model_name_or_path",
     "out": "output_dir",
+    "offload": "fisher_offload",
     "overwrite": "overwrite_output",
+    "parameters": "value_parameters",
     "prompt_field": "prompt_column",
+    "ratio": "keep_ratio",
     "response_field": "response_column",
+    "scope": "keep_scope",
     "train": "train_file",
     "validation": "validation_file",
+    "validation_data": "validation_file",
 }
-"""Flag as it was called -> as it is called now."""
+"""Flag as it was called -> as it is called now, in every command: TRL's name where TRL has one."""
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
 PARAMETERS = (
@@ -61,7 +70,7 @@ class ValuationOptions:
     """How to value."""
 
     estimator: _Estimator = option("alphatoken", "of token values")
-    layers: str = option("3", LAYERS)
+    layers: str = option("3", LAYERS, flag="score_layers")
     window: int | None = option(32, "causal window in tokens, or none")
     stability_weight: float = option(1.5, "lambda, of stability in the total")
 
@@ -70,7 +79,7 @@ class ValuationOptions:
 class BudgetOptions:
     """How much to keep."""
 
-    ratio: float = option(0.5, "share to keep")
+    ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +89,7 @@ class ReadingOptions:
     prompt_column: str | None = option(None, "of the prompt")
     response_column: str | None = option(None, "of the response")
     messages_column: str | None = option(None, "of the chat")
-    limit: int | None = option(None, "most rows that are read", least=1)
+    limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
     chat_template: bool = option(True, "write chats with the tokenizer's template")
 
@@ -115,7 +124,7 @@ class MemoryOptions:
 class RunningOptions:
     """How to run."""
 
-    batch_size: int = option(8, "rows of one forward", least=1)
+    batch_size: int = option(8, "rows of one forward", least=1, flag="per_device_train_batch_size")
     seed: int = option(0, "of every draw")
     quiet: bool = option(False, "no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")

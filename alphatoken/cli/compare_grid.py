@@ -61,8 +61,8 @@ class _What:
 class _Rows:
     """Model and rows, instead of the file's."""
 
-    model_name_or_path: str | None = option(None)
-    train_file: str | None = option(None)
+    model_name_or_path: str | None = option(None, "model folder or hub name")
+    train_file: str | None = option(None, "rows that every cell trains on")
     validation_file: str | None = option(None, "rows that values are measured against")
     target_file: str | None = option(None, "held-out rows: the target loss")
     retention_file: str | None = option(None, "rows that must not be forgotten")

@@ -16,6 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
+from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_preference_rows
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.given import choose_bf16, model_name
@@ -161,6 +162,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
+    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, TAG]
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.train.card import add_section, card_section
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import Given, check_run
 from alphatoken.train.distributed import needs_own_forward
@@ -40,7 +42,7 @@ from alphatoken.train.layouts import check_same_weights
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
-from alphatoken.train.monitor import TrainMonitor
+from alphatoken.train.monitor import CURVES, TrainMonitor
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
@@ -434,10 +436,25 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The trainer's log, with the run's value statistics beside the loss."""
-        if "loss" in logs and self.weigher is not None:
-            logs = {**logs, **self.monitor.logs()}
-        super().log(logs, start_time)
+        """The trainer's log, with the run's value statistics beside the loss.
+
+        Ten of them go to the console and to trackers, all under ``log_details``. The state of the
+        trainer keeps all in any case: the page of the run and the model card are made of it.
+        """
+        if "loss" not in logs or self.weigher is None:
+            super().log(logs, start_time)
+            return
+        found = self.monitor.logs()
+        shown = found if self.args.log_details else {k: found[k] for k in CURVES if k in found}
+        super().log({**logs, **shown}, start_time)
+        self.state.log_history[-1].update(found)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card of the trainer below, with a section on token values."""
+        super().create_model_card(*args, **kwargs)
+        if self.weigher is not None and self.is_world_process_zero():
+            section = card_section(self.args, self.state.log_history)
+            add_section(Path(self.args.output_dir) / "README.md", section)
 
     # --- the checkpoint's part --------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from trl.trainer.sft_config import SFTConfig
@@ -13,6 +13,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
+from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.given import choose_bf16, model_name
@@ -153,6 +154,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
+    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, TAG]
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
