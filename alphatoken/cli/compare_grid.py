@@ -51,7 +51,9 @@ class _What:
     config: str | None = option(None, "YAML file of a whole grid")
     recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
     policies: list[str] | None = option(None, "methods; 'all' (default) for all of them")
-    modes: list[Literal["native", "budget"]] | None = option(None, "default: both")
+    modes: list[Literal["native", "budget"]] | None = option(
+        None, "published rule, or a budget (default: both)"
+    )
     tasks: list[str] | None = option(None, "of the file; default: all of them")
     seeds: list[int] | None = option(None, "default: 0 1 2")
     keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")

@@ -32,7 +32,7 @@ class _Fit:
 
     data: str = option(help="file with held-out prompts", flag="train_file")
     output_file: str = option(help="to write (safetensors)")
-    samples: int = option(1000, "sequences", least=1)
+    samples: int = option(1000, "sequences that the model samples", least=1)
     layers: str = option("3", LAYERS, flag="score_layers")
     parameters: str = option("linears", PARAMETERS, flag="value_parameters")
     structure: Literal["diagonal", "kronecker"] = option("diagonal", "of the Fisher")

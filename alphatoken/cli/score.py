@@ -83,7 +83,9 @@ class _Finer:
     parameters: str = option(
         "linears", f"{PARAMETERS} (--estimator label only)", flag="value_parameters"
     )
-    head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
+    head_reduction: Literal["per_head", "mean"] = option(
+        "per_head", "which attention weights are used"
+    )
     causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
     scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
@@ -106,7 +108,7 @@ class _Output:
         None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
     )
     components: bool = option(True, "write the parts of each value as well as the total")
-    report_rows: int = option(40, "rows shown", least=1)
+    report_rows: int = option(40, "rows shown in the report", least=1)
     report: bool = option(True, "write an HTML report")
     write_dataset: str | None = option(
         None, "folder for the rows as a data set that any trainer reads: labels and loss_weights"
