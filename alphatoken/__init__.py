@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _install_former_names()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AlphaTokenError",

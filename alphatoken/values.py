@@ -12,7 +12,7 @@ from alphatoken.errors import ConfigError
 __all__ = ["TokenValues", "standard_error"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenValues:
     """Values of response tokens; index i of every (b, t) tensor is the value of predicting token i.
 
@@ -56,6 +56,26 @@ class TokenValues:
     balance: dict[str, float] = field(default_factory=dict, repr=False)
     parts: Tensor | None = field(default=None, repr=False)
     part_shares: Tensor | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        """Sizes and shares in one line; the numbers are in the attributes.
+
+        >>> mask = torch.tensor([[False, True, True]])
+        >>> total = torch.tensor([[0.0, 3.0, -1.0]])
+        >>> none = dict.fromkeys(("adaptation_direct", "adaptation_causal"))
+        >>> none |= dict.fromkeys(("stability", "stability_direct", "stability_causal"))
+        >>> TokenValues(total, mask, total, **none, unassigned=total[:, 0], estimator="label",
+        ...             stability_weight=1.5)
+        TokenValues(2 tokens in 1 rows, 'label': -1 to 3, mean 1, 50% below zero; adaptation 100%)
+        """
+        chosen = self.total[self.mask]
+        size = f"{len(chosen)} tokens in {len(self.total)} rows, {self.estimator!r}"
+        if not len(chosen):
+            return f"TokenValues({size})"
+        least, most, mean = (float(x) for x in (chosen.min(), chosen.max(), chosen.mean()))
+        numbers = f"{least:.3g} to {most:.3g}, mean {mean:.3g}, {(chosen < 0).float().mean():.0%}"
+        parts = ", ".join(f"{k.replace('_', ' ')} {v:.0%}" for k, v in self.shares().items())
+        return f"TokenValues({size}: {numbers} below zero{'; ' + parts if parts else ''})"
 
     def components(self) -> dict[str, Tensor]:
         """The components that this estimator has, as they enter the total (lambda applied).

@@ -57,6 +57,19 @@ _COMMANDS = {
 }
 """Command -> where it is, and its line in the help. Nothing is imported before it is asked for."""
 
+_EXAMPLES = """\
+examples
+  value the tokens of a file, with a report to look at:
+    alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
+        --output_dir values
+  train on what is worth it:
+    alphatoken sft --config laptop-sft --model_name_or_path MODEL --train_file rows.jsonl
+  see how far to trust the values on your model:
+    alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_rows 32 --output_dir diagnosis
+
+alphatoken COMMAND --help explains one command."""
+
 _TRL = ("sft", "dpo")
 """Commands whose flags are TRL's own, among which ``--debug`` means another thing."""
 
@@ -69,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [word for word in words if word != "--"]
     name, *rest = words
     former = {"out": "output_file"} if name == "fisher" else {}
-    rest = present_names(rest, {} if name in _TRL else {**FORMER, **former})
+    known = {old: new for old, new in FORMER.items() if name not in _TRL or old != "debug"}
+    rest = present_names(rest, {**known, **former})
 
     def command() -> int:
         module, _, function = _COMMANDS[name][0].partition(".")
@@ -86,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="alphatoken",
         description="Values of response tokens for fine-tuning language models.",
-        epilog="alphatoken COMMAND --help explains one command.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"alphatoken {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

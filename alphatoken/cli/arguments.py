@@ -7,116 +7,32 @@ of TRL's options are there, and those of ``AlphaOptions``.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, NoReturn, get_type_hints
+from types import MappingProxyType
+from typing import Any, NoReturn, get_type_hints
 
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
-from alphatoken.cli.options import option
-from alphatoken.cli.recipes import Recipe, close_to, find_recipe, joined, packaged_file
+from alphatoken.cli.common import FORMER
+from alphatoken.cli.recipes import Recipe, close_to, joined, packaged_file, recipes_of
+from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy_names import unread_options
 
-__all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
+__all__ = ["Arguments", "DataArguments", "RunArguments", "full_help", "read_arguments"]
 
 
 @dataclass
-class DataArguments(ScriptArguments):
-    """Where rows come from, and what is done with those that cannot be trained on.
-
-    A SOURCE is a local .jsonl, .json or .parquet file, or a data set of the hub, written
-    ``name``, ``name:split`` or ``name#config:split``.
-    """
-
-    train_file: str | None = option(
-        None, "Local rows to train on: .jsonl, .json or .parquet (instead of dataset_name)."
-    )
-    train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
-    validation_data: str | None = option(
-        None, "SOURCE of the validation rows; without it they are drawn from the training rows."
-    )
-    validation_rows: int | None = option(
-        None,
-        "Validation rows to draw from the training rows. Default: what one validation batch needs "
-        "beside the held-out share; eight times that with validation_mode='pool'.",
-    )
-    retention_data: str | None = option(None, "SOURCE of the rows for retention='data'.")
-    fisher_data: str | None = option(None, "SOURCE of the prompts that the Fisher is fitted on.")
-    fisher_prompts: int | None = option(
-        None,
-        "Prompts for the Fisher to draw from the training rows, which then are not trained on. "
-        "Default: fisher_samples, if a Fisher is fitted and no fisher_data given; 0 fits it on "
-        "training prompts.",
-    )
-    fisher_file: str | None = option(None, "A Fisher fitted earlier, by `alphatoken fisher`.")
-    eval_data: str | None = option(
-        None, "SOURCE of rows for TRL's own evaluation; default: dataset_test_split of the hub."
-    )
-    prompt_column: str | None = option(None, "Column of the prompt, where it has another name.")
-    response_column: str | None = option(None, "Column of the response (SFT).")
-    messages_column: str | None = option(None, "Column of the chat (SFT).")
-    chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
-    rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
-    row_format: Literal["auto", "chat", "text"] = option(
-        "auto",
-        "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
-        "text; 'auto': chat where there is a template.",
-    )
-    turns: Literal["all", "last"] = option(
-        "all",
-        "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
-    )
-    separator: str = option("\n", "What ends a prompt in plain text.")
-    long_prompts: Literal["drop", "cut"] = option(
-        "drop",
-        "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
-        "lose the beginning of their prompt ('cut').",
-    )
-    on_bad_rows: Literal["drop", "error"] = option(
-        "drop",
-        "Rows without a response, pairs with equal responses, prompts too long: 'drop' "
-        "and count them, or stop with an 'error'.",
-    )
-    on_leak: Literal["remove", "error"] = option(
-        "remove",
-        "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
-        "count them, or stop with an 'error'.",
-    )
-    split_seed: int = option(0, "Seed of what is drawn from the training rows.")
-
-
-@dataclass
-class RunArguments:
-    """What the command does beside training."""
-
-    dry_run: bool = option(
-        False, "Print the plan and stop: no network, no weights, no training data."
-    )
-    json: bool = option(False, "Print the plan as JSON.")
-    memory_check: bool = option(True, "Refuse a run that will not fit into memory.")
-    resume: bool = option(
-        False, "Continue after the last complete checkpoint in output_dir, if there is one."
-    )
-    overwrite_output: bool = option(
-        False, "Start anew in an output_dir that is not empty; its checkpoints are removed."
-    )
-    accelerate_config: str | None = option(
-        None,
-        "Launch on several processes: an accelerate file, one of ours (ddp, fsdp2, zero2) "
-        "or of TRL's; 'none' for one process. Default: ddp where there are several GPUs, or "
-        "num_processes asks for them.",
-    )
-    num_processes: int | None = option(
-        None, "Number of processes, instead of the file's; without a file, of GPUs to take."
-    )
-    traceback: bool = option(False, "Show the whole traceback of an error.")
+class DataArguments(RowArguments, ScriptArguments):
+    """Our options of rows, and TRL's."""
 
 
 @dataclass(frozen=True)
@@ -156,22 +72,25 @@ class _Parser(TrlParser):
         raise ConfigError(f"the command line cannot be read: {message}")
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        own = {f.name for f in dataclasses.fields(AlphaOptions)}
+        own = {f.name for kind in (AlphaOptions, RowArguments) for f in dataclasses.fields(kind)}
         title = _TITLES.get(dtype, "training (TRL and transformers)")
-        groups = {True: "token values (AlphaToken)", False: title}
+        ours = "rows" if dtype is DataArguments else "token values (AlphaToken)"
+        groups = {True: ours, False: title}
         hints = get_type_hints(dtype)
         for name in (True, False):
             chosen = [f for f in dataclasses.fields(dtype) if f.init and (f.name in own) == name]
             if not chosen:
                 continue
             group: Any = self.add_argument_group(groups[name])
-            for one in chosen:
+            for one in map(copy.copy, chosen):
                 one.type = hints[one.name]
+                read = {k: v for k, v in one.metadata.items() if k in ("help", "aliases")}
+                one.metadata = MappingProxyType(read)  # argparse is handed all of it
                 self._parse_dataclass_field(group, one)
 
 
 _TITLES: dict[Any, str] = {
-    DataArguments: "data",
+    DataArguments: "rows (TRL)",
     RunArguments: "this command",
     ModelConfig: "model (TRL)",
     DatasetMixtureConfig: "mixture of data sets (TRL)",
@@ -198,6 +117,11 @@ def _parser(command: str, training: Any) -> _Parser:
         help="YAML file, or name of a packaged one; given again, the later one goes first",
     )
     return parser
+
+
+def full_help(command: str, training: Any) -> str:
+    """The help of every option, TRL's and transformers' too."""
+    return _parser(command, training).format_help()
 
 
 def read_arguments(command: str, words: Sequence[str], training: Any) -> Arguments:
@@ -276,19 +200,13 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
 
 def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
     """What ``--config`` names; of several recipes a later one goes before an earlier one."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--config", action="append", default=[])
-    try:
-        names = first.parse_known_args(list(words))[0].config
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"the command line cannot be read: {error}") from None
-    recipes = [find_recipe(name) for name in names]
-    for name, recipe in zip(names, recipes, strict=True):
+    recipes = recipes_of(words)
+    for recipe in recipes:
         if recipe.command not in (None, command):
             raise ConfigError(
                 "the recipe belongs to another command",
                 got=f"{recipe.name} is for `alphatoken {recipe.command}`",
-                remedy=f"alphatoken {recipe.command} --config {name}",
+                remedy=f"alphatoken {recipe.command} --config {recipe.name}",
             )
     return recipes
 
@@ -296,6 +214,7 @@ def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
 def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
     known = {action.dest for action in parser._actions}
     options = {name.replace("-", "_"): value for name, value in recipe.options.items()}
+    options = {name if name in known else FORMER.get(name, name): v for name, v in options.items()}
     for name in options:
         if name not in known:
             raise _unknown(name, parser, recipe.path.name)

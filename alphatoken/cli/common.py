@@ -22,18 +22,27 @@ __all__ = [
 ]
 
 FORMER = {
+    "batch_size": "per_device_train_batch_size",
+    "data": "train_file",
     "debug": "traceback",
     "fisher": "fisher_file",
+    "layers": "score_layers",
+    "limit": "train_limit",
     "messages_field": "messages_column",
     "model": "model_name_or_path",
     "out": "output_dir",
+    "offload": "fisher_offload",
     "overwrite": "overwrite_output",
+    "parameters": "value_parameters",
     "prompt_field": "prompt_column",
+    "ratio": "keep_ratio",
     "response_field": "response_column",
+    "scope": "keep_scope",
     "train": "train_file",
     "validation": "validation_file",
+    "validation_data": "validation_file",
 }
-"""Flag as it was called -> as it is called now."""
+"""Flag as it was called -> as it is called now, in every command: TRL's name where TRL has one."""
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
 PARAMETERS = (
@@ -52,7 +61,9 @@ class ModelOptions:
 
     model_name_or_path: str = option(help="model folder or hub name")
     adapter: str | None = option(None, "folder of a LoRA adapter to load onto it (peft)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "of its weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "number format of its weights"
+    )
     device: str = option("auto", "default: cuda if there is one, else cpu")
     trust_remote_code: bool = option(False, "run code that comes with the model")
 
@@ -61,8 +72,8 @@ class ModelOptions:
 class ValuationOptions:
     """How to value."""
 
-    estimator: _Estimator = option("alphatoken", "of token values")
-    layers: str = option("3", LAYERS)
+    estimator: _Estimator = option("alphatoken", "what the value of a token is")
+    layers: str = option("3", LAYERS, flag="score_layers")
     window: int | None = option(32, "causal window in tokens, or none")
     stability_weight: float = option(1.5, "lambda, of stability in the total")
 
@@ -71,17 +82,17 @@ class ValuationOptions:
 class BudgetOptions:
     """How much to keep."""
 
-    ratio: float = option(0.5, "share to keep")
+    ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """How to read the rows."""
 
-    prompt_column: str | None = option(None, "of the prompt")
-    response_column: str | None = option(None, "of the response")
-    messages_column: str | None = option(None, "of the chat")
-    limit: int | None = option(None, "most rows that are read", least=1)
+    prompt_column: str | None = option(None, "column of the prompt")
+    response_column: str | None = option(None, "column of the response")
+    messages_column: str | None = option(None, "column of the chat")
+    limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
     chat_template: bool = option(True, "write chats with the tokenizer's template")
 
@@ -90,10 +101,14 @@ class ReadingOptions:
 class TrainingRowOptions:
     """What to do with training rows."""
 
-    on_long: Literal["truncate", "skip", "error"] = option("truncate", "rows too long")
-    on_empty: Literal["error", "skip"] = option("error", "rows without response")
-    on_leak: Literal["remove", "error"] = option("remove", "rows that repeat held-out ones")
-    turns: Literal["all", "last"] = option("all", "assistant turns to value")
+    on_long: Literal["truncate", "skip", "error"] = option(
+        "truncate", "what happens to rows that are too long"
+    )
+    on_empty: Literal["error", "skip"] = option("error", "what happens to rows without a response")
+    on_leak: Literal["remove", "error"] = option(
+        "remove", "what happens to training rows that repeat held-out ones"
+    )
+    turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
     end_token: bool = option(True, "plain format: end each response with it")
 
 
@@ -102,7 +117,7 @@ class EarlierOptions:
     """What to do with an earlier run in --output_dir."""
 
     resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace it", either="earlier")
+    overwrite_output: bool = option(False, "replace what is there", either="earlier")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +131,7 @@ class MemoryOptions:
 class RunningOptions:
     """How to run."""
 
-    batch_size: int = option(8, "rows of one forward", least=1)
-    seed: int = option(0, "of every draw")
+    batch_size: int = option(8, "rows of one forward", least=1, flag="per_device_train_batch_size")
+    seed: int = option(0, "seed of every draw")
     quiet: bool = option(False, "no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")

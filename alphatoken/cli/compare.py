@@ -59,7 +59,7 @@ class _Running:
     dry_run: bool = option(False, "list the cells and stop")
     report: bool = option(False, "write the tables of what is there, run nothing")
     allow_code_execution: bool = option(False, "execute generated code, sandboxed")
-    quiet: bool = option(False, "no progress")
+    quiet: bool = option(False, "no progress is shown")
     traceback: bool = option(False, "show the whole traceback of an error")
     cell: str | None = option(None, argparse.SUPPRESS)
 

@@ -59,7 +59,9 @@ class _What:
     config: str | None = option(None, "YAML file of a whole grid")
     recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
     policies: list[str] | None = option(None, "methods; 'all' (default) for all of them")
-    modes: list[Literal["native", "budget"]] | None = option(None, "default: both")
+    modes: list[Literal["native", "budget"]] | None = option(
+        None, "published rule, or a budget (default: both)"
+    )
     tasks: list[str] | None = option(None, "of the file; default: all of them")
     seeds: list[int] | None = option(None, "default: 0 1 2")
     keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")
@@ -69,8 +71,8 @@ class _What:
 class _Rows:
     """Model and rows, instead of the file's."""
 
-    model_name_or_path: str | None = option(None)
-    train_file: str | None = option(None)
+    model_name_or_path: str | None = option(None, "model folder or hub name")
+    train_file: str | None = option(None, "rows that every cell trains on")
     validation_file: str | None = option(None, "rows that values are measured against")
     target_file: str | None = option(None, "held-out rows: the target loss")
     retention_file: str | None = option(None, "rows that must not be forgotten")

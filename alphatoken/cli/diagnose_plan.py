@@ -113,7 +113,7 @@ def _require_room(record: Mapping[str, Any], device: torch.device) -> None:
         held + record["memory"],
         device,
         peak="its largest stage runs",
-        remedy="a smaller --batch_size, --max_length or model",
+        remedy="a smaller --per_device_train_batch_size, --max_length or model",
     )
 
 

@@ -178,7 +178,7 @@ def _diagnosed(
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
-            remedy="a smaller --batch_size, --tokens or --max_length",
+            remedy="a smaller --per_device_train_batch_size, --tokens or --max_length",
         ) from None
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
     return replace(

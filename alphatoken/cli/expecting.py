@@ -221,7 +221,10 @@ def _expect(model: nn.Module, memory: Memory, seconds: float, *, check: bool, qu
             f"{memory.peak}"
         )
     if check:
-        remedy = "a smaller --batch_size or --max_length, fewer --layers, or a narrower --dtype"
+        remedy = (
+            "a smaller --per_device_train_batch_size or --max_length, fewer --score_layers, or a "
+            "narrower --dtype"
+        )
         require_memory(needed, device, peak=memory.peak, remedy=remedy)
 
 

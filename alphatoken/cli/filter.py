@@ -31,10 +31,11 @@ output
   Every row of the input as it was, in its order, with
     value          mean of the values of its response tokens; null where it was not valued
     value_error    standard error of that over the draw of the validation rows
-    verdict        "keep"; "drop": its value is below zero beyond doubt, or with --ratio, it is not
-                   among the best; or why it was not valued: "held out", "leak", "empty", "too long"
+    verdict        "keep"; "drop": its value is below zero beyond doubt, or with --keep_ratio, it is
+                   not among the best; or why it was not valued: "held out", "leak", "empty",
+                   "too long"
 
-  Without --ratio a row is dropped only where value + t * value_error < 0, one-sided at
+  Without --keep_ratio a row is dropped only where value + t * value_error < 0, one-sided at
   --confidence; with it the best rows by value are kept until they hold this share of the response
   tokens.
   --kept_only writes the rows to keep alone, without the fields.
@@ -43,7 +44,7 @@ examples
   alphatoken filter --model_name_or_path ./model --train_file train.jsonl \\
       --validation_file dev.jsonl --output_file judged.jsonl
   alphatoken filter --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
-      --ratio 0.5 --kept_only --output_file best.jsonl
+      --keep_ratio 0.5 --kept_only --output_file best.jsonl
 """
 
 
@@ -67,7 +68,9 @@ class _Rule:
     """How to judge."""
 
     confidence: float = option(0.95, "drop a row only where its value is below zero so surely")
-    ratio: float | None = option(None, "keep the best rows with this share of the tokens instead")
+    ratio: float | None = option(
+        None, "keep the best rows with this share of the tokens instead", flag="keep_ratio"
+    )
     validation_batches: int = option(8, "parts of the validation rows, for the errors", least=2)
     kept_only: bool = option(False, "write the rows to keep, without the fields")
 

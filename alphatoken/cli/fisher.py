@@ -23,18 +23,18 @@ _ABOUT = """\
 Fit the Fisher of the reference model (the one that training starts from) on responses that it
 samples itself to the prompts of a held-out file, and save it with the reference weights.
 
-usage: alphatoken fisher --model_name_or_path PATH --data FILE --output_file FILE [options]"""
+usage: alphatoken fisher --model_name_or_path PATH --train_file FILE --output_file FILE [options]"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
     """What to fit."""
 
-    data: str = option(help="file with held-out prompts")
+    data: str = option(help="file with held-out prompts", flag="train_file")
     output_file: str = option(help="to write (safetensors)")
-    samples: int = option(1000, "sequences", least=1)
-    layers: str = option("3", LAYERS)
-    parameters: str = option("linears", PARAMETERS)
+    samples: int = option(1000, "sequences that the model samples", least=1)
+    layers: str = option("3", LAYERS, flag="score_layers")
+    parameters: str = option("linears", PARAMETERS, flag="value_parameters")
     structure: Literal["diagonal", "kronecker"] = option("diagonal", "of the Fisher")
     labels: Literal["sequence", "token"] = option(
         "sequence", "sample whole responses (the paper), or labels on the given responses"

@@ -37,7 +37,7 @@ def run(options: FisherOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    layers = read_layers(options.layers, "--layers")
+    layers = read_layers(options.layers, "--score_layers")
     tokenizer = read_tokenizer(options)
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)

@@ -48,7 +48,7 @@ class MergeOptions:
     """What to merge, and how."""
 
     before: str = option(help="model that training started from")
-    after: str | None = option(None, "trained model", either="trained", required=True)
+    after: str | None = option(None, "the trained model", either="trained", required=True)
     adapter: str | None = option(
         None, "LoRA adapter trained on --before", either="trained", required=True
     )
@@ -56,7 +56,7 @@ class MergeOptions:
     output_dir: str = option(help="to be written; must not exist")
     fisher_before: str | None = option(None, "Fisher of --before")
     fisher_after: str | None = option(None, "Fisher of --after")
-    fisher_floor: float = option(1e-8, "least entry")
+    fisher_floor: float = option(1e-8, "least entry of a Fisher")
     target_file: str | None = option(None, "rows that training was for: measured on each")
     retention_file: str | None = option(None, "rows that must not be forgotten: likewise")
     max_length: int | None = option(None, "cut measured rows to N tokens")

@@ -5,8 +5,9 @@ commas between them; ``list[...]``: several words; ``Literal[...]``: one of thes
 "none" too; ``bool``: a flag without a value, which ``--no_NAME`` takes back where it is the
 default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and:
 ``metavar`` that stands for a value in the help (the last word of the name, if left out); ``least``
-number; ``append``, where the flag may be repeated; ``either``, a name that options share of which
-one at most may be given, and with ``required`` in the first of them one must be.
+number; ``flag``, by which it is given, if not by the field's name; ``append``, where the flag may
+be repeated; ``either``, a name that options share of which one at most may be given, and with
+``required`` in the first of them one must be.
 
 The bases of a dataclass are the groups of its help, in their order. Nothing here imports torch or
 transformers: ``--help`` is quick.
@@ -32,6 +33,7 @@ __all__ = [
     "add_option",
     "add_options",
     "default_of",
+    "flag_of",
     "kinds_of",
     "option",
     "present_names",
@@ -109,6 +111,11 @@ class Kind:
         return values if self.several else values[0]
 
 
+def flag_of(one: Field[Any]) -> str:
+    """By which a field is given: its own name, or the one that all commands have for it."""
+    return str(one.metadata.get("flag", one.name))
+
+
 def kinds_of(options: type) -> dict[str, Kind]:
     """The kind of each field, by name; see :meth:`Kind.of` for what is refused."""
     hints = typing.get_type_hints(options)
@@ -172,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             if shared and shared not in pairs:
                 required = one.metadata.get("required", False)
                 pairs[shared] = group.add_mutually_exclusive_group(required=required)
-            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{one.name}")
+            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{flag_of(one)}")
 
 
 def add_option(

@@ -133,7 +133,7 @@ def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
     """
     return ScorerConfig(
         estimator=options.estimator,
-        layers=read_layers(options.layers, "--layers"),
+        layers=read_layers(options.layers, "--score_layers"),
         window=options.window,
         stability_weight=options.stability_weight,
         **more,

@@ -8,6 +8,7 @@ data can be reached; and ``env``, TRL's, environment variables to set.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "joined",
     "packaged_file",
     "packaged_recipes",
+    "recipes_of",
     "run",
 ]
 
@@ -106,6 +108,21 @@ def find_recipe(name: str) -> Recipe:
         got=name,
         remedy=close_to(name, known) or "give a file, or a name that `alphatoken recipes` lists",
     )
+
+
+def recipes_of(words: Sequence[str]) -> list[Recipe]:
+    """What the ``--config`` options among the words of a command line name, in their order.
+
+    Raises:
+        ConfigError: as of :func:`find_recipe`, or an option without its value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=[])
+    try:
+        names = parser.parse_known_args(list(words))[0].config
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"the command line cannot be read: {error}") from None
+    return [find_recipe(name) for name in names]
 
 
 def joined(first: Recipe, second: Recipe) -> Recipe:

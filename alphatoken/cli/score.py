@@ -54,7 +54,7 @@ output
 examples
   alphatoken score --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
       --output_dir values
-  alphatoken fisher --model_name_or_path ./model --data held_out.jsonl \\
+  alphatoken fisher --model_name_or_path ./model --train_file held_out.jsonl \\
       --output_file fisher.safetensors
   alphatoken score --model_name_or_path ./model-now --train_file train.jsonl \\
       --validation_file dev.jsonl --fisher_file fisher.safetensors --output_dir values
@@ -80,11 +80,19 @@ class _Rows:
 class _Finer:
     """How to value, further."""
 
-    parameters: str = option("linears", f"{PARAMETERS} (all and patterns: --estimator label only)")
-    head_reduction: Literal["per_head", "mean"] = option("per_head", "attention weights")
+    parameters: str = option(
+        "linears",
+        f"{PARAMETERS} (all and patterns: --estimator label only)",
+        flag="value_parameters",
+    )
+    head_reduction: Literal["per_head", "mean"] = option(
+        "per_head", "which attention weights are used"
+    )
     causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
     scope: Literal["batch", "sequence", "dataset"] = option(
-        "batch", "rank tokens within a batch (the paper), a sequence, or all of them"
+        "batch",
+        "rank tokens within a batch (the paper), a sequence, or all of them",
+        flag="keep_scope",
     )
     verify: int | None = option(
         None, "certify so many tokens by the slow oracle; exit status 2 if a number is off", least=1
@@ -102,7 +110,7 @@ class _Output:
         None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
     )
     components: bool = option(True, "write the parts of each value as well as the total")
-    report_rows: int = option(40, "rows shown", least=1)
+    report_rows: int = option(40, "rows shown in the report", least=1)
     report: bool = option(True, "write an HTML report")
     write_dataset: str | None = option(
         None, "folder for the rows as a data set that any trainer reads: labels and loss_weights"
@@ -111,7 +119,9 @@ class _Output:
         "mask", "its loss_weights: 1 at kept tokens, or soft ones of the same total"
     )
     offload: bool = option(
-        False, "leave the Fisher on disk and read it one matrix at a time; the same values"
+        False,
+        "leave the Fisher on disk and read it one matrix at a time; the same values",
+        flag="fisher_offload",
     )
 
 

@@ -164,7 +164,7 @@ class BlockValuer:
             raise ModelError(
                 "out of memory",
                 got=str(error)[:200],
-                remedy="a smaller --batch_size or --max_length",
+                remedy="a smaller --per_device_train_batch_size or --max_length",
             ) from None
         scope = "batch" if options.scope == "dataset" else options.scope
         kept = select_top(values.total, values.mask, options.ratio, scope=scope)

@@ -97,7 +97,8 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
             summary,
             title=f"Token values of {Path(options.train_file).name}",
             settings=job.settings | certified,
-            notes=notes,
+            notes=[note for note in notes if note not in warned],
+            warnings=warned,
             balance=balance,
         )
     if certificate is not None:

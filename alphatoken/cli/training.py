@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from alphatoken.cli.recipes import recipes_of
+from alphatoken.cli.training_help import short_help
 from alphatoken.errors import ConfigError
 
 __all__ = ["build_trainer", "check_files", "require_libraries", "run_dpo", "run_sft", "trainer_of"]
@@ -69,6 +71,15 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(words):
+        print(short_help(command))
+        return 0
+    if "--help_all" in words:
+        from alphatoken.cli.arguments import full_help
+
+        print(full_help(command, trainer_of(command)[0]))
+        return 0
+    _require_model(words)
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.launching import check_launch, launch, layout_of, wants_launch
@@ -91,17 +102,29 @@ def _run(command: str, words: Sequence[str]) -> int:
     return 0
 
 
+def _require_model(words: Sequence[str]) -> None:
+    """See that the command line or a recipe names the model: before libraries are loaded.
+
+    Raises:
+        ConfigError: neither does. A recipe that cannot be read.
+    """
+    option = "model_name_or_path"
+    found = any(word.partition("=")[0] == f"--{option}" for word in words)
+    for recipe in recipes_of(words):
+        found = found or recipe.options.get(option) is not None
+    if not found:
+        raise ConfigError("no model is named", remedy=f"--{option} FOLDER_OR_HUB_NAME")
+
+
 def check_files(arguments: Any) -> None:
     """See that whatever is named by a path is there, before any work.
 
     Raises:
         ConfigError: names the option and the path.
     """
-    if arguments.model.model_name_or_path is None:
-        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
     data = arguments.data
     named = {"train_file": data.train_file, "fisher_file": data.fisher_file}
-    for name in ("validation_data", "retention_data", "fisher_data", "eval_data"):
+    for name in ("validation_file", "retention_data", "fisher_data", "eval_data"):
         source = getattr(data, name)
         if source is not None and Path(source).suffix in (".jsonl", ".json", ".parquet"):
             named[name] = source
@@ -181,6 +204,9 @@ def _train(arguments: Any, kind: type[Any]) -> None:
             f"after the last checkpoint in {args.output_dir}"
         ) from None
     trainer.save_model(args.output_dir)
+    trainer.create_model_card(
+        model_name=Path(args.output_dir).name, dataset_name=arguments.data.dataset_name
+    )
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
@@ -246,7 +272,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
-        validation_dataset=data.validation,
+        validation_fileset=data.validation,
         retention_dataset=data.retention,
         fisher=None if file is None else read_fisher(file),
         fisher_dataset=data.fisher,

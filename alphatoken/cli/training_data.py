@@ -54,7 +54,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
     held, data = held_out(arguments), arguments.data
     train = reader.usable(reader.training_rows(), "training", notes)
     sources = {
-        "validation": data.validation_data if held.validation is not None else None,
+        "validation": data.validation_file if held.validation is not None else None,
         "fisher": data.fisher_data if held.fisher is not None else None,
         "retention": data.retention_data,
     }
@@ -100,7 +100,7 @@ def held_out(arguments: Arguments) -> HeldOut:
     data, args = arguments.data, arguments.training
     validation: int | None = None
     if args.objective != "stability":
-        validation = 0 if data.validation_data else data.validation_rows
+        validation = 0 if data.validation_file else data.validation_rows
         if validation is None:
             share = args.held_out_share if args.held_out_steps else 0.0
             validation = math.ceil(args.validation_batch_size / (1 - share))
@@ -130,13 +130,13 @@ def check_rows(arguments: Arguments, processes: int) -> Given:
         check_draw(held.validation or 0, rows, "validation rows")
         check_draw(held.fisher or 0, rows - (held.validation or 0), "Fisher prompts")
     validation = held.validation
-    if held.validation is not None and data.validation_data is not None:
-        path = Path(data.validation_data)
+    if held.validation is not None and data.validation_file is not None:
+        path = Path(data.validation_file)
         validation = _rows_in(path) if path.is_file() else None
     if args.needs_values and validation:
         check_pool(args, validation, processes)
     return Given(
-        validation=bool(held.validation or data.validation_data),
+        validation=bool(held.validation or data.validation_file),
         retention=data.retention_data is not None,
     )
 
@@ -145,12 +145,12 @@ def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
     """See that policy "validation-first" has rows of its own and can train on them."""
     if arguments.training.policy != "validation-first":
         return
-    if arguments.data.validation_data is None:
+    if arguments.data.validation_file is None:
         raise ConfigError(
             "policy 'validation-first' trains on a few clean rows of the target first",
-            got="no --validation_data",
+            got="no --validation_file",
             why="rows drawn from the training rows are no cleaner than those",
-            remedy="--validation_data FILE",
+            remedy="--validation_file FILE",
         )
     if processes > 1:
         raise ConfigError(

@@ -216,5 +216,5 @@ def _hub(name: str, config: str | None, split: str) -> Any:
             "the data set cannot be loaded",
             got=f"{name}, split {split}: {type(error).__name__}: {text[:200]}",
             remedy="check name, config and split and the network, or give local files: train_file, "
-            "validation_data",
+            "validation_file",
         ) from None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from alphatoken.data.rows import Fields, Row, row_of
+from alphatoken.data.rows import Fields, Row, text_or_row
 from alphatoken.data.source import Found, RowSource
 from alphatoken.data.split import check_draw, leak_keys, refuse_leaks
 from alphatoken.errors import DataError
@@ -80,7 +80,7 @@ class Corpus:
         try:
             if isinstance(found.record, DataError):
                 raise found.record
-            return row_of(found.record, found.index, found.place, self.fields)
+            return text_or_row(found.record, found.index, found.place, self.fields)
         except DataError as error:
             return self.bad(found.index, found.place, error)
 

@@ -174,14 +174,27 @@ def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> st
     if example.response_tokens:
         return None
     if options.on_empty == "error":
-        cut = f", all of it beyond the limit of {limit} tokens" if example.tokens_cut else ""
-        raise DataError(
-            "a row has an empty response",
-            got=f"{example.row.place}: {len(example.row.response)} characters of response{cut}",
-            why="there is no token to value",
-            remedy="mend the row, or drop such rows with --on_empty skip",
-        )
+        raise _no_response(example, length, limit)
     return "empty"
+
+
+def _no_response(example: Example, length: int, limit: int | None) -> DataError:
+    """There was no response, or the prompt has left no room for it."""
+    if example.tokens_cut:
+        return DataError(
+            "the prompt of a row leaves no room for its response",
+            got=f"{example.row.place}: {length} tokens, all of the response beyond the limit of "
+            f"{limit}",
+            why="there is no token to value",
+            remedy="a larger --max_length (max_length of EncodeOptions), or drop such rows with "
+            "--on_empty skip (on_empty='skip')",
+        )
+    return DataError(
+        "a row has an empty response",
+        got=f"{example.row.place}: {len(example.row.response)} characters of response",
+        why="there is no token to value",
+        remedy="mend the row, or drop such rows with --on_empty skip (on_empty='skip')",
+    )
 
 
 def format_name(tokenizer: Any, options: EncodeOptions) -> str:

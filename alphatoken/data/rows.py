@@ -17,7 +17,7 @@ from alphatoken.errors import DataError
 __all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of", "text_or_row"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
-_RESPONSES = ("response", "output", "answer", "completion")
+RESPONSES = ("response", "output", "answer", "completion")
 CHATS = ("messages", "conversations")
 _BOM = b"\xef\xbb\xbf"
 _ROLES = {
@@ -89,7 +89,7 @@ class Fields:
 def read_rows(
     path: str | Path, *, fields: Fields | None = None, limit: int | None = None
 ) -> list[Row]:
-    """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file.
+    """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file; plain texts as all response.
 
     Args:
         path: the file; its suffix decides the format.
@@ -105,7 +105,7 @@ def read_rows(
     for place, record in read_records(path):
         if limit is not None and len(rows) >= limit:
             break
-        rows.append(row_of(record, len(rows), place, fields))
+        rows.append(text_or_row(record, len(rows), place, fields))
     if not rows:
         raise DataError("the data file has no rows", got=str(path), remedy="give a non-empty file")
     return rows
@@ -319,11 +319,11 @@ def _turns(record: Mapping[str, Any], fields: Fields, place: str) -> tuple[Turn,
     if plain and not any(name in record for name in PROMPTS):
         return (Turn("assistant", _text(record, str(fields.response), place)),)
     prompt_name = fields.prompt or _known(record, PROMPTS, "prompt", place)
-    absent = fields.response is None and not any(name in record for name in _RESPONSES)
+    absent = fields.response is None and not any(name in record for name in RESPONSES)
     if fields.prompt_only and absent:
         response = ""
     else:
-        response_name = fields.response or _known(record, _RESPONSES, "response", place)
+        response_name = fields.response or _known(record, RESPONSES, "response", place)
         response = _text(record, response_name, place)
     prompt = _text(record, prompt_name, place)
     if prompt_name == "instruction" and record.get("input"):
@@ -338,7 +338,8 @@ def _known(record: Mapping[str, Any], names: Sequence[str], kind: str, place: st
     raise DataError(
         f"the row has no {kind} field",
         got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
-        remedy=f"name it with --{kind}-field (known: {', '.join(names)}; chats: messages)",
+        remedy=f"name it: --{kind}_column NAME; after a --retention FILE: {kind}=NAME; in Python "
+        f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
     )
 
 
@@ -347,7 +348,7 @@ def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
         raise DataError(
             f"the row has no field {name!r}",
             got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
-            remedy="check the field name",
+            remedy="check the name of the column",
         )
     return record[name]
 

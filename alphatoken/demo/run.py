@@ -72,7 +72,8 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
 
     _step("2. the Fisher of this model: what it would mind forgetting")
     _command(
-        "fisher", "--model_name_or_path", out / "model", "--data", out / "fisher_prompts.jsonl",
+        "fisher", "--model_name_or_path", out / "model",
+        "--train_file", out / "fisher_prompts.jsonl",
         "--output_file", out / "fisher.safetensors", "--samples", _scaled(200, scale),
         "--response_column", "text", "--max_new_tokens", 48, "--quiet",
     )  # fmt: skip
@@ -93,7 +94,7 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
             "--validation_file", out / "validation.jsonl",
             "--fisher_file", out / "fisher.safetensors",
             "--stability_weight", STABILITY_WEIGHT, "--estimator", estimator,
-            "--output_dir", out / folder, "--batch_size", 16, "--quiet",
+            "--output_dir", out / folder, "--per_device_train_batch_size", 16, "--quiet",
         )  # fmt: skip
         result.area[estimator] = _area(read_values(out / folder / "values"), train)
     result.report = out / "values" / "report.html"

@@ -236,14 +236,7 @@ def read_batch(
             first token is a label (it would be predicted from another document).
         UnsupportedError: it continues a key/value cache.
     """
-    for key in ("input_ids", "labels"):
-        if not isinstance(batch.get(key), Tensor):
-            raise InputError(
-                f"the {role} has no tensor '{key}'",
-                got=f"keys {sorted(map(str, batch))}",
-                remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
-                "-100 where nothing is learned",
-            )
+    require_tensors(batch, role)
     caches = [key for key in ("cache", "past_key_values") if batch.get(key) is not None]
     if caches:
         raise UnsupportedError(
@@ -291,6 +284,40 @@ def read_batch(
             remedy="set labels to -100 at the first token of each document",
         )
     return result
+
+
+_TOKENISE = (
+    "of texts, alphatoken.data makes them: collate(encode_rows(read_rows(FILE), tokenizer)[0])"
+)
+
+
+def require_tensors(batch: Any, role: str) -> None:
+    """See that a batch is a mapping with the two tensors that everything needs.
+
+    Raises:
+        InputError: names what is missing, and what makes batches of texts and of lists.
+    """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"the {role} is no mapping with input_ids and labels",
+            got=type(batch).__name__,
+            remedy=f'pass {{"input_ids": ..., "labels": ...}}; {_TOKENISE}',
+        )
+    for key in ("input_ids", "labels"):
+        if key not in batch:
+            raise InputError(
+                f"the {role} has no tensor '{key}'",
+                got=f"keys {sorted(map(str, batch))}",
+                remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
+                "-100 where nothing is learned",
+            )
+        if not isinstance(batch[key], Tensor):
+            raise InputError(
+                f"'{key}' of the {role} is no tensor",
+                got=type(batch[key]).__name__,
+                remedy="torch.tensor(...) of rows of one length; alphatoken.data.collate pads rows "
+                "of several, and a tokenizer gives tensors with return_tensors='pt'",
+            )
 
 
 @dataclass(frozen=True)
@@ -349,7 +376,20 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
 
 
 def as_batches(validation: Any) -> Sequence[Any]:
-    """What a user may pass as validation data, as a sequence: one item, or several of them."""
+    """What a user may pass as validation data, as a sequence: one item, or several of them.
+
+    Raises:
+        InputError: a text, or a sequence of texts or of anything else that is no batch.
+    """
     if isinstance(validation, (Mapping, PreferenceBatch)):
         return [validation]
-    return validation if isinstance(validation, Sequence) else list(validation)
+    batches = validation if isinstance(validation, Sequence) else list(validation)
+    first = batches[0] if batches else None  # the others may be read from a disk one by one
+    if first is not None and not isinstance(first, (Mapping, PreferenceBatch)):
+        raise InputError(
+            "these are no batches",
+            got=f"{type(validation).__name__} of {type(first).__name__}",
+            why="values are taken against the loss on labelled tokens",
+            remedy=f"a batch, or a list of batches; {_TOKENISE}",
+        )
+    return batches

@@ -30,6 +30,9 @@ MOST_TOKENS = 12_000
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
 
+_HEADER = {"model": "model", "estimator": "estimator", "layers": "layers scored"}
+"""Settings that stand at the top of the page -> what they are called there."""
+
 _LEAD = (
     "Value of each response token: positive (blue) says that training on it lowers the validation "
     "objective or keeps what the model knew; negative (orange) says the opposite."
@@ -43,6 +46,7 @@ def write_report(
     title: str = "AlphaToken report",
     settings: Mapping[str, object] | None = None,
     notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     balance: Sequence[Mapping[str, object]] = (),
 ) -> Path:
     """Write the page, whole or not at all, and return its path.
@@ -53,6 +57,7 @@ def write_report(
         title: heading of the page.
         settings: what was run, shown as a table.
         notes: sentences a reader must know before trusting the numbers.
+        warnings: what is probably wrong, shown apart from the notes.
         balance: per layer: ``layer``, ``adaptation`` (norm of G), ``stability`` (norm of
             lambda V) and ``ratio``; left out of the page if empty.
 
@@ -64,14 +69,26 @@ def write_report(
     tiles = [
         (number(summary.sequences), "sequences"),
         (number(summary.response_tokens), "response tokens valued"),
-        (number(summary.kept_tokens), "kept by the selection"),
-        *((str(settings[name]), name) for name in ("estimator", "layers") if name in settings),
+        (_share(summary), f"kept by the selection, {number(summary.kept_tokens)} tokens"),
+        *((str(settings[k]), said) for k, said in _HEADER.items() if k in settings),
     ]
     sections, data = value_sections(summary, balance=balance)
     html = render_page(
-        title, _LEAD, sections, tiles=tiles, notes=notes, settings=settings, data=data
+        title,
+        _LEAD,
+        sections,
+        tiles=tiles,
+        notes=notes,
+        warnings=warnings,
+        settings=settings,
+        data=data,
     )
     return write_page(path, html)
+
+
+def _share(summary: ValueSummary) -> str:
+    tokens = summary.response_tokens
+    return f"{summary.kept_tokens / tokens:.1%}" if tokens else "none"
 
 
 def value_sections(

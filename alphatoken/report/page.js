@@ -52,7 +52,8 @@
 
     function colour(value, scale) {
       if (!scale || !value) return "";
-      const strength = Math.min(1, Math.abs(value) / scale);
+      // Signed root: a few large values would else leave all others, of either sign, white.
+      const strength = Math.sqrt(Math.min(1, Math.abs(value) / scale));
       const end = value > 0 ? PLUS : MINUS;
       const mix = end.map((channel) => Math.round(255 + (channel - 255) * strength));
       return "rgb(" + mix.join(", ") + ")";
@@ -73,7 +74,7 @@
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
         const kept = example.kept[index] === "1";
         const span = element("span", {
-          class: kept ? "tok kept" : "tok", role: "button", tabindex: spans.length ? "-1" : "0",
+          class: kept ? "tok kept" : "tok dropped", role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
         span.view = views.length;
@@ -84,7 +85,29 @@
       if (prompt) text.append(element("span", { class: "prompt" }, prompt));
       card.append(title, text);
       list.append(card);
-      views.push({ example, spans });
+      views.push({ example, spans, card, text: example.tokens.join("").toLowerCase() });
+    }
+
+    // Which sequences are shown, and in which order, by text and by the mean of the component.
+    function arrange() {
+      const wanted = document.getElementById("find").value.toLowerCase();
+      const only = document.getElementById("only").value, order = document.getElementById("order").value;
+      const key = state.component;
+      const mean = (view) => {
+        const values = view.example.values[key] || [];
+        return values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
+      };
+      const sorted = views.slice();
+      if (order === "high") sorted.sort((a, b) => mean(b) - mean(a));
+      if (order === "low") sorted.sort((a, b) => mean(a) - mean(b));
+      let found = 0;
+      for (const view of sorted) {
+        const sign = only === "all" || (only === "negative" ? mean(view) < 0 : mean(view) > 0);
+        view.card.hidden = !(sign && view.text.includes(wanted));
+        found += !view.card.hidden;
+        list.append(view.card);
+      }
+      document.getElementById("found").textContent = found + " of " + views.length + " sequences";
     }
 
     function paint() {
@@ -151,9 +174,12 @@
       if (event.target.name === "scale") state.scale = event.target.value;
       if (event.target.id === "kept") list.classList.toggle("hide-kept", !event.target.checked);
       else paint();
+      arrange();
     });
+    document.getElementById("find").addEventListener("input", arrange);
     data.examples.forEach(build);
     paint();
+    arrange();
   }
 
   // --- curves: the numbers of one step ---------------------------------------------------------

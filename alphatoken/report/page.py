@@ -116,6 +116,8 @@ class Section:
         name: short name over the heading.
         failure: why there is nothing in it.
         answers: findings, the first one the main one.
+        figure: the one number of its verdict, as shown.
+        advice: what a reader should do about it.
         remarks: how to read what follows.
         pictures: side by side where they fit.
         html: anything else, safe as it is.
@@ -129,6 +131,8 @@ class Section:
     name: str = ""
     failure: str = ""
     answers: Sequence[str] = ()
+    figure: str = ""
+    advice: str = ""
     remarks: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
     html: str = ""
@@ -145,6 +149,7 @@ def render_page(
     contents: bool = False,
     tiles: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     rows: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
     command: str = "",
@@ -156,9 +161,11 @@ def render_page(
         title: heading.
         lead: what the page is about.
         sections: in order.
-        contents: whether the page begins with a list of its sections.
+        contents: whether the page begins with a card for each of its sections, its verdict, and
+            has their names in view wherever one reads.
         tiles: the few numbers at the top: (number, what it is).
         notes: sentences a reader must know before trusting the numbers.
+        warnings: what is probably wrong, apart from these.
         rows: sentences about the rows used, at the end.
         settings: what was run, at the end.
         command: what made the page, to be run again.
@@ -179,6 +186,7 @@ def render_page(
             contents=contents,
             tiles=tiles,
             notes=notes,
+            warnings=warnings,
             rows=rows,
             settings=dict(settings or {}),
             command=command,

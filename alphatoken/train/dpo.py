@@ -18,10 +18,12 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
-from alphatoken.support.options import option
+from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_preference_rows, cut_pair
+from alphatoken.train.fields import PairFields
 from alphatoken.train.gate import TokenGate, by_token
-from alphatoken.train.given import model_name
+from alphatoken.train.given import choose_bf16, model_name
+from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -44,24 +46,14 @@ _OWN_LOSS: Mapping[str, Any] = {
 
 
 @dataclass
-class AlphaDPOConfig(AlphaOptions, DPOConfig):
+class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
     """TRL's ``DPOConfig``, the fields of ``AlphaOptions``, and limits of prompt and response."""
 
     FAMILY: ClassVar[str] = "preference"
 
-    max_prompt_length: int | None = option(
-        None,
-        "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
-        "max_length. On the command line see long_prompts as well.",
-    )
-    max_response_length: int | None = option(
-        None,
-        "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
-        "max_length.",
-    )
-
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
+        choose_bf16(self)
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
@@ -188,6 +180,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
+    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, TAG]
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
@@ -195,9 +188,14 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return f"{model_name(given['model'])}-DPO"
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any) -> None:
+    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """Lists, and pairs in columns of other names, as TRL has them."""
+        return pairs_in_trl_form(as_dataset(rows, name), name, lambda: uses_template(given))
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
         """Refuse rows that are no pairs, naming the first."""
-        check_preference_rows(dataset)
+        check_preference_rows(dataset, name=name)
 
     def refuse_base(self) -> None:
         """Refuse images."""

@@ -22,7 +22,17 @@ from trl.trainer.utils import get_config_model_id
 from alphatoken.errors import ConfigError
 from alphatoken.train.options import AlphaOptions
 
-__all__ = ["by_name", "model_name", "own_config"]
+__all__ = ["by_name", "choose_bf16", "model_name", "own_config"]
+
+
+def choose_bf16(args: Any) -> None:
+    """Leave bfloat16 out where the machine has none and nothing was said of it.
+
+    TRL's default is bfloat16 everywhere, which transformers then refuses on a machine without a
+    GPU. Where there is one that can, TRL's default stands.
+    """
+    if args.bf16 is None and not (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+        args.bf16 = False
 
 
 def by_name(trainer: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +61,7 @@ def own_config(given: Any, ours: type[Any], base: type[Any], folder: Callable[[]
     """``given`` as a configuration of ours.
 
     Args:
-        given: what the caller passed as ``args``. None takes TRL's defaults and ours, without
-            bfloat16 where the machine has none (TRL's own default is then refused). A ``base`` is
+        given: what the caller passed as ``args``. None takes TRL's defaults and ours. A ``base`` is
             taken over attribute by attribute, without running its checks again. Plain
             ``TrainingArguments`` are made anew as TRL makes them.
         ours: ``AlphaSFTConfig``, ``AlphaDPOConfig`` or ``AlphaConfig``.
@@ -63,9 +72,7 @@ def own_config(given: Any, ours: type[Any], base: type[Any], folder: Callable[[]
         ConfigError: the configuration of another trainer, or no configuration.
     """
     if given is None:
-        bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
-        needless = bf16 or base.bf16 is not None
-        return ours(output_dir=folder(), **({} if needless else {"bf16": False}))
+        return ours(output_dir=folder())
     if not isinstance(given, base) and _of_another_trainer(given):
         raise ConfigError(
             f"args must be {ours.__name__}, {base.__name__} or TrainingArguments",

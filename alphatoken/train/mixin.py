@@ -22,6 +22,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.train.card import add_section, card_section
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import Given, check_run, check_watch
 from alphatoken.train.distributed import needs_own_forward
@@ -37,9 +39,10 @@ from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.layouts import check_same_weights
+from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
-from alphatoken.train.monitor import TrainMonitor
+from alphatoken.train.monitor import CURVES, TrainMonitor
 from alphatoken.train.pair_watch import pair_watch
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
@@ -57,6 +60,9 @@ else:
     _Base = object
 
 __all__ = ["AlphaTrainerMixin"]
+
+_SAID = {"train": "training", "fisher": "Fisher"}
+"""What messages call a data set, where that is not its name."""
 
 
 class AlphaTrainerMixin(CheckpointMixin, _Base):
@@ -109,8 +115,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         given = by_name(self.BASE, args, kwargs)
         folder = partial(self.default_folder, given)
         given["args"] = own_config(given.get("args"), self.CONFIG, self.BASE_CONFIG, folder=folder)
-        if given.get("train_dataset") is not None:
-            self.check_rows(given["train_dataset"], given["args"])
+        held = {
+            "validation": validation_dataset,
+            "retention": retention_dataset,
+            "fisher": fisher_dataset,
+        }
+        if given.get("formatting_func") is None:  # else only that knows what a row is
+            held = self._read_rows(given, held)
+        validation_dataset, retention_dataset, fisher_dataset = held.values()
         super().__init__(**given)
         self.refuse_base()
         options = self.args
@@ -158,6 +170,28 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._screen()  # after the Fisher's prompts were read, which end where the labels begin
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
 
+    def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+        """All rows in the form that the trainer below reads, checked, compared with each other.
+
+        Puts the training rows into ``given``, and returns the others.
+        """
+        args = given["args"]
+        with args.main_process_first(desc="reading rows"):
+            found = {name: rows for name, rows in held.items() if rows is not None}
+            if given.get("train_dataset") is not None:
+                found["train"] = given["train_dataset"]
+            for name, rows in found.items():
+                found[name] = self.own_form(rows, _SAID.get(name, name), given)
+        for name in ("train", "validation", "retention"):
+            if name in found:
+                self.check_rows(found[name], args, _SAID.get(name, name))
+        train = found.pop("train", None)
+        if train is not None:
+            given["train_dataset"] = train
+            if args.process_index == 0:
+                warn_of_leaks(train, found, text_field=getattr(args, "dataset_text_field", "text"))
+        return {name: found.get(name) for name in held}
+
     def _screen(self) -> None:
         """Leave out what the start model finds least likely, where that is asked for."""
         if self.args.screen_share:
@@ -181,8 +215,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return "tmp_trainer"
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any) -> None:
-        """Refuse training rows that are not of this kind, before the trainer below reads them."""
+    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """Rows as they were given, as the trainer below reads them; see ``given_rows``."""
+        return rows
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
+        """Refuse rows that are not of this kind, before the trainer below reads them."""
 
     def refuse_base(self) -> None:
         """Refuse settings of the trainer below with which no loss is made of log-probabilities."""
@@ -401,10 +440,25 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The trainer's log, with the run's value statistics beside the loss."""
-        if "loss" in logs and self.weigher is not None:
-            logs = {**logs, **self.monitor.logs()}
-        super().log(logs, start_time)
+        """The trainer's log, with the run's value statistics beside the loss.
+
+        Ten of them go to the console and to trackers, all under ``log_details``. The state of the
+        trainer keeps all in any case: the page of the run and the model card are made of it.
+        """
+        if "loss" not in logs or self.weigher is None:
+            super().log(logs, start_time)
+            return
+        found = self.monitor.logs()
+        shown = found if self.args.log_details else {k: found[k] for k in CURVES if k in found}
+        super().log({**logs, **shown}, start_time)
+        self.state.log_history[-1].update(found)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card of the trainer below, with a section on token values."""
+        super().create_model_card(*args, **kwargs)
+        if self.weigher is not None and self.is_world_process_zero():
+            section = card_section(self.args, self.state.log_history)
+            add_section(Path(self.args.output_dir) / "README.md", section)
 
     # --- the checkpoint's part --------------------------------------------------------------------
 

@@ -22,7 +22,16 @@ from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
-__all__ = ["TrainMonitor", "weight_drift"]
+__all__ = ["CURVES", "TrainMonitor", "weight_drift"]
+
+CURVES = tuple(
+    f"alpha/{name}"
+    for name in (
+        "kept_share", "weight_share", "total_mean", "total_std", "balance", "drift",
+        "validation_held_out", "validation_gap", "validation_alarm", "tokens_per_second",
+    )
+)  # fmt: skip
+"""The ten statistics that are logged; the others under ``log_details``."""
 
 
 @torch.no_grad()

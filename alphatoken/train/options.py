@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.select.schedule import scheduled
-from alphatoken.support.options import option
+from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.policy_names import (
     TRAINER_POLICIES,
@@ -43,10 +43,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 @dataclass
-class AlphaOptions:
-    """Fields that the trainers' configurations add. The defaults are the paper's.
-
-    Each field's help text is its documentation; ``alphatoken sft --help`` prints them all.
+class AlphaOptions(AlphaFields):
+    """Fields that the trainers' configurations add, checked; see ``AlphaFields`` for each.
 
     Raises:
         ConfigError: an unknown choice, a number out of range, or options that contradict each
@@ -54,196 +52,6 @@ class AlphaOptions:
     """
 
     FAMILY: ClassVar[str] = "sft"  # of the trainer: "sft" or "preference"
-
-    policy: str = option(
-        "top",
-        "Which response tokens are trained on: 'top' by value, 'harmless' (all but those whose "
-        "value is below zero beyond doubt; see confidence), 'random' or 'bottom' (controls of "
-        "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
-        "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
-    )
-    policy_mode: str = option(
-        "native",
-        "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
-        "same score.",
-    )
-    policy_scope: str | None = option(
-        None,
-        "Tokens that a method ranks together: 'dataset' (static scores), 'batch' (micro-batch and "
-        "rank) or 'sequence'; null for what was published.",
-    )
-    policy_rounding: str | None = option(
-        None, "Of keep_ratio times the tokens: 'ceil' or 'floor'; null for what was published."
-    )
-    policy_options: dict[str, Any] | str | None = option(
-        None, "The method's own arguments, as a mapping or JSON text."
-    )
-    policy_reference: str | None = option(
-        None, "Folder or hub name of the second model that some methods score with."
-    )
-    policy_reference_device: str | None = option(
-        None, "Device of that model; null for the trained model's."
-    )
-    policy_reference_dtype: str | None = option(
-        None, "Its dtype: 'float32', 'bfloat16' or 'float16'; null for the trained model's."
-    )
-    policy_cache: str | None = option(
-        None, "Folder for what methods compute before training; null for 'policies' beside "
-        "output_dir."
-    )  # fmt: skip
-    keep_ratio: float = option(0.5, "rho: share of the response tokens to keep, in (0, 1].")
-    confidence: float = option(
-        0.95,
-        "policy='harmless': a token goes where the upper bound of its value, one-sided at this "
-        "level over the draw of the validation rows, lies below zero; in [0.5, 1).",
-    )
-    keep_scope: str = option(
-        "batch",
-        "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
-        "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
-    )
-    value_unit: str = option(
-        "token",
-        "What is ranked: 'token', or 'response': the mean value of each response, so that "
-        "responses are kept or dropped whole, but for one at the edge of the budget.",
-    )
-    value_scale: str = option(
-        "none",
-        "Tokens are ranked by their values ('none'), or by these over the lengths of their own "
-        "gradients ('norm'): one that is large in every direction then has no head start.",
-    )
-    screen_share: float = option(
-        0.0,
-        "Share of the response tokens, of whole responses under value_unit='response', that goes "
-        "before training: those that the start model finds least likely. They are neither valued "
-        "nor trained on, under any policy; 0 screens nothing. SFT.",
-    )
-    weighting: str = option(
-        "mask",
-        "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
-        "keeps at random with probability by value and divides by it.",
-    )
-    kept_normalization: str = option(
-        "response",
-        "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
-        "nothing (the paper). DPO: 'response' is the mean over pairs.",
-    )
-    keep_ratio_start: float | None = option(None, "Start the ratio here and move to keep_ratio.")
-    stability_weight_start: float | None = option(None, "The same for stability_weight.")
-    schedule_share: float = option(0.5, "Share of the training steps over which they move.")
-    schedule_shape: str = option("linear", "'linear' or 'cosine'.")
-    interaction_weight: float = option(
-        0.0,
-        "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
-        "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
-    )
-    shared_threshold: bool = option(
-        False, "DPO ablation: rank chosen and rejected tokens in one pool."
-    )
-    masked_logit: bool = option(
-        False, "DPO ablation: take the coefficient from the masked preference logit."
-    )
-
-    estimator: str = option(
-        "alphatoken",
-        "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
-        "mask acts on), or 'paper_literal'.",
-    )
-    objective: str = option("both", "'both', 'adaptation' or 'stability'.")
-    path: str = option("both", "'both', 'direct' or 'causal'.")
-    score_layers: str = option("3", "K for the last K layers, 'all', or indices such as 0,4.")
-    value_parameters: str = option(
-        "linears",
-        "'linears' of the scored layers, 'linears,experts' with the matrices of their mixtures of "
-        "experts; with estimator='label' also 'all' trainable parameters, "
-        "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
-    )
-    window: int | None = option(32, "W of Value-Propagation; null for none.")
-    stability_weight: float = option(1.5, "lambda; without natural unit, see the balance logged.")
-    stability_units: str = option(
-        "plain",
-        "lambda multiplies V as it is ('plain', the paper), or V brought to the length of G "
-        "('balance'): at 1 both weigh the same, however far the weights have drifted.",
-    )
-    head_reduction: str = option("per_head", "'per_head' or 'mean' (the paper's scalar alpha).")
-    causal_position: str = option("label", "'label' or 'context'.")
-    score_bias: bool = option(False, "Biases of the scored linears take part.")
-    uncovered: str = option("error", "'error', or 'skip' matrices that no estimator covers.")
-    preconditioner: str | None = option(
-        None, "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's."
-    )
-    precondition_after: int = option(30, "P = 1 until the optimizer has taken this many steps.")
-
-    validation_mode: str = option(
-        "fixed", "'fixed': one validation batch for the whole run (the paper); 'pool': a new one "
-        "each step, drawn from all validation rows."
-    )  # fmt: skip
-    validation_batch_size: int = option(32, "Validation rows (pairs) a step, over all ranks.")
-    validation_micro_batch_size: int | None = option(
-        None,
-        "Rows of one validation forward; null for as many as of a training forward, under "
-        "policy='harmless' for an eighth of them: its errors are from the spread between them.",
-    )
-    running_mean: float = option(
-        0.0,
-        "Decay of a running mean of the validation gradient over the steps that took one (none is "
-        "taken where all values are reused); 0 switches it off.",
-    )
-    held_out_share: float = option(
-        0.2, "Share of the validation rows that is only watched: the gap is an overfitting alarm."
-    )
-    held_out_steps: int = option(
-        50, "Steps between two looks at the held-out part; 0 never looks and holds nothing out."
-    )
-    direction_steps: int = option(
-        1, "Optimizer steps for which the direction M (G, V) is used before it is built anew."
-    )
-    reuse_values: int = option(
-        0, "Values of a sequence seen again are reused up to this many steps old; 0 scores always."
-    )
-
-    retention: str = option(
-        "diagonal",
-        "'diagonal' or 'kronecker' Fisher drift, 'data' (gradient of the loss on the retention "
-        "rows: oracle retention), or 'none'.",
-    )
-    retention_batch_size: int = option(32, "Retention rows a step for retention='data'.")
-    fisher_samples: int = option(1000, "Monte-Carlo samples of the Fisher.")
-    fisher_labels: str = option("sequence", "'sequence' (the paper) or 'token'.")
-    fisher_max_new_tokens: int = option(256, "Longest sampled response.")
-    fisher_batch_size: int = option(8, "Responses sampled at a time.")
-    fisher_cache: str | None = option(
-        None, "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder."
-    )
-    fisher_offload: bool = option(
-        False, "Leave Fisher and reference weights on disk, read and turned into V one matrix at a "
-        "time; the same values. For models whose Fisher does not fit."
-    )  # fmt: skip
-    max_relative_drift: float | None = option(1.0, "See ScorerConfig; null checks nothing.")
-
-    scoring_forward: str = option(
-        "auto",
-        "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
-        "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
-    )
-    skip_dropped_rows: bool = option(
-        False,
-        "Rows of which no token is kept are left out of the training forward: with "
-        "value_unit='response' a batch is then a draw of which only the kept rows cost a step. The "
-        "loss that is logged is the scoring pass's, of all rows. Needs scoring_forward='own'; SFT.",
-    )
-    export_values: bool = option(
-        True,
-        "Write accumulated values per training token at the end, into output_dir/_alphatoken. They "
-        "quote the training rows; push_to_hub leaves them out.",
-    )
-    collect_value_propagation: int = option(
-        0,
-        "Optimizer steps between two looks at attention weights and value-output deviations of a "
-        "fixed probe, the first training rows; written to output_dir/_alphatoken and drawn by "
-        "`alphatoken diagnose value-propagation --collected`. 0 never looks.",
-    )
-    value_seed: int = option(0, "Seed of pool order, random policy and unbiased weights.")
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from trl.trainer.sft_config import SFTConfig
@@ -13,9 +13,11 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
+from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows
 from alphatoken.train.gate import by_token
-from alphatoken.train.given import model_name
+from alphatoken.train.given import choose_bf16, model_name
+from alphatoken.train.given_rows import as_dataset, rows_in_trl_form, uses_template
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 
@@ -28,6 +30,7 @@ class AlphaSFTConfig(AlphaOptions, SFTConfig):
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
+        choose_bf16(self)
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
@@ -142,12 +145,16 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     Its arguments are those of TRL's ``SFTTrainer``, where ``args`` may be an ``AlphaSFTConfig``, an
     ``SFTConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
     ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
-    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL takes.
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL takes,
+    as lists of records or texts, or with the columns that the command line knows (``question`` and
+    ``answer``, ``instruction`` and ``output``). Training rows that repeat a validation or retention
+    row are counted in a warning.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
+    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, TAG]
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
@@ -155,9 +162,16 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         return f"{model_name(given['model'])}-SFT"
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any) -> None:
+    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """Lists, and prompts and responses in columns of other names, as TRL has them."""
+        field = given["args"].dataset_text_field
+        dataset = as_dataset(rows, name)
+        return rows_in_trl_form(dataset, name, field, lambda: uses_template(given))
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
         """Refuse rows that TRL would take for something else, naming the first."""
-        check_sft_rows(dataset, text_field=args.dataset_text_field)
+        check_sft_rows(dataset, name=name, text_field=args.dataset_text_field)
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own, and images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
+from alphatoken.errors import InputError
 from alphatoken.model.batch import label_mask
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.options import AlphaOptions
@@ -46,6 +48,18 @@ class AlphaTrainer(LabelledRows, Trainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = Trainer, AlphaConfig, TrainingArguments
+
+    @staticmethod
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
+        """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
+        first = dataset[0] if isinstance(dataset, Sequence) and dataset else {"input_ids": ()}
+        if not isinstance(first, Mapping) or "input_ids" not in first:
+            raise InputError(
+                f"rows of the {name} data set are not tokenised",
+                got=f"{type(first).__name__}: {str(first)[:60]!r}",
+                why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
+                remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
+            )
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""

@@ -426,7 +426,7 @@ BAD: dict[str, tuple[Case, str]] = {
     "max-length": (lambda w, t: {"max_length": 97}, "the model allows. Got: 97, limit 96"),
     "ratio": (lambda w, t: {"ratio": 1.5}, r"ratio must lie in \(0, 1\]"),
     "ratio zero": (lambda w, t: {"ratio": 0}, r"ratio must lie in \(0, 1\]"),
-    "layers": (lambda w, t: {"layers": "last"}, "--layers cannot be read"),
+    "layers": (lambda w, t: {"layers": "last"}, "--score_layers cannot be read"),
     "too many layers": (lambda w, t: {"layers": 5}, r"(?i)layers"),
     "no model": (lambda w, t: {"model": t / "nowhere"}, "no folder with the tokenizer"),
     "tokenizer": (

@@ -163,7 +163,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = (world / "train.jsonl").read_text().splitlines()
-    bad = ["{oops", '{"prompt": 3, "response": "x"}', '{"text": "no response"}', "[]"]
+    bad = ["{oops", '{"prompt": 3, "response": "x"}', '{"title": "no response"}', "[]"]
     odd = [
         '{"prompt": "add : 1 and 2", "response": "half \\ud83d"}',
         '{"prompt": "add", "response": "x", "n": ' + "9" * 5000 + "}",

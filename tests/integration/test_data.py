@@ -148,7 +148,7 @@ GOOD = '{"prompt": "p", "response": "r"}\n'
         ("", r"no rows.*t\.jsonl"),
         ("\n\n", r"no rows"),
         ('{"prompt": "p"}\n', r"no response field.*t\.jsonl, line 1 has 'prompt'"),
-        ('{"text": "p"}\n', r"no prompt field.*'text'"),
+        ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
         ('{"prompt": 3, "response": "r"}\n', r"'prompt' is not text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),
         ('{"messages": [{"role": "user", "content": "u"}]}\n', r"no assistant turn.*line 1"),
@@ -280,7 +280,7 @@ def test_long_rows_are_cut_skipped_or_refused_and_counted() -> None:
     assert (len(examples), report.skipped_long) == (1, 1)
     with pytest.raises(DataError, match="longer than allowed.*11 tokens, limit 6"):
         encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="error"))
-    with pytest.raises(DataError, match="empty response.*beyond the limit of 4"):
+    with pytest.raises(DataError, match="leaves no room.*beyond the limit of 4"):
         encode_rows(rows, tokenizer, EncodeOptions(max_length=4))
 
 
@@ -472,3 +472,13 @@ def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
     assert [(row.prompt, row.response) for row in rows] == [("p", ""), ("hi", ""), ("q", "r")]
     with pytest.raises(DataError, match="no response field"):
         read_rows(path)
+
+
+def test_plain_texts_are_rows_wherever_a_file_is_read(tmp_path: Path) -> None:
+    """Retention and validation files, as ``alphatoken sft`` has always read them."""
+    file = tmp_path / "general.jsonl"
+    file.write_text('{"text": "a plain text"}\n', "utf-8")
+    (row,) = read_rows(file)
+    assert (row.prompt, row.response) == ("", "a plain text")
+    ids, labels = encode_row(row, byte_tokenizer(start=True))
+    assert labels[1:] == ids[1:]  # all of it is response, but for a start token

@@ -182,7 +182,7 @@ def test_rows_longer_than_the_model_are_found_at_once(tmp_path: Path, which: str
 
     from tests.integration.tiny_training import sums
 
-    rows = sums(32)
+    rows = sums(32, seed=9)
     rows[3]["completion"] = " 1" * 70
     with pytest.raises(InputError, match=r"150 tokens in row 3, limit 128"):
         trainer(tmp_path, max_length=1024, **{which: Dataset.from_list(rows)})

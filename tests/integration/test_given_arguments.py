@@ -65,9 +65,9 @@ FEW = {"bf16": False, "use_cpu": True, "report_to": [], "max_steps": 2, "save_st
        "logging_steps": 1, "dataloader_pin_memory": False}  # fmt: skip
 
 
-def tokenised(rows: int) -> list[dict[str, Any]]:
+def tokenised(rows: int, seed: int = 0) -> list[dict[str, Any]]:
     found = []
-    for row in sft_rows(rows):
+    for row in sft_rows(rows, seed):
         prompt, answer = (tokenizer()(row[k])["input_ids"] for k in ("prompt", "completion"))
         found.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
     return found
@@ -112,7 +112,7 @@ def dpo(args: Any, **more: Any) -> AlphaDPOTrainer:
 def plain(args: Any, **more: Any) -> AlphaTrainer:
     given = {
         "model": model(), "train_dataset": tokenised(8), "data_collator": collate,
-        "validation_dataset": tokenised(8), "fisher": fisher(), **more,
+        "validation_dataset": tokenised(8, seed=5), "fisher": fisher(), **more,
     }  # fmt: skip
     return AlphaTrainer(args=args, **given)
 

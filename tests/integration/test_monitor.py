@@ -19,7 +19,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback
 
 from alphatoken.support.progress import Progress
-from alphatoken.train.monitor import TrainMonitor, console_line, weight_drift
+from alphatoken.train.monitor import CURVES, TrainMonitor, console_line, weight_drift
 from alphatoken.train.statistics import _RECORDS, ValueSums, summary
 from alphatoken.values import TokenValues
 from tests.integration import tiny_training as tiny
@@ -279,6 +279,19 @@ class _Sink(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_trackers_get_ten_curves_and_the_rest_under_a_switch(tmp_path: Path, details: bool) -> None:
+    more = {"save_strategy": "no", "max_steps": 4, "held_out_steps": 1, "log_details": details}
+    trainer, sink = Run("sft", tmp_path, options=more).trainer(), _Sink()
+    trainer.add_callback(sink)
+    trainer.train()
+    kept = [{n for n in e if n.startswith("alpha/")} for e in trainer.state.log_history]
+    sent = [{n for n in logs if n.startswith("alpha/")} for logs in sink.logs]
+    assert len(CURVES) == 10
+    assert len(kept[1]) > 25, "the trainer's state keeps all, for the page of the run"
+    assert sent[1] == (kept[1] if details else set(CURVES))
 
 
 def test_logs_of_a_run(tmp_path: Path) -> None:

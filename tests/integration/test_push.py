@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset
 
 from alphatoken.errors import DataError
+from alphatoken.train.card import kept_share
 from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
 
 MARKER = "qzxjvwkq"
@@ -25,7 +26,10 @@ OTHER = "wkqzzjx"
 
 
 def rows(count: int, marker: str = MARKER) -> Dataset:
-    found = [{"prompt": f"{i}+1=?", "completion": f" {marker}{i % 10} is it"} for i in range(count)]
+    more = 1 if marker == MARKER else 2  # no prompt of one set is one of the other
+    found = [
+        {"prompt": f"{i}+{more}=?", "completion": f" {marker}{i % 10} is it"} for i in range(count)
+    ]
     return Dataset.from_list(found)
 
 
@@ -134,6 +138,23 @@ def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, stra
     whole = {"checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-2", "checkpoint-4"}}
     assert {n.split("/")[0] for n in hub.names() if "/" in n} == whole.get(strategy, set())
     assert not (folder / "_alphatoken-pushing").exists()
+
+
+def test_the_card_names_library_paper_settings_and_the_share_kept(tmp_path: Path, hub: Hub) -> None:
+    trainer = trained(tmp_path / "run", "every_save", keep_ratio=0.4)
+    card = (tmp_path / "run" / "README.md").read_text("utf-8")
+    assert "alphatoken" in card.partition("---\n")[2].partition("---\n")[0]  # a tag of the hub
+    assert card.count("## Token values") == 1  # written again and again, by each push
+    history = trainer.state.log_history
+    logs = [log for log in history if "alpha/kept_share" in log]
+    tokens = [log["alpha/response_tokens"] for log in logs]
+    kept = sum(n * log["alpha/kept_share"] for n, log in zip(tokens, logs, strict=True))
+    assert f"{kept / sum(tokens):.1%} of the response tokens" in card
+    for said in ("Liu, Ou Wu", "Path-Aware", "| `keep_ratio` | `0.4` |", "| `policy` | `top` |",
+                 "| `fisher_samples` | `4` |"):  # fmt: skip
+        assert said in card
+    assert "| `window`" not in card, "the default, and none of those that are always named"
+    assert kept_share([{"loss": 1.0}]) is None
 
 
 def test_a_pushed_checkpoint_says_why_it_cannot_be_resumed(tmp_path: Path, hub: Hub) -> None:

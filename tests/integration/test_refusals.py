@@ -24,6 +24,7 @@ from alphatoken.errors import (
     UnsupportedError,
 )
 from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.model.batch import require_tensors
 from tests.integration.snapshot import Snapshot
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
@@ -92,6 +93,10 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no columns": ({k: v[:, :0] for k, v in BATCH.items()}, ("no response token",)),
     "no labels": (changed(labels=None), ("no tensor 'labels'", "unshifted")),
     "no ids": (changed(input_ids=None), ("no tensor 'input_ids'",)),
+    "lists": (
+        {k: v.tolist() for k, v in BATCH.items()},
+        ("'input_ids' of the", "is no tensor", "Got: list", "collate"),
+    ),
     "shifted labels": (changed(labels=BATCH["labels"][:, 1:]), ("one shape", "(2, 8)", "(2, 7)")),
     "one sequence": (
         {k: v[0] for k, v in BATCH.items()},
@@ -153,6 +158,16 @@ def test_no_validation_at_all(estimator: str, validation: Any) -> None:
         "pass at least one batch",
         model=model,
     )
+
+
+@pytest.mark.parametrize("validation", ["a text", ["two", "texts"], [[1, 2], [3, 4]]])
+def test_texts_and_ids_are_no_batches(validation: Any) -> None:
+    """Refused when the scorer is made, with the calls that make batches of texts."""
+    model = model_of()
+    parts = ("no batches", type(validation[0]).__name__, "encode_rows")
+    refused(InputError, lambda: scorer_for(model, validation=validation), *parts, model=model)
+    given = ("is no mapping", type(validation).__name__, "encode_rows")
+    refused(InputError, lambda: require_tensors(validation, "batch"), *given)
 
 
 def test_preference_pairs_that_do_not_pair() -> None:

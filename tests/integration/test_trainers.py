@@ -159,12 +159,13 @@ def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
     arguments = options(tmp_path, max_steps=8)
     del arguments["max_length"]
     collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
-    plain = Trainer(model(), TrainingArguments(**arguments), collator, rows)
+    trained = rows.select(range(12, len(rows)))
+    plain = Trainer(model(), TrainingArguments(**arguments), collator, trained)
     valued = AlphaTrainer(
         model(),
         AlphaConfig(**arguments, **ALPHA, keep_ratio=1.0),
         collator,
-        rows,
+        trained,
         processing_class=tokenizer(),
         validation_dataset=rows.select(range(12)),
     )
@@ -538,7 +539,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
             model(),
             AlphaSFTConfig(**options(tmp_path, **ALPHA)),
             train_dataset=sft_rows(8),
-            validation_dataset=sft_rows(8),
+            validation_dataset=sft_rows(8, seed=5),
             processing_class=tokenizer(),
             peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
         )

@@ -1,0 +1,105 @@
+"""Options of ``sft`` and ``dpo`` that are ours: where rows come from, what the command does.
+
+Nothing here imports TRL, so that ``--help`` is quick; ``arguments`` joins them with TRL's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from alphatoken.cli.options import option
+
+__all__ = ["RowArguments", "RunArguments"]
+
+
+@dataclass
+class RowArguments:
+    """Where rows come from, and what is done with those that cannot be trained on.
+
+    A SOURCE is a local .jsonl, .json or .parquet file, or a data set of the hub, written
+    ``name``, ``name:split`` or ``name#config:split``.
+    """
+
+    train_file: str | None = option(
+        None, "Local rows to train on: .jsonl, .json or .parquet (instead of dataset_name)."
+    )
+    train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
+    validation_file: str | None = option(
+        None, "SOURCE of the validation rows; without it they are drawn from the training rows."
+    )
+    validation_rows: int | None = option(
+        None,
+        "Validation rows to draw from the training rows. Default: what one validation batch needs "
+        "beside the held-out share; eight times that with validation_mode='pool'.",
+    )
+    retention_data: str | None = option(None, "SOURCE of the rows for retention='data'.")
+    fisher_data: str | None = option(None, "SOURCE of the prompts that the Fisher is fitted on.")
+    fisher_prompts: int | None = option(
+        None,
+        "Prompts for the Fisher to draw from the training rows, which then are not trained on. "
+        "Default: fisher_samples, if a Fisher is fitted and no fisher_data given; 0 fits it on "
+        "training prompts.",
+    )
+    fisher_file: str | None = option(None, "A Fisher fitted earlier, by `alphatoken fisher`.")
+    eval_data: str | None = option(
+        None, "SOURCE of rows for TRL's own evaluation; default: dataset_test_split of the hub."
+    )
+    prompt_column: str | None = option(None, "Column of the prompt, where it has another name.")
+    response_column: str | None = option(None, "Column of the response (SFT).")
+    messages_column: str | None = option(None, "Column of the chat (SFT).")
+    chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
+    rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
+    row_format: Literal["auto", "chat", "text"] = option(
+        "auto",
+        "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
+        "text; 'auto': chat where there is a template.",
+    )
+    turns: Literal["all", "last"] = option(
+        "all",
+        "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
+    )
+    separator: str = option("\n", "What ends a prompt in plain text.")
+    long_prompts: Literal["drop", "cut"] = option(
+        "drop",
+        "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
+        "lose the beginning of their prompt ('cut').",
+    )
+    on_bad_rows: Literal["drop", "error"] = option(
+        "drop",
+        "Rows without a response, pairs with equal responses, prompts too long: 'drop' "
+        "and count them, or stop with an 'error'.",
+    )
+    on_leak: Literal["remove", "error"] = option(
+        "remove",
+        "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
+        "count them, or stop with an 'error'.",
+    )
+    split_seed: int = option(0, "Seed of what is drawn from the training rows.")
+
+
+@dataclass
+class RunArguments:
+    """What the command does beside training."""
+
+    dry_run: bool = option(
+        False, "Print the plan and stop: no network, no weights, no training data."
+    )
+    json: bool = option(False, "Print the plan as JSON.")
+    memory_check: bool = option(True, "Refuse a run that will not fit into memory.")
+    resume: bool = option(
+        False, "Continue after the last complete checkpoint in output_dir, if there is one."
+    )
+    overwrite_output: bool = option(
+        False, "Start anew in an output_dir that is not empty; its checkpoints are removed."
+    )
+    accelerate_config: str | None = option(
+        None,
+        "Launch on several processes: an accelerate file, one of ours (ddp, fsdp2, zero2) "
+        "or of TRL's; 'none' for one process. Default: ddp where there are several GPUs, or "
+        "num_processes asks for them.",
+    )
+    num_processes: int | None = option(
+        None, "Number of processes, instead of the file's; without a file, of GPUs to take."
+    )
+    traceback: bool = option(False, "Show the whole traceback of an error.")

@@ -1,0 +1,516 @@
+"""Fields that trainers' configurations gain: default, meaning, range, when to change, source.
+
+``alphatoken.train.options.AlphaOptions`` checks them. They stand apart because nothing here imports
+torch: the command line's help is made of them in a moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alphatoken.support.options import option
+
+__all__ = ["AlphaFields", "PairFields"]
+
+
+@dataclass
+class AlphaFields:
+    """Fields that the trainers' configurations add. The defaults are the paper's.
+
+    So is the fixed validation batch, against which the documentation warns: whoever changes
+    nothing reproduces the paper, and the share of the rows that is only watched
+    (``held_out_share``) raises an alarm when the batch is being learnt by heart. The recipes that
+    we recommend draw from a pool.
+
+    Each field's metadata are its documentation: ``help``, ``within`` (what it may be), ``when`` (to
+    change it) and ``source`` (in the paper; "ours" where it has none). ``docs/options.md`` shows
+    them as tables, ``alphatoken sft --help`` the first.
+    """
+
+    policy: str = option(
+        "top",
+        "Which response tokens are trained on: 'top' by value, 'harmless' (all but those whose "
+        "value is below zero beyond doubt; see confidence), 'random' or 'bottom' (controls of "
+        "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
+        "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
+        within="a name of `alphatoken policies`, or module:Class",
+        when="compare: 'random' is the control of equal budget, 'all' is TRL's own training",
+        source="eq. sft_masked_loss: 'top'",
+    )
+    policy_mode: str = option(
+        "native",
+        "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
+        "same score.",
+        within="'native' or 'budget'",
+        when="set 'budget' to compare methods at one share of tokens",
+        source="ours",
+    )
+    policy_scope: str | None = option(
+        None,
+        "Tokens that a method ranks together: 'dataset' (static scores), 'batch' (micro-batch and "
+        "rank) or 'sequence'; null for what was published.",
+        within="null, 'dataset', 'batch' or 'sequence'",
+        when="leave at null unless the scope is what you study",
+        source="each method's paper",
+    )
+    policy_rounding: str | None = option(
+        None,
+        "Of keep_ratio times the tokens: 'ceil' or 'floor'; null for what was published.",
+        within="null, 'ceil' or 'floor'",
+        when="leave at null unless counts must match another code",
+        source="each method's paper",
+    )
+    policy_options: dict[str, Any] | str | None = option(
+        None,
+        "The method's own arguments, as a mapping or JSON text.",
+        within="fields of the method's class",
+        when="set what the method's page names",
+        source="each method's paper",
+    )
+    policy_reference: str | None = option(
+        None,
+        "Folder or hub name of the second model that some methods score with.",
+        within="a folder or hub name with the same tokenizer",
+        when="needed by rho-1, token-cleaning and sepo",
+        source="each method's paper",
+    )
+    policy_reference_device: str | None = option(
+        None,
+        "Device of that model; null for the trained model's.",
+        within="null or a torch device",
+        when="set it where a second model does not fit beside the first",
+        source="ours",
+    )
+    policy_reference_dtype: str | None = option(
+        None,
+        "Its dtype: 'float32', 'bfloat16' or 'float16'; null for the trained model's.",
+        within="null, 'float32', 'bfloat16' or 'float16'",
+        when="set it to save memory",
+        source="ours",
+    )
+    policy_cache: str | None = option(
+        None,
+        "Folder for what methods compute before training; null for 'policies' beside output_dir.",
+        within="null or a folder",
+        when="share one folder between runs on the same rows",
+        source="ours",
+    )
+    keep_ratio: float = option(
+        0.5,
+        "rho: share of the response tokens to keep, in (0, 1].",
+        within="above 0, to 1",
+        when="lower it for noisy rows; at 1 the run is TRL's, bit for bit",
+        source="rho of eq. sft_masked_loss; the paper's 0.5",
+    )
+    confidence: float = option(
+        0.95,
+        "policy='harmless': a token goes where the upper bound of its value, one-sided at this "
+        "level over the draw of the validation rows, lies below zero; in [0.5, 1).",
+        within="from 0.5, below 1",
+        when="raise it to drop less",
+        source="ours",
+    )
+    keep_scope: str = option(
+        "batch",
+        "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
+        "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
+        within="'batch', 'sequence' or 'global'",
+        when="'global' where micro-batches are small, at the price of a scoring pass",
+        source="the paper ranks a batch",
+    )
+    value_unit: str = option(
+        "token",
+        "What is ranked: 'token', or 'response': the mean value of each response, so that "
+        "responses are kept or dropped whole, but for one at the edge of the budget.",
+        within="'token' or 'response'",
+        when="'response' where whole rows are bad rather than words in them",
+        source="ours",
+    )
+    value_scale: str = option(
+        "none",
+        "Tokens are ranked by their values ('none'), or by these over the lengths of their own "
+        "gradients ('norm'): one that is large in every direction then has no head start.",
+        within="'none' or 'norm'",
+        when="'norm' where a few tokens with long gradients take the whole budget",
+        source="ours",
+    )
+    screen_share: float = option(
+        0.0,
+        "Share of the response tokens, of whole responses under value_unit='response', that goes "
+        "before training: those that the start model finds least likely. They are neither valued "
+        "nor trained on, under any policy; 0 screens nothing. SFT.",
+        within="from 0, below 1",
+        when="raise it where a share of the words is known to be wrong",
+        source="ours",
+    )
+    weighting: str = option(
+        "mask",
+        "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
+        "keeps at random with probability by value and divides by it.",
+        within="'mask', 'proportional' or 'unbiased'",
+        when="'unbiased' where the expected update must stay that of all tokens",
+        source="eq. sft_masked_loss: 'mask'",
+    )
+    kept_normalization: str = option(
+        "response",
+        "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
+        "nothing (the paper). DPO: 'response' is the mean over pairs.",
+        within="'response', 'kept' or 'sum'",
+        when="'kept' for a step as long as TRL's; 'sum' to follow the paper's formula",
+        source="eq. sft_masked_loss: 'sum'",
+    )
+    keep_ratio_start: float | None = option(
+        None,
+        "Start the ratio here and move to keep_ratio.",
+        within="null, or above 0, to 1",
+        when="start at 1 to train on everything first",
+        source="ours",
+    )
+    stability_weight_start: float | None = option(
+        None,
+        "The same for stability_weight.",
+        within="null or any number",
+        when="start at 0 while the weights are the reference",
+        source="ours",
+    )
+    schedule_share: float = option(
+        0.5,
+        "Share of the training steps over which they move.",
+        within="above 0, to 1",
+        when="only with one of the two starts",
+        source="ours",
+    )
+    schedule_shape: str = option(
+        "linear",
+        "'linear' or 'cosine'.",
+        within="'linear' or 'cosine'",
+        when="only with one of the two starts",
+        source="ours",
+    )
+    interaction_weight: float = option(
+        0.0,
+        "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
+        "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
+        within="from 0",
+        when="raise it where the same fact is repeated in a batch",
+        source="app. gap: the second-order term that selection by value leaves out",
+    )
+    shared_threshold: bool = option(
+        False,
+        "DPO ablation: rank chosen and rejected tokens in one pool.",
+        within="true or false",
+        when="only as an ablation",
+        source="the paper ranks branches apart",
+    )
+    masked_logit: bool = option(
+        False,
+        "DPO ablation: take the coefficient from the masked preference logit.",
+        within="true or false",
+        when="only as an ablation",
+        source="eq. dpo_masked_loss takes the unmasked logit",
+    )
+
+    estimator: str = option(
+        "alphatoken",
+        "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
+        "mask acts on), or 'paper_literal'.",
+        within="six names",
+        when="'label' is exact for what a mask acts on; `alphatoken diagnose estimators` tells "
+        "what less costs on your model",
+        source="eq. phi_total: 'alphatoken'",
+    )
+    objective: str = option(
+        "both",
+        "'both', 'adaptation' or 'stability'.",
+        within="'both', 'adaptation' or 'stability'",
+        when="'adaptation' where nothing must be kept: no Fisher is fitted then",
+        source="the paper's ablation",
+    )
+    path: str = option(
+        "both",
+        "'both', 'direct' or 'causal'.",
+        within="'both', 'direct' or 'causal'",
+        when="only as an ablation",
+        source="the paper's ablation; eq. causal_decomp",
+    )
+    score_layers: str = option(
+        "3",
+        "K for the last K layers, 'all', or indices such as 0,4.",
+        within="1 to all layers",
+        when="more layers rank better and cost more; docs/frontier.md measures it",
+        source="K; the paper's 3",
+    )
+    value_parameters: str = option(
+        "linears",
+        "'linears' of the scored layers, 'linears,experts' with the matrices of their mixtures of "
+        "experts; with estimator='label' also 'all' trainable parameters, "
+        "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
+        within="'linears', 'linears,experts', 'all', or patterns",
+        when="with estimator 'label', where norms or embeddings carry the values",
+        source="ours; the paper scores linears",
+    )
+    window: int | None = option(
+        32,
+        "W of Value-Propagation; null for none.",
+        within="null, or from 0",
+        when="raise it for long chains of reasoning",
+        source="W of eq. V_layer; the paper's 32",
+    )
+    stability_weight: float = option(
+        1.5,
+        "lambda; without natural unit, see the balance logged.",
+        within="any number; 0 switches the term off",
+        when="look at `alpha/balance` in the logs, which says how much it weighs",
+        source="lambda of eq. composite_val; the paper's 1.5",
+    )
+    stability_units: str = option(
+        "plain",
+        "lambda multiplies V as it is ('plain', the paper), or V brought to the length of G "
+        "('balance'): at 1 both weigh the same, however far the weights have drifted.",
+        within="'plain' or 'balance'",
+        when="'balance' where lambda must mean the same over a run",
+        source="ours; the paper is 'plain'",
+    )
+    head_reduction: str = option(
+        "per_head",
+        "'per_head' or 'mean' (the paper's scalar alpha).",
+        within="'per_head' or 'mean'",
+        when="'mean' to follow the paper's scalar to the letter",
+        source="eq. app_ap_gdp",
+    )
+    causal_position: str = option(
+        "label",
+        "'label' or 'context'.",
+        within="'label' or 'context'",
+        when="only as an ablation",
+        source="eq. phi_tgt_causal",
+    )
+    score_bias: bool = option(
+        False,
+        "Biases of the scored linears take part.",
+        within="true or false",
+        when="with models that train biases",
+        source="ours",
+    )
+    uncovered: str = option(
+        "error",
+        "'error', or 'skip' matrices that no estimator covers.",
+        within="'error' or 'skip'",
+        when="'skip' with experts, if what is left out is known",
+        source="ours",
+    )
+    preconditioner: str | None = option(
+        None,
+        "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's.",
+        within="null, 'frozen' or 'full'",
+        when="'full' with Adam: values are then those of its step",
+        source="ours; the paper takes plain gradients",
+    )
+    precondition_after: int = option(
+        30,
+        "P = 1 until the optimizer has taken this many steps.",
+        within="from 1",
+        when="raise it for a slow second moment",
+        source="ours",
+    )
+
+    validation_mode: str = option(
+        "fixed",
+        "'fixed': one validation batch for the whole run (the paper); 'pool': a new one each "
+        "step, drawn from all validation rows.",
+        within="'fixed' or 'pool'",
+        when="'fixed' to follow the paper to the letter: one batch is overfitted within a few "
+        "dozen steps",
+        source="ours; the paper has one fixed batch",
+    )
+    validation_batch_size: int = option(
+        32,
+        "Validation rows (pairs) a step, over all ranks.",
+        within="from 1, to the rows there are",
+        when="raise it for steadier values",
+        source="the paper's 32",
+    )
+    validation_micro_batch_size: int | None = option(
+        None,
+        "Rows of one validation forward; null for as many as of a training forward, under "
+        "policy='harmless' for an eighth of them: its errors are from the spread between them.",
+        within="null, or from 1",
+        when="lower it where a validation forward does not fit",
+        source="ours",
+    )
+    running_mean: float = option(
+        0.0,
+        "Decay of a running mean of the validation gradient over the steps that took one (none is "
+        "taken where all values are reused); 0 switches it off.",
+        within="from 0, below 1",
+        when="0.9 smooths a pool of small batches; it did not pay in our runs",
+        source="ours",
+    )
+    held_out_share: float = option(
+        0.2,
+        "Share of the validation rows that is only watched: the gap is an overfitting alarm.",
+        within="from 0, below 1",
+        when="raise it where the gap is noisy",
+        source="ours",
+    )
+    held_out_steps: int = option(
+        50,
+        "Steps between two looks at the held-out part; 0 never looks and holds nothing out.",
+        within="from 0",
+        when="0 where every validation row is needed for values",
+        source="ours",
+    )
+    direction_steps: int = option(
+        1,
+        "Optimizer steps for which the direction M (G, V) is used before it is built anew.",
+        within="from 1",
+        when="raise it to save validation passes; values are then a little old",
+        source="the paper builds it every step",
+    )
+    reuse_values: int = option(
+        0,
+        "Values of a sequence seen again are reused up to this many steps old; 0 scores always.",
+        within="from 0",
+        when="raise it over several epochs to score less often",
+        source="ours",
+    )
+
+    retention: str = option(
+        "diagonal",
+        "'diagonal' or 'kronecker' Fisher drift, 'data' (gradient of the loss on the retention "
+        "rows: oracle retention), or 'none'.",
+        within="'none', 'diagonal', 'kronecker' or 'data'",
+        when="'data' where rows of what must be kept exist; 'none' saves the Fisher",
+        source="eq. fisher_proxy: 'diagonal'",
+    )
+    retention_batch_size: int = option(
+        32,
+        "Retention rows a step for retention='data'.",
+        within="from 1",
+        when="raise it for steadier values",
+        source="ours",
+    )
+    fisher_samples: int = option(
+        1000,
+        "Monte-Carlo samples of the Fisher.",
+        within="from 1",
+        when="lower it to start sooner; `alphatoken diagnose fisher` shows what that costs",
+        source="eq. mc_fisher; the paper's 1000",
+    )
+    fisher_labels: str = option(
+        "sequence",
+        "'sequence' (the paper) or 'token'.",
+        within="'sequence' or 'token'",
+        when="'token' is quicker: nothing is generated",
+        source="eq. mc_fisher: 'sequence'",
+    )
+    fisher_max_new_tokens: int = option(
+        256,
+        "Longest sampled response.",
+        within="from 1",
+        when="as long as your responses are",
+        source="ours",
+    )
+    fisher_batch_size: int = option(
+        8,
+        "Responses sampled at a time.",
+        within="from 1",
+        when="raise it where memory allows",
+        source="ours",
+    )
+    fisher_cache: str | None = option(
+        None,
+        "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
+        within="null or a folder",
+        when="share one folder between runs on one model",
+        source="ours",
+    )
+    fisher_offload: bool = option(
+        False,
+        "Leave Fisher and reference weights on disk, read and turned into V one matrix at a time; "
+        "the same values. For models whose Fisher does not fit.",
+        within="true or false",
+        when="for models whose Fisher does not fit",
+        source="ours",
+    )
+    max_relative_drift: float | None = option(
+        1.0,
+        "See ScorerConfig; null checks nothing.",
+        within="null, or above 0",
+        when="null only if the Fisher is known to be of this model",
+        source="ours",
+    )
+
+    scoring_forward: str = option(
+        "auto",
+        "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
+        "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
+        within="'auto', 'shared' or 'own'",
+        when="'own' where a wrapped forward is in the way",
+        source="ours",
+    )
+    skip_dropped_rows: bool = option(
+        False,
+        "Rows of which no token is kept are left out of the training forward: with "
+        "value_unit='response' a batch is then a draw of which only the kept rows cost a step. "
+        "The loss that is logged is the scoring pass's, of all rows. Needs scoring_forward='own'; "
+        "SFT.",
+        within="true or false",
+        when="to save the forward of rows that are dropped",
+        source="ours",
+    )
+    export_values: bool = option(
+        True,
+        "Write accumulated values per training token at the end, into output_dir/_alphatoken. "
+        "They quote the training rows; push_to_hub leaves them out.",
+        within="true or false",
+        when="false where no file may quote training rows",
+        source="ours",
+    )
+    log_details: bool = option(
+        False,
+        "Log every statistic under alpha/, some thirty of them, instead of the ten that tell how "
+        "a run goes.",
+        within="true or false",
+        when="to look for the cause of something that the ten curves show",
+        source="ours",
+    )
+    collect_value_propagation: int = option(
+        0,
+        "Optimizer steps between two looks at attention weights and value-output deviations of a "
+        "fixed probe, the first training rows; written to output_dir/_alphatoken and drawn by "
+        "`alphatoken diagnose value-propagation --collected`. 0 never looks.",
+        within="0 or more",
+        when="to see where Value-Propagation holds while a model trains",
+        source="fig. app:vp_fidelity",
+    )
+    value_seed: int = option(
+        0,
+        "Seed of pool order, random policy and unbiased weights.",
+        within="any whole number",
+        when="for another draw",
+        source="ours",
+    )
+
+
+@dataclass
+class PairFields:
+    """Fields that only preference pairs have."""
+
+    max_prompt_length: int | None = option(
+        None,
+        "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
+        "max_length. On the command line see long_prompts as well.",
+        within="1 or more, or null",
+        when="where a long prompt must not leave the response without room",
+        source="app. Implementation Details: 1,024",
+    )
+    max_response_length: int | None = option(
+        None,
+        "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
+        "max_length.",
+        within="1 or more, or null",
+        when="to cut responses apart from their prompts",
+        source="app. Implementation Details: 1,024",
+    )

@@ -1,0 +1,101 @@
+"""Training rows that are validation rows too: found when a trainer is made, before any work.
+
+What is measured on a row that is trained on rewards learning it by heart. The command line takes
+such rows out of the training rows; a trainer in Python is handed both sets by its user, and warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alphatoken.data import Row, Turn, leak_keys, pair_of
+from alphatoken.data.rows import turn_of
+from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
+
+__all__ = ["leaking_rows", "warn_of_leaks", "without_leaks"]
+
+
+def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int]:
+    """Numbers of the training rows that have a prompt or a whole row in common with ``held``.
+
+    "In common" is as on the command line: equal after NFKC, case folding and white-space folding
+    (``alphatoken.data.leak_keys``); an empty prompt is in common with none.
+
+    Args:
+        train: rows in one of TRL's forms; of a stream nothing is found.
+        held: validation or retention rows, likewise.
+        text_field: TRL's ``dataset_text_field``.
+    """
+    if not (hasattr(train, "__len__") and hasattr(held, "__len__")):
+        return []
+    keys = {key for record in held for key in _keys(record, text_field)}
+    found = enumerate(train) if keys else ()
+    return [number for number, row in found if not keys.isdisjoint(_keys(row, text_field))]
+
+
+def without_leaks(train: Any, held: Any, *, text_field: str = "text") -> Any:
+    """The training rows, a ``datasets.Dataset``, without those of :func:`leaking_rows`."""
+    leaks = set(leaking_rows(train, held, text_field=text_field))
+    return train.select([number for number in range(len(train)) if number not in leaks])
+
+
+def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "text") -> None:
+    """Warn, once for each set, where training rows repeat its rows.
+
+    Args:
+        train: training rows.
+        held: name -> rows, or None.
+        text_field: TRL's ``dataset_text_field``.
+    """
+    for name, rows in held.items():
+        if rows is None or train is None:
+            continue
+        leaks = leaking_rows(train, rows, text_field=text_field)
+        if leaks:
+            numbers = ", ".join(map(str, leaks[:5])) + (", ..." if len(leaks) > 5 else "")
+            warn_caller(
+                f"{len(leaks)} of {len(train)} training rows repeat a {name} row or its prompt "
+                f"(row {numbers}). What is measured on it then rewards learning by heart. "
+                "alphatoken.train.leaks.without_leaks(train_dataset, "
+                f"{name}_dataset) leaves them out.",
+                AlphaTokenWarning,
+            )
+
+
+def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
+    """Of one record; none of a record that is no text (images, tool calls)."""
+    try:
+        row = _row(record, text_field)
+    except (DataError, TypeError):
+        return set()
+    return set() if row is None else leak_keys(row)
+
+
+def _row(record: Mapping[str, Any], text_field: str) -> Row | None:
+    if "chosen" in record and "rejected" in record:
+        return pair_of(record, 0, "").row
+    if "prompt" in record and "completion" in record:
+        turns = _turns(record["prompt"], "user") + _turns(record["completion"], "assistant")
+    elif "messages" in record or "conversations" in record:
+        turns = _turns(record.get("messages", record.get("conversations")), "user")
+    elif "input_ids" in record:
+        return _row_of_ids(list(record["input_ids"]), list(record.get("labels") or ()))
+    elif text_field in record:
+        turns = (Turn("assistant", str(record[text_field])),)
+    else:
+        return None
+    return Row(0, "", turns)
+
+
+def _row_of_ids(ids: list[int], labels: list[int]) -> Row:
+    """Token ids written as numbers: what comes before the first label is the prompt."""
+    first = next((i for i, label in enumerate(labels) if label != -100), 0)
+    prompt, response = (" ".join(map(str, part)) for part in (ids[:first], ids[first:]))
+    return Row(0, "", (Turn("user", prompt), Turn("assistant", response)))
+
+
+def _turns(value: Any, role: str) -> tuple[Turn, ...]:
+    if isinstance(value, str):
+        return (Turn(role, value),)
+    return tuple(turn_of(message, "") for message in value)

@@ -1,0 +1,137 @@
+"""One name for one thing in every command; help that is there at once, with a sentence each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.cli.common import FORMER
+from alphatoken.cli.compare import CompareOptions
+from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.filter import FilterOptions
+from alphatoken.cli.fisher import FisherOptions
+from alphatoken.cli.merge import MergeOptions
+from alphatoken.cli.options import flag_of, present_names
+from alphatoken.cli.score import ScoreOptions
+from alphatoken.cli.training_help import USUAL, short_help
+from alphatoken.cli.training_options import RowArguments, RunArguments
+from alphatoken.train.fields import AlphaFields
+
+KINDS = [
+    ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, CompareOptions, MergeOptions,
+    RowArguments, RunArguments, AlphaFields,
+]  # fmt: skip
+
+
+def flags(kind: Any) -> set[str]:
+    return {flag_of(one) for one in fields(kind)}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_option_has_a_sentence(kind: Any) -> None:
+    silent = [one.name for one in fields(kind) if len(one.metadata["help"].split()) < 3]
+    assert not [name for name in silent if name != "cell"]  # compare's own processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_every_option_of_the_trainers_has_one_too(command: str) -> None:
+    from alphatoken.cli.arguments import _parser
+    from alphatoken.cli.training import trainer_of
+
+    actions = _parser(command, trainer_of(command)[0])._actions
+    assert len(actions) > 200
+    assert not [action.dest for action in actions if not (action.help or "").strip()]
+    assert set(USUAL) <= {action.dest for action in actions}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_option_goes_by_a_former_name(kind: Any) -> None:
+    assert not flags(kind) & set(FORMER)
+
+
+def test_what_commands_share_has_one_name() -> None:
+    shared = {"model_name_or_path", "train_file", "validation_file", "score_layers", "traceback",
+              "per_device_train_batch_size", "train_limit"}  # fmt: skip
+    assert shared <= flags(ScoreOptions)
+    assert shared <= flags(DiagnoseOptions)
+    assert shared <= flags(FilterOptions)
+    assert shared - {"validation_file"} <= flags(FisherOptions)
+    ours = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields) | set(USUAL)
+    assert shared <= ours
+    columns = {"prompt_column", "response_column", "messages_column"}
+    for known in (flags(ScoreOptions), flags(FilterOptions), flags(DiagnoseOptions), ours):
+        assert columns <= known
+    for kind in (ScoreOptions, FilterOptions, CompareOptions, AlphaFields):
+        assert "keep_ratio" in flags(kind)
+
+
+def test_former_names_are_read_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ratio", "0.3", "--layers=2", "--batch-size", "4", "--validation_data", "v.jsonl"]
+    found = present_names(words, FORMER)
+    assert found == ["--keep_ratio", "0.3", "--score_layers=2", "--per_device_train_batch_size",
+                     "4", "--validation_file", "v.jsonl"]  # fmt: skip
+    assert "--ratio is --keep_ratio" in capsys.readouterr().err
+    for name in FORMER.values():
+        assert name not in FORMER
+
+
+@pytest.mark.slow
+def test_recipes_with_former_names_are_read(tmp_path: Path) -> None:
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.training import trainer_of
+
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("validation_data: held.jsonl\nratio: 0.3\nlayers: '2'\n", "utf-8")
+    found = read_arguments("sft", ["--config", str(recipe)], trainer_of("sft")[0])
+    assert found.data.validation_file == "held.jsonl"
+    assert (found.training.keep_ratio, found.training.score_layers) == (0.3, "2")
+
+
+def test_help_shows_three_examples_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out.replace("\\\n", " ")
+    examples = [line.split() for line in said.splitlines() if line.startswith("    alphatoken ")]
+    assert [words[1] for words in examples] == ["score", "sft", "diagnose"]
+    training = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields) | set(USUAL)
+    known = [flags(ScoreOptions), training | {"config"}, flags(DiagnoseOptions)]
+    for words, names in zip(examples, known, strict=True):
+        assert {word[2:] for word in words if word.startswith("--")} <= names
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_the_short_help_is_ours_and_imports_nothing_large(command: str) -> None:
+    """That is what made it take ten seconds: a test of seconds would be one of the machine."""
+    script = (
+        "import sys; from alphatoken.cli import main; "
+        f"assert main(['{command}', '--help']) == 0; "
+        "large = {'torch', 'transformers', 'trl', 'datasets', 'numpy'} & sys.modules.keys(); "
+        "assert not large, large"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in (*flags(AlphaFields), *flags(RowArguments), "help_all"):
+        assert f"--{name}" in done.stdout
+    assert "--weight_decay" not in done.stdout
+    assert short_help(command).splitlines()[0] == done.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "metamath-llama"], ["--bf16", "true"]])
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_a_missing_model_is_named_first(
+    command: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main([command, *words])
+    said = capsys.readouterr().err
+    if words[:1] == ["--config"]:  # the recipe names its model: what is wrong is something else
+        assert "no model is named" not in said
+    else:
+        assert (status, said.count("\n")) == (2, 1)
+        assert "no model is named. Remedy: --model_name_or_path" in said

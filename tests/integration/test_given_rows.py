@@ -1,0 +1,209 @@
+"""Rows given from Python are read as the command line reads them, and compared before any work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from alphatoken import AlphaTokenWarning, ConfigError, InputError
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+)
+from alphatoken.train.leaks import leaking_rows, without_leaks
+from tests.integration import tiny_training as tiny
+
+SUMS, HELD = tiny.sums(24), tiny.sums(10, seed=5)
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}? {{ m['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant? {% endif %}"
+)
+
+
+def sft(folder: Path, train: Any, validation: Any, *, template: str = "", **more: Any) -> Any:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template or None
+    options = tiny.options(folder, **(tiny.ALPHA | more))
+    return AlphaSFTTrainer(
+        model=tiny.model(),
+        args=AlphaSFTConfig(**options),
+        train_dataset=train,
+        validation_dataset=validation,
+        processing_class=tokenizer,
+    )
+
+
+def named(rows: list[dict[str, str]], prompt: str, response: str) -> Dataset:
+    return Dataset.from_list([{prompt: r["prompt"], response: r["completion"]} for r in rows])
+
+
+def same(one: Any, other: Any, *columns: str) -> bool:
+    """Whether two data sets hold the same tokens; pytest would take minutes to show how not."""
+    names = columns or ("input_ids", "labels")
+    found = [[[list(row[n]) for n in names] for row in rows] for rows in (one, other)]
+    return bool(found[0] == found[1])
+
+
+# --- columns and lists ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "columns", [("question", "answer"), ("instruction", "output"), ("prompt", "response")]
+)
+def test_columns_of_the_command_line_are_read_in_python(
+    tmp_path: Path, columns: tuple[str, str]
+) -> None:
+    ended = [[{**row, "prompt": row["prompt"] + "\n"} for row in rows] for rows in (SUMS, HELD)]
+    expected = sft(tmp_path, *map(Dataset.from_list, ended))  # plain text: a line end after prompts
+    found = sft(tmp_path, named(SUMS, *columns), named(HELD, *columns))
+    assert same(found.train_dataset, expected.train_dataset)
+    assert same(found.rows.validation, expected.rows.validation)
+
+
+def test_with_a_template_they_become_chats_as_on_the_command_line(tmp_path: Path) -> None:
+    plain = sft(tmp_path, named(SUMS, "question", "answer"), named(HELD, "question", "answer"))
+    chat = sft(tmp_path, named(SUMS, "question", "answer"), HELD, template=CHAT)
+    text = tiny.tokenizer().decode(chat.train_dataset[0]["input_ids"])
+    assert text.startswith("user?")
+    assert "assistant?" in text
+    assert "user?" not in tiny.tokenizer().decode(plain.train_dataset[0]["input_ids"])
+    # Rows in a form of TRL's stay as they are, with a template too.
+    kept = sft(tmp_path, SUMS, HELD, template=CHAT).train_dataset[0]["input_ids"]
+    assert "user?" not in tiny.tokenizer().decode(kept)
+
+
+def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
+    expected = sft(tmp_path, Dataset.from_list(SUMS), Dataset.from_list(HELD))
+    lists = sft(tmp_path, SUMS, tuple(HELD))
+    assert same(lists.train_dataset, expected.train_dataset)
+    assert same(lists.rows.validation, expected.rows.validation)
+    texts = ["ab cd ef", "gh ij kl mn", "op qr", "st uv", "wx yz", "a b c", "d e f", "g h"]
+    found = sft(tmp_path, SUMS, texts).rows.validation
+    assert same(found, sft(tmp_path, SUMS, [{"text": t} for t in texts]).rows.validation)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "validation data set is no set of rows. Got: list of nothing.*load_dataset"),
+        ("rows.jsonl", "no set of rows. Got: str: 'rows.jsonl'.*load_dataset"),
+        ({"prompt": ["a"], "completion": ["b"]}, "no set of rows. Got: dict"),
+        ([["a", "b"]], "no set of rows. Got: list of list"),
+        ([{"title": "a", "body": "b"}], "validation data set has none of the columns"),
+        ([{"prompt": "a", "completion": " "}], "1 of 1 validation rows cannot be trained on"),
+    ],
+)
+def test_what_is_no_set_of_rows_is_refused_by_name(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sft(tmp_path, SUMS, rows)
+
+
+def test_a_prompt_of_pairs_under_another_name_is_no_common_beginning(tmp_path: Path) -> None:
+    """TRL would drop the column, and take what the responses begin with for the prompt."""
+    pairs = tiny.preference_rows(16)
+    asked = pairs.rename_column("prompt", "question")
+
+    def trained(rows: Any) -> Any:
+        return AlphaDPOTrainer(
+            model=tiny.model(),
+            ref_model=tiny.model(),
+            args=AlphaDPOConfig(**tiny.options(tmp_path, **tiny.ALPHA)),
+            train_dataset=rows,
+            validation_dataset=tiny.preference_rows(10, seed=4),
+            processing_class=tiny.tokenizer(),
+        ).train_dataset
+
+    expected = trained(pairs.map(lambda row: {"prompt": row["prompt"] + "\n"}))
+    for rows in (asked, list(asked)):
+        assert same(trained(rows), expected, "prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def test_texts_are_no_rows_of_the_plain_trainer(tmp_path: Path) -> None:
+    args = AlphaConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(InputError, match="not tokenised. Got: str.*encode_rows"):
+        AlphaTrainer(
+            model=tiny.model(), args=args, train_dataset=["abc"], validation_dataset=["def"]
+        )
+
+
+# --- leaks ----------------------------------------------------------------------------------------
+
+
+def test_training_rows_that_repeat_validation_rows_are_counted(tmp_path: Path) -> None:
+    leaked = [SUMS[3], {**SUMS[7], "completion": " another answer."}, *HELD]
+    with pytest.warns(
+        AlphaTokenWarning, match=r"2 of 24 training rows.*\(row 3, 7\).*without_leaks"
+    ):
+        sft(tmp_path, SUMS, leaked)
+    train = Dataset.from_list(SUMS)
+    left = without_leaks(train, leaked)
+    assert len(left) == 22
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        sft(tmp_path, left, leaked)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda row: {"messages": [_said("user", row["prompt"]), _said("gpt", row["completion"])]},
+        lambda row: {"text": row["prompt"] + row["completion"]},
+        lambda row: {
+            "prompt": [_said("user", row["prompt"])],
+            "completion": [_said("assistant", row["completion"])],
+        },
+        lambda row: {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no."},
+        lambda row: {"input_ids": [ord(c) for c in row["prompt"] + row["completion"]]},
+    ],
+    ids=["messages", "text", "parts", "pairs", "ids"],
+)
+def test_leaks_are_seen_in_every_form_of_row(form: Callable[[dict[str, str]], Any]) -> None:
+    rows = [form(row) for row in SUMS]
+    assert leaking_rows(rows, [rows[2], *(form(row) for row in HELD)]) == [2]
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+# --- what else is refused or chosen before any work -----------------------------------------------
+
+
+def test_bf16_is_chosen_only_where_the_device_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    from alphatoken.train import given
+
+    for kind in (AlphaSFTConfig, AlphaDPOConfig):
+        assert kind(str(tmp_path)).bf16 is False
+        assert kind(str(tmp_path), use_cpu=True).bf16 is False
+        with pytest.raises(ValueError, match="bf16"):  # asked for: transformers' own refusal
+            kind(str(tmp_path), bf16=True)
+        monkeypatch.setattr(given, "is_torch_bf16_gpu_available", lambda: True)
+        assert kind(str(tmp_path), use_cpu=True).bf16 is True  # TRL's default stands
+        monkeypatch.undo()
+
+
+def test_a_length_beyond_the_model_is_refused_before_a_fisher_is_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fitted(*_: Any, **__: Any) -> None:
+        raise AssertionError("a Fisher was fitted")
+
+    monkeypatch.setattr("alphatoken.train.run_rows.fitted_fisher", fitted)
+    with pytest.raises(ConfigError, match="max_length is more than the model allows. Got: 4096"):
+        sft(tmp_path, SUMS, HELD, max_length=4096)
+    with pytest.raises(AssertionError, match="a Fisher was fitted"):
+        sft(tmp_path, SUMS, HELD)

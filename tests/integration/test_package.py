@@ -1,0 +1,89 @@
+"""Wheel and sdist: what is in them, and that the wheel works outside the tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import alphatoken
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_version_is_one_everywhere() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest = next(line for line in changes.splitlines() if line.startswith("## "))
+    assert newest.split()[1] == alphatoken.__version__
+    citation = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
+    assert f"version: {alphatoken.__version__}" in citation
+
+
+def test_classifiers_say_what_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lowest = project["requires-python"].removeprefix(">=")
+    named = [c.split(" :: ")[-1] for c in project["classifiers"] if ":: Python :: 3." in c]
+    assert named[0] == lowest
+    assert [int(name.split(".")[1]) for name in named] == list(range(11, 11 + len(named)))
+
+
+def run(*words: Any, cwd: Path) -> str:
+    done = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both, made as a release makes them: the wheel of what the sdist holds."""
+    folder = tmp_path_factory.mktemp("dist")
+    # Elsewhere than in the tree, whose git-ignored folder "build" Python would take for the module.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wheel_and_sdist_hold_all_files(built: Path) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    source = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "alphatoken").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if ".dist-info/" not in name} == source
+    assert {"alphatoken/py.typed", "alphatoken/report/page.html.j2"} <= source
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert source | {"pyproject.toml", "LICENSE", "CITATION.cff", "tests/smoke.py"} <= held
+    assert not [name for name in held if name.startswith((".ci", "models", "runs", "build"))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Path) -> None:
+    """What it needs is read from the environment of the tests: nothing is downloaded."""
+    (wheel,) = built.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    install = ("install", "--quiet", "--no-deps", "--no-index", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path)
+    own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
+                   cwd=tmp_path).strip())  # fmt: skip
+    # A folder that a .pth file names is searched last, and its own .pth files are not read: the
+    # tree, installed to be edited, is not among what is found.
+    (own / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
+    said = run(python, "-P", ROOT / "tests" / "smoke.py", cwd=tmp_path)
+    found = json.loads(said.splitlines()[-1])
+    assert found["seen"] == ["import", "help", "scorer", "report", "train"]
+    assert Path(found["place"]) == own.resolve() / "alphatoken"
