@@ -33,7 +33,13 @@ exclude_patterns = ["_build"]
 
 # Tutorials written in Markdown are run at each build; recorded ones (.ipynb) are shown as they are,
 # and `make tutorials` runs them again. Without the model none is run, and its page says so.
-os.environ.setdefault("ALPHATOKEN_MODELS", str(HERE.parent / "models"))
+os.environ["ALPHATOKEN_MODELS"] = str(
+    Path(os.environ.get("ALPHATOKEN_MODELS") or HERE.parent / "models").resolve()
+)
+# What is run is the package that the pages describe, wherever another one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
+)
 TUTORIAL_MODEL = Path(os.environ["ALPHATOKEN_MODELS"], "SmolLM2-135M-Instruct")
 nb_execution_mode = "force" if TUTORIAL_MODEL.is_dir() else "off"
 nb_execution_excludepatterns = ["*.ipynb"]

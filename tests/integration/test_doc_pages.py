@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from alphatoken import errors
 from alphatoken.data import Fields, pair_of, text_or_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +103,16 @@ def test_no_message_is_missing_from_the_page() -> None:
     assert looked > 400
 
 
+def test_an_error_names_its_heading() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    for kind in errors.__all__:
+        if kind.endswith("Error"):
+            raised = getattr(errors, kind)("what is wrong", got="this")
+            assert raised.__notes__ == [f"Documentation: Troubleshooting, {kind}."]
+            assert str(raised) == "what is wrong. Got: this."
+            assert f"\n## {kind}\n" in page
+
+
 def test_a_new_message_is_found(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/rows.py").write_text(
@@ -158,3 +169,20 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     assert outputs
     assert all(one["output_type"] != "error" for one in outputs)
     assert all(one.get("name") != "stderr" for one in outputs)
+
+
+# --- quick start ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_first_snippet_of_the_quick_start_runs_as_printed(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
+    page = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    assert int(names["keep"].sum()) == -(-int(names["values"].mask.sum()) // 2)
+    assert names["loss"].isfinite()
+    assert any(p.grad is not None for p in names["model"].parameters())
