@@ -48,6 +48,8 @@ nb_execution_timeout = 600
 nb_execution_show_tb = True
 nb_merge_streams = True
 nb_output_stderr = "remove"
+# A message is searched for as it was printed: --option, and straight quotes.
+smartquotes = False
 html_theme = "furo"
 html_title = "AlphaToken"
 
