@@ -18,7 +18,7 @@ READY_DOCS := .venv/.ready-docs
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast all-tests property integration \
-	coverage lint format types imports docs bench gpu gpu-wheels mutants random nightly clean
+	coverage lint format types imports docs tutorials bench gpu gpu-wheels mutants random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all     the same with the slow tests: processes, kills, memory, peers, long diagnostics"
 	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
+	@echo "make tutorials    run the recorded tutorials again (TUTORIALS=docs/tutorials/2-choose.ipynb: one)"
 	@echo "make bench        the ratios with a target, about 25 minutes; writes docs/benchmarks.md"
 	@echo "make gpu          numbers, ratios and a training run of one CUDA GPU, ten minutes, no network;"
 	@echo "                  make gpu-wheels fetches into wheels/ what such a machine may lack"
@@ -116,8 +117,13 @@ random: $(READY)
 	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"
 	HYPOTHESIS_PROFILE=random $(RUN) $(PYTEST) tests/property -m hypothesis --hypothesis-seed=$(SEED)
 
-docs: $(READY_DOCS)
+# Two tutorials are run while the pages are built, with SmolLM2; without a registry they are not.
+docs: $(READY_DOCS) models-if-reachable
 	$(RUN) -m sphinx -W --keep-going -n -b html docs docs/_build/html
+
+# Those that train, or take minutes: recorded, and committed with what they printed.
+tutorials: $(READY_DOCS) models-if-reachable
+	$(RUN) docs/tutorials/record.py $(TUTORIALS)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.run

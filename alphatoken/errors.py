@@ -76,6 +76,8 @@ class AlphaTokenError(Exception):
         if remedy:
             parts.append(f"Remedy: {remedy.rstrip('.')}.")
         super().__init__(" ".join(parts))
+        # Below a traceback, and no part of the message itself.
+        self.add_note(f"Documentation: Troubleshooting, {type(self).__name__}.")
 
 
 class InputError(AlphaTokenError, ValueError):

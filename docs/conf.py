@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -21,13 +22,34 @@ copyright = "AlphaToken maintainers"
 release = version = VERSION.findall((PACKAGE / "__init__.py").read_text(encoding="utf-8"))[0]
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "docstrings",
+    "messages",
 ]
 exclude_patterns = ["_build"]
+
+# Tutorials written in Markdown are run at each build; recorded ones (.ipynb) are shown as they are,
+# and `make tutorials` runs them again. Without the model none is run, and its page says so.
+os.environ["ALPHATOKEN_MODELS"] = str(
+    Path(os.environ.get("ALPHATOKEN_MODELS") or HERE.parent / "models").resolve()
+)
+# What is run is the package that the pages describe, wherever another one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
+)
+TUTORIAL_MODEL = Path(os.environ["ALPHATOKEN_MODELS"], "SmolLM2-135M-Instruct")
+nb_execution_mode = "force" if TUTORIAL_MODEL.is_dir() else "off"
+nb_execution_excludepatterns = ["*.ipynb"]
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_show_tb = True
+nb_merge_streams = True
+nb_output_stderr = "remove"
+# A message is searched for as it was printed: --option, and straight quotes.
+smartquotes = False
 html_theme = "furo"
 html_title = "AlphaToken"
 
@@ -93,6 +115,21 @@ def check_tree() -> None:
         raise ConfigError(f"docs/architecture.md does not name {', '.join(missing)}")
 
 
+NOT_RUN = """
+```{{note}}
+This page was built without the model ({model} is not there), so its code was not run and no
+output is shown. `make models` fetches the model; then build the pages again.
+```
+"""
+
+
+def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
+    """A note under the title of a tutorial that would have been run."""
+    if nb_execution_mode == "off" and "{code-cell}" in source[0]:
+        note = NOT_RUN.format(model=TUTORIAL_MODEL.name)
+        source[0] = re.sub(r"(?m)^# .+\n", lambda title: title[0] + note, source[0], count=1)
+
+
 def _prepare(app: Any, config: Any) -> None:
     check_tree()
     write_module_pages()
@@ -101,3 +138,4 @@ def _prepare(app: Any, config: Any) -> None:
 def setup(app: Any) -> None:
     """Prepare before any page is read."""
     app.connect("config-inited", _prepare)
+    app.connect("source-read", say_what_was_not_run)

@@ -266,7 +266,7 @@ def require_validation(policy: TokenPolicy, given: bool) -> None:
             f"policy '{policy.name}' needs a validation dataset",
             got="validation_dataset=None",
             why="it chooses what serves those rows",
-            remedy="pass validation_dataset=..., or validation_data on the command line",
+            remedy="pass validation_dataset=..., or validation_file on the command line",
         )
 
 

@@ -1,0 +1,188 @@
+"""Pages for users against what they speak of: data formats, messages, tutorials, order."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from alphatoken import errors
+from alphatoken.data import Fields, pair_of, text_or_row
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TUTORIALS = DOCS / "tutorials"
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+MESSAGES = _module(DOCS / "messages.py")
+
+# --- data formats --------------------------------------------------------------------------------
+
+
+def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
+    blocks = re.findall(rf"<!-- {kind}(.*?) -->\n```json\n(.*?)```", page, re.DOTALL)
+    return [(note.strip(), [json.loads(x) for x in text.splitlines()]) for note, text in blocks]
+
+
+def test_rows_of_the_page_are_read_as_it_says() -> None:
+    found = _examples("rows:")
+    assert [note for note, _ in found] == ["2 turns", "2 turns", "5 turns", "1 turns"]
+    for note, records in found:
+        rows = [text_or_row(record, 0, "here", Fields()) for record in records]
+        assert {len(row.turns) for row in rows} == {int(note.split()[0])}
+        assert len({tuple((t.role, t.text) for t in row.turns) for row in rows}) == 1, records
+
+
+def test_pairs_of_the_page_are_one_pair_in_four_forms() -> None:
+    ((_, records),) = _examples("pairs")
+    pairs = [pair_of(record, 0, "here") for record in records]
+    texts = {
+        tuple(turn.text for turn in (*pair.prompt, *pair.chosen, *pair.rejected)) for pair in pairs
+    }
+    assert texts == {("What is 6 times 7?", "6 * 7 = 42.", "6 * 7 = 48.")}
+    assert len(pairs) == 4
+
+
+def test_every_known_field_is_named() -> None:
+    from alphatoken.data import pairs, rows
+
+    page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
+    known = (*rows.PROMPTS, *rows._RESPONSES, *rows.CHATS, *pairs._CHOSEN, *pairs._REJECTED)
+    for name in (*known, *rows._ROLES):
+        assert f"`{name}`" in page or f'"{name}"' in page or f"the {name}" in page, name
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+def _raised(path: Path) -> list[tuple[str, str]]:
+    """Class and first words of what a file raises, found in another way than the page does."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    found = []
+    for call in raised:
+        if isinstance(call, ast.Call) and call.args:
+            first = call.args[0]
+            first = first.values[0] if isinstance(first, ast.JoinedStr) else first
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                found.append((ast.unparse(call.func), first.value))
+    return found
+
+
+def test_no_message_is_missing_from_the_page() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    shown = set(MESSAGES.MARK.findall(page))
+    found = MESSAGES.messages()
+    assert {one.kind for one in found} == shown
+    assert all(f"\n## {kind}\n" in page for kind in shown)
+    assert {one.room for one in found} == set(MESSAGES.ROOMS)
+    looked = 0
+    for path in sorted((ROOT / "alphatoken").rglob("*.py")):
+        for kind, words in _raised(path):
+            if kind in shown:
+                looked += 1
+                assert any(m.kind == kind and m.what.startswith(words) for m in found), words
+    assert looked > 400
+
+
+def test_an_error_names_its_heading() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    for kind in errors.__all__:
+        if kind.endswith("Error"):
+            raised = getattr(errors, kind)("what is wrong", got="this")
+            assert raised.__notes__ == [f"Documentation: Troubleshooting, {kind}."]
+            assert str(raised) == "what is wrong. Got: this."
+            assert f"\n## {kind}\n" in page
+
+
+def test_a_new_message_is_found(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.py").write_text(
+        "class DataError(AlphaTokenError): ...\n"
+        "class OddError(DataError): ...\n"
+        "def _no(what, remedy):\n    raise OddError(what, remedy=remedy)\n"
+        "def f(n):\n"
+        "    raise DataError(f'{n} rows are ' + ('odd' if n else 'even'), why='they are')\n"
+        "def g(n):\n    _no('no row', remedy='give `one`')\n"
+    )
+    found = {(m.kind, m.what, m.why, m.remedy) for m in MESSAGES._messages(tmp_path)}
+    assert found == {
+        ("DataError", "… rows are odd", "they are", ""),
+        ("OddError", "no row", "", "give `one`"),
+    }
+
+
+def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
+    text = MESSAGES.listed("DataError")
+    assert "### DataError: Rows and their files" in text
+    entry = text[text.index("a row has an empty response") :].split("\n\n")[0]
+    assert "Why it matters: there is no token to value." in entry
+    assert "Remedy: mend the row" in entry
+
+
+# --- tutorials -----------------------------------------------------------------------------------
+
+
+def test_every_page_has_its_place_in_the_order() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    captions = re.findall(r":caption: (\w+)", index)
+    assert captions == ["Start", "Use", "Understand", "Evidence", "Reference", "Contribute"]
+    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
+    assert {path.stem for path in DOCS.glob("*.md")} - {"index"} == listed - {"tutorials/index"}
+
+
+def test_tutorials_are_listed_and_say_what_they_take() -> None:
+    index = (TUTORIALS / "index.md").read_text(encoding="utf-8")
+    for path in sorted([*TUTORIALS.glob("[0-9]-*")]):
+        assert f"]({path.name})" in index
+        text = path.read_text(encoding="utf-8")
+        assert "At the end you" in text, path.name
+        assert re.search(r"minute|hour", text), path.name
+
+
+@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 200_000
+    assert not re.search(r"/tmp/|/home/|/root/|/work/|site-packages|Warning", text)
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    outputs = [one for cell in cells for one in cell["outputs"]]
+    assert len(cells) > 2
+    assert outputs
+    assert all(one["output_type"] != "error" for one in outputs)
+    assert all(one.get("name") != "stderr" for one in outputs)
+
+
+# --- quick start ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_first_snippet_of_the_quick_start_runs_as_printed(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
+    page = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    assert int(names["keep"].sum()) == -(-int(names["values"].mask.sum()) // 2)
+    assert names["loss"].isfinite()
+    assert any(p.grad is not None for p in names["model"].parameters())
