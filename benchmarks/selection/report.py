@@ -45,7 +45,7 @@ CONCLUSIONS = Path(__file__).with_name("conclusions.md")
 
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
-    "smollm2-lora": "SmolLM2-135M-Instruct, LoRA",
+    "lora": "SmolLM2-135M-Instruct, LoRA",
     "code": "SmolLM2-135M-Instruct, Python",
     "pairs": "SmolLM2-135M-Instruct, preferences",
     "gemma3": "Gemma 3 270M",
