@@ -298,6 +298,10 @@ class TransformersAdapter:
         named = inspect.signature(self.base.forward).parameters
         if "logits_to_keep" in named:
             arguments["logits_to_keep"] = 1  # or the head would run on the whole prompt
+        if "output_router_logits" in named:
+            # Trainers ask the config for the router's loss, which takes the mask to be as long as
+            # the new tokens are many.
+            arguments["output_router_logits"] = False
         cache = "cache" if "cache" in named else "past_key_values"  # up to transformers 5.23
         if state is not None:
             arguments[cache] = state

@@ -154,7 +154,7 @@ def _model_part(model: nn.Module, adapter: DecoderAdapter, name: str) -> dict[st
 def _scored_part(model: nn.Module, scope: Scope, args: Any) -> dict[str, Any]:
     def shape(linear: ScoredLinear) -> list[int]:
         weight: Tensor = linear.weight
-        return list(weight.shape[::-1] if linear.transposed else weight.shape)
+        return list(weight.mT.shape if linear.transposed else weight.shape)
 
     scored = sum(
         parameter.numel() for parameter in scope.parameters(biases=args.score_bias).values()

@@ -27,6 +27,7 @@ from tests.flash_standin import NAME, standin
 from tests.integration.tiny_training import (
     ALPHA,
     lora,
+    mixture,
     model,
     options,
     preference_rows,
@@ -41,7 +42,7 @@ from tests.property.tolerance import allowed, close
 def sft(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) -> SFTTrainer:
     kind = {**ALPHA, **more} if alpha else more
     arguments = {
-        "model": model(dropout=kind.pop("dropout", 0.0)),
+        "model": kind.pop("model", None) or model(dropout=kind.pop("dropout", 0.0)),
         "train_dataset": kind.pop("train_dataset", None) or sft_rows(96),
         "processing_class": tokenizer(),
         "peft_config": lora() if peft else None,
@@ -395,6 +396,21 @@ def test_options_train(tmp_path: Path, kind: str, extra: dict[str, Any]) -> None
     trainer.train()
     assert furthest(before, weights(trainer.model)) > 0
     assert all(map(torch.isfinite, map(torch.tensor, losses(trainer))))
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
+    """Experts are scored and move; the router, whose loss TRL adds, is named as left out."""
+    more = {"value_parameters": "linears,experts", "uncovered": "skip", "max_steps": 5}
+    trainer = sft(tmp_path, model=mixture(), **more)
+    before = weights(trainer.model)
+    trainer.train()
+    coverage = trainer.valuation.scorer.coverage
+    assert any(name.endswith("experts.down_proj") for name in coverage.linears)
+    assert all("router" in reason for reason in coverage.skipped.values())
+    assert coverage.skipped
+    assert furthest(before, weights(trainer.model)) > 0
+    assert losses(trainer)[-1] < losses(trainer)[0]
 
 
 @pytest.mark.slow

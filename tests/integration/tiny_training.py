@@ -9,7 +9,13 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 ALPHABET = string.ascii_lowercase + string.digits + " +=?.-"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -45,6 +51,26 @@ def model(seed: int = 0, *, layers: int = 3, dropout: float = 0.0) -> LlamaForCa
         eos_token_id=2,
     )
     return LlamaForCausalLM(config)
+
+
+def mixture(seed: int = 0) -> MixtralForCausalLM:
+    """The same with a mixture of four experts in each layer, of which each token meets two."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        vocab_size=4 + len(ALPHABET),
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return MixtralForCausalLM(config)
 
 
 def lora() -> LoraConfig:

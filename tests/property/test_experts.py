@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -157,6 +157,19 @@ def test_a_fisher_and_its_drift_have_the_tensors(name: str) -> None:
             close(found[n], expected, expected.abs().amax(), 1e-6, name="V of experts")
 
 
+def test_responses_are_drawn_where_a_trainer_asked_for_the_routers_loss() -> None:
+    """TRL sets the config so; the loss needs no part in drawing, and fails with a cache."""
+    found = []
+    for asked in (False, True):
+        model = MixtureCase("mixtral", layers=(1,)).model()
+        model.config.output_router_logits = asked
+        prompts = [torch.tensor([1, 4, 5]), torch.tensor([1, 6])]
+        options = {"layers": (1,), "samples": 2, "max_new_tokens": 3, "progress": False}
+        found.append(fit_fisher(model, prompts, parameters=claims.CHOSEN, **options).fisher)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
 # --- what is in scope, and what is refused -------------------------------------------------------
 
 
@@ -239,6 +252,13 @@ def test_experts_spread_over_processes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="spread over processes"):
         case.scorer(model, "direct").score(case.batch(case.train))
     assert not ALL_EXPERTS_FUNCTIONS._local_mapping
+
+
+def test_experts_on_sharded_weights_are_refused() -> None:
+    case = MixtureCase("mixtral")
+    config = ScorerConfig("path", layers=1, parameters=claims.CHOSEN, uncovered="skip")
+    with pytest.raises(UnsupportedError, match="experts cannot be captured on sharded weights"):
+        Scorer(case.model(), [case.batch(("pprr",))], config=config, sharding=MagicMock())
 
 
 def test_a_mixture_that_is_not_given_every_position_is_refused() -> None:
