@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a hybrid: softmax attention and gated delta nets, the paper's values."""
+"""Fine-tuning of a hybrid of softmax attention and gated delta nets by the paper's values."""
 
 from __future__ import annotations
 
