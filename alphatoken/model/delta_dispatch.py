@@ -226,21 +226,32 @@ def _step(
         transposed: Tensor = output.transpose(1, 2)
         return transposed
 
-    tensors = tuple(x.transpose(1, 2) for x in (query, key, value, g, beta))
+    q, k, v, decay, strength = (x.transpose(1, 2) for x in (query, key, value, g, beta))
     call = DeltaCall(
         module,
-        *tensors,
+        q,
+        k,
+        v,
+        decay,
+        strength,
         normalised=use_qk_l2norm_in_kernel,
         cached=initial_state is not None,
     )
     run: NativeDelta = native
     for one in _ACTIVE.get(module, ()):
         run = partial(_through_rule, one.rule, call, run)
-    return run(*tensors).transpose(1, 2), last[0]
+    return run(q, k, v, decay, strength).transpose(1, 2), last[0]
 
 
 def _through_rule(
-    override: DeltaOverride, call: DeltaCall, native: NativeDelta, *tensors: Tensor
+    override: DeltaOverride,
+    call: DeltaCall,
+    native: NativeDelta,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
 ) -> Tensor:
-    names = ("query", "key", "value", "decay", "beta")
-    return override(replace(call, **dict(zip(names, tensors, strict=True))), native)
+    given = replace(call, query=query, key=key, value=value, decay=decay, beta=beta)
+    return override(given, native)

@@ -111,7 +111,8 @@ class DeltaStatistics:
         """(b, h, t, ...) -> (b, h, n, i, ...), zeros behind the end."""
         missing = -self.length % self.size
         padded = F.pad(tensor.to(self.dtype), (0, 0) * (tensor.dim() - 3) + (0, missing))
-        return padded.unflatten(2, (-1, self.size))
+        chunks: Tensor = padded.unflatten(2, (-1, self.size))
+        return chunks
 
     def joined(self, chunks: Tensor) -> Tensor:
         """(b, h, n, i, ...) -> (b, h, t, ...)."""
@@ -257,12 +258,13 @@ def _through_length(
     error: Tensor, vector: Tensor, over: Tensor, statistics: DeltaStatistics
 ) -> Tensor:
     """An error at x / |x| (b, h, t, d), summed over the heads of a group and brought to x."""
-    summed = error.unflatten(1, (statistics.groups, -1)).sum(2)
+    summed: Tensor = error.unflatten(1, (statistics.groups, -1)).sum(2)
     if not statistics.normalised:
         return summed
     unit = vector.to(summed) * over
     # d(x / |x|) = (I - x x^T / |x|^2) / |x|, with the small number under the root in |x|.
-    return over * (summed - unit * (unit * summed).sum(-1, keepdim=True))
+    across: Tensor = over * (summed - unit * (unit * summed).sum(-1, keepdim=True))
+    return across
 
 
 class _Gate(torch.autograd.Function):

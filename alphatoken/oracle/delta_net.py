@@ -228,7 +228,7 @@ class DeltaNet:
         return slope
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     query: Tensor
     key: Tensor
@@ -238,7 +238,7 @@ class _Call:
     normalised: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Convolution:
     x: Tensor
     weight: Tensor
@@ -250,7 +250,7 @@ def net_jacobian(
     net: DeltaNet, x: Float[Tensor, "t m"], *, values_only: bool = False
 ) -> Float[Tensor, "k v t m"]:
     """d o_k / d x_t by autograd; ``values_only``: through the values alone, the rest held."""
-    return torch.autograd.functional.jacobian(  # type: ignore[no-any-return,no-untyped-call]
+    return torch.autograd.functional.jacobian(  # type: ignore[no-any-return]
         lambda y: delta_rule(net.call(y, values_only=values_only))[0, 0], x
     )
 
