@@ -72,13 +72,25 @@ def one_at_a_time(
 TEXTS = [("12+30=", " it is 42."), ("5+5=", " it is 10. ok"), ("1+1=", " it is 2 or so.")]
 
 
+def own_answer(model: Any, tokenizer: Any) -> tuple[str, str]:
+    """What the model itself writes, with a number in it: each token is the likeliest there."""
+    for prompt in (f"{i}+{j}=" for i in range(20) for j in range(20)):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        whole = model.generate(**given, do_sample=False, max_new_tokens=6, pad_token_id=0)[0]
+        text = tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
+        if len(text) == 6 and final_answer(text, NUMBER) is not None:
+            return prompt, text
+    raise AssertionError("the model writes no number")
+
+
 @pytest.mark.parametrize("alternatives", [1, 2])
 @pytest.mark.parametrize("batch", [1, 7])
 def test_critical_tokens_are_those_of_one_continuation_at_a_time(
     tmp_path: Path, alternatives: int, batch: int
 ) -> None:
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
-    rows = rows_of(TEXTS, tokenizer)
+    rows = rows_of([*TEXTS, own_answer(model, tokenizer)], tokenizer)
     policy = CFT(alternatives=alternatives, max_new_tokens=3, batch=batch)
     table = policy.measured(stage(tmp_path, rows, model, tokenizer))
     wanted = [one_at_a_time(row, model, tokenizer, alternatives, 3) for row in rows]
