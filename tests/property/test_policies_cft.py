@@ -176,6 +176,7 @@ def test_what_it_cannot_read_is_refused(tmp_path: Path) -> None:
         CFT().prepare(packed)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Path) -> None:
     """SmolLM2 copies an amount that it has read: the amount's own digits decide, words do not."""
@@ -185,10 +186,10 @@ def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = [("The bill is 42 dollars. How many dollars is the bill?\n", "The bill is 42 dollars.")]
     rows = rows_of(texts, tokenizer)
-    table = CFT(max_new_tokens=12).measured(stage(tmp_path, rows, model, tokenizer))
+    table = CFT(max_new_tokens=16).measured(stage(tmp_path, rows, model, tokenizer))
     words = [
         tokenizer.decode(i) for i, label in zip(*rows[0].values(), strict=True) if label != -100
     ]
     wrong = dict(zip(words, table.columns["wrong"].tolist(), strict=True))
-    assert wrong["4"] == 1.0
-    assert min(wrong.values()) < 1.0
+    assert wrong["4"] == wrong["2"] == 1.0  # whatever else stands there is another amount
+    assert max(wrong[" is"], wrong["."]) < 1.0
