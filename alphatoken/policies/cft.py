@@ -39,7 +39,8 @@ def final_answer(text: str, pattern: str) -> str | None:
     found = list(re.finditer(pattern, text))
     if not found:
         return None
-    said = found[-1].group(1 if found[-1].re.groups else 0).strip()
+    last = found[-1]
+    said = last.group(1 if last.re.groups else 0).strip()
     try:
         value = Decimal(said.replace(",", ""))
     except InvalidOperation:
@@ -181,7 +182,7 @@ class _Reading:
         prefixes = [
             torch.cat([ids[:t], other[None]])
             for t in range(start, end)
-            for other in top[t - 1][top[t - 1] != ids[t]][: self.alternatives]
+            for other in _others(top[t - 1], ids[t])[: self.alternatives]
         ]
         said = [
             self._said(torch.cat([prefix[start:], rest]))
@@ -212,6 +213,11 @@ class _Reading:
     def _said(self, ids: Tensor) -> str | None:
         text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         return final_answer(text, self.pattern)
+
+
+def _others(likeliest: Tensor, token: Tensor) -> Tensor:
+    """The same without the token itself, wherever it stands among them."""
+    return likeliest[likeliest != token]
 
 
 def _runs(mask: Tensor) -> Iterator[tuple[int, int]]:

@@ -321,7 +321,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if args.cuts_prompts:
             args = copy.copy(args)
             args.max_length = None
-        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[no-untyped-call]
+        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if limits == (None, None):
             return found
         cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])

@@ -297,7 +297,7 @@ MUTANTS = (
     _policy(
         "cft-replaced-by-itself",
         "a token is among its own replacements",
-        ("cft._Reading._wrong", "[top[t - 1] != ids[t]]", ""),
+        ("cft._others", "[likeliest != token]", ""),
         CFT,
     ),
     _policy(

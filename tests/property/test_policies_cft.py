@@ -72,13 +72,25 @@ def one_at_a_time(
 TEXTS = [("12+30=", " it is 42."), ("5+5=", " it is 10. ok"), ("1+1=", " it is 2 or so.")]
 
 
+def own_answer(model: Any, tokenizer: Any) -> tuple[str, str]:
+    """What the model itself writes, with a number in it: each token is the likeliest there."""
+    for prompt in (f"{i}+{j}=" for i in range(20) for j in range(20)):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        whole = model.generate(**given, do_sample=False, max_new_tokens=6, pad_token_id=0)[0]
+        text = tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
+        if len(text) == 6 and final_answer(text, NUMBER) is not None:
+            return prompt, text
+    raise AssertionError("the model writes no number")
+
+
 @pytest.mark.parametrize("alternatives", [1, 2])
 @pytest.mark.parametrize("batch", [1, 7])
 def test_critical_tokens_are_those_of_one_continuation_at_a_time(
     tmp_path: Path, alternatives: int, batch: int
 ) -> None:
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
-    rows = rows_of(TEXTS, tokenizer)
+    rows = rows_of([*TEXTS, own_answer(model, tokenizer)], tokenizer)
     policy = CFT(alternatives=alternatives, max_new_tokens=3, batch=batch)
     table = policy.measured(stage(tmp_path, rows, model, tokenizer))
     wanted = [one_at_a_time(row, model, tokenizer, alternatives, 3) for row in rows]
@@ -164,6 +176,7 @@ def test_what_it_cannot_read_is_refused(tmp_path: Path) -> None:
         CFT().prepare(packed)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Path) -> None:
     """SmolLM2 copies an amount that it has read: the amount's own digits decide, words do not."""
@@ -173,10 +186,10 @@ def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = [("The bill is 42 dollars. How many dollars is the bill?\n", "The bill is 42 dollars.")]
     rows = rows_of(texts, tokenizer)
-    table = CFT(max_new_tokens=12).measured(stage(tmp_path, rows, model, tokenizer))
+    table = CFT(max_new_tokens=16).measured(stage(tmp_path, rows, model, tokenizer))
     words = [
         tokenizer.decode(i) for i, label in zip(*rows[0].values(), strict=True) if label != -100
     ]
     wrong = dict(zip(words, table.columns["wrong"].tolist(), strict=True))
-    assert wrong["4"] == 1.0
-    assert min(wrong.values()) < 1.0
+    assert wrong["4"] == wrong["2"] == 1.0  # whatever else stands there is another amount
+    assert max(wrong[" is"], wrong["."]) < 1.0
