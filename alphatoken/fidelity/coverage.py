@@ -127,7 +127,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def kept_by_any(kept: Mapping[str, Mask]) -> Indices:
     """Indices of the tokens that at least one policy keeps: what the picture is fitted on."""
-    return np.flatnonzero(np.logical_or.reduce([*kept.values()]))
+    return np.flatnonzero(np.logical_or.reduce([*kept.values()])).astype(np.int64)
 
 
 def _ranking(

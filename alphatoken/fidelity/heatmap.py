@@ -294,7 +294,7 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
     response = np.zeros(len(example.input_ids), dtype=bool)
     response[valued.position[own]] = True
     estimator, relative = subject.config.estimator, options.colours == "relative"
-    panels = []
+    panels: list[Panel] = []
     if options.panels != "components":
         total = valued.columns["total"][own]
         panels.append(Panel("total", f"Total, {estimator}", total, valued.kept[own], relative))

@@ -257,7 +257,7 @@ class Subject:
     def fit_fisher(self, rows: Sequence[Example], **options: Any) -> FisherDrift:
         """Fit a Fisher on these rows at the reference, with the settings of the run."""
         (batch,) = self.batches(rows, len(rows))
-        settings = {
+        settings: dict[str, Any] = {
             "samples": len(rows),
             "layers": self.config.layers,
             "labels": "token",

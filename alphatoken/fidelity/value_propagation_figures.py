@@ -31,6 +31,7 @@ __all__ = [
 
 Numbers = NDArray[Any]
 _MOST_BARS = 48
+_FEW_STEPS = 12  # each of which has its name on an axis
 
 
 def density(pairs: Sequence[PairValues], bins: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -92,6 +93,8 @@ def steps_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     """Share of the probe's pairs above each level, by step."""
     named = [{**record, "line": f"risk of {record['level']:g} and more"} for record in records]
     largest = max(record["share"] for record in records)
+    steps = sorted({record["step"] for record in records})
+    ticks: dict[str, Any] = {"xticks": steps} if len(steps) <= _FEW_STEPS else {}
     return picture(
         "risk_training",
         "Risky pairs as training goes on",
@@ -102,6 +105,7 @@ def steps_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
         Panel(
             grouped(named, "line", "step", "share"),
             xlabel="optimizer step",
+            **ticks,
             ylabel="share of the pairs",
             ylim=(0, 1.05 * largest if largest > 0 else 1.0),
         ),
@@ -185,6 +189,7 @@ def _mesh_and_margins(axes: Axes, counts: Numbers, alpha: Numbers, deviation: Nu
     beside.stairs(counts.sum(0), deviation, orientation="horizontal", **filled)
     beside.tick_params(labelleft=False)
     beside.tick_params(axis="x", labelrotation=45)
+    beside.locator_params(axis="x", nbins=3, prune="lower")  # its 0 lies on another label
     beside.set_xlabel("pairs")
     axes.figure.colorbar(mesh, cax=axes.inset_axes((1.05, 1.03, 0.04, 0.2)), label="pairs")
 
