@@ -180,7 +180,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
-    _tag_names: ClassVar[list[str]] = [*DPOTrainer._tag_names, TAG]
+    _tag_names = [*DPOTrainer._tag_names, TAG]  # noqa: RUF012
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:

@@ -154,7 +154,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
-    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, TAG]
+    _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
