@@ -349,15 +349,19 @@ MUTANTS = (
         ("model.delta_dispatch._remove", "if not reroute.users:", "if False:"),
         PUT_BACK,
     ),
-    _delta(
+    Mutant(
         "delta-override-takes-another-ones",
         "leaving a context ends every override of the module",
         (
-            "model.delta_dispatch._entering",
-            "if one is not entered)",
-            "if False)",
+            Edit(
+                "model.delta_dispatch._entering",
+                "in _ACTIVE[module] if one is not entered)",
+                "in _ACTIVE.get(module, ()) if False)",
+            ),
+            Edit("model.delta_dispatch._entering", "del _ACTIVE[module]", "_ACTIVE.pop(module, 0)"),
         ),
-        PUT_BACK,
+        (PUT_BACK,),
+        listed=False,
     ),
     _delta(
         "delta-state-of-a-cache-not-noticed",
