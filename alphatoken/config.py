@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScorerConfig:
     """What to compute. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
@@ -103,6 +103,21 @@ class ScorerConfig:
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
     offload: str = "none"
+
+    def __repr__(self) -> str:
+        """What differs from the defaults.
+
+        >>> ScorerConfig(), ScorerConfig("label", layers="all")
+        (ScorerConfig(), ScorerConfig(estimator='label', layers='all'))
+        """
+        changed = (
+            f"{one.name}={getattr(self, one.name)!r}"
+            for one in fields(self)
+            if getattr(self, one.name) is not one.default
+            and not isinstance(getattr(self, one.name), Mapping)
+            and getattr(self, one.name) != one.default
+        )
+        return f"ScorerConfig({', '.join(changed)})"
 
     def __post_init__(self, contraction: str | None) -> None:
         """Check every option."""

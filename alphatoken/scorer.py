@@ -104,6 +104,27 @@ class Scorer:
     Raises:
         ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError,
         ModelError: see each class; raised before any value is returned.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from alphatoken import masked_sft_loss, select_top
+        >>> seed = torch.manual_seed(0)
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
+        >>> ids = torch.randint(0, 32, (2, 6))
+        >>> batch = {"input_ids": ids, "labels": ids}
+        >>> scorer = Scorer(model, validation=batch, config=ScorerConfig("label", layers=1))
+        >>> scorer
+        Scorer(LlamaForCausalLM, layers 1; 1 validation batch; ScorerConfig(estimator='label', ...
+        >>> values = scorer.score(batch)
+        >>> values.total.shape, int(values.mask.sum())
+        (torch.Size([2, 6]), 10)
+        >>> with scorer.observe() as observed:  # one forward serves both
+        ...     logits = model(**batch).logits
+        ...     values = observed.values(logits, ids)
+        >>> keep = select_top(values.total, values.mask, ratio=0.5)
+        >>> int(keep.sum()), masked_sft_loss(logits, ids, keep).requires_grad
+        (5, True)
     """
 
     def __init__(
@@ -147,6 +168,18 @@ class Scorer:
             sharding=sharding,
         )
         self.valuer = Valuer(self.adapter, self.builder, witness)
+
+    def __repr__(self) -> str:
+        """Model, layers, what values are taken against, and the options that were changed."""
+        layers = ", ".join(map(str, self.scope.layers))
+        retention = self.given.retention
+        count = len(self.validation)
+        against = f"{count} validation batch{'es' * (count != 1)}"
+        if retention is not None:
+            kind = repr(retention) if isinstance(retention, FisherDrift) else "retention rows"
+            against += f", {kind}"
+        name = type(self.given.model).__name__
+        return f"Scorer({name}, layers {layers}; {against}; {self.config!r})"
 
     @property
     def target(self) -> DirectionBuilder:

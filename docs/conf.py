@@ -70,13 +70,13 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!alphatoken\.).*")]
 
 
 def _module_names() -> list[str]:
-    """Every public module of the package, by its file."""
+    """Every public module of the package, by its file; the command line is no interface."""
     names = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = ("alphatoken", *path.relative_to(PACKAGE).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        if not any(part.startswith("_") for part in parts):
+        if not any(part.startswith("_") for part in parts) and parts[1:2] != ("cli",):
             names.append(".".join(parts))
     return sorted(set(names))
 

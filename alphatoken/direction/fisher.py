@@ -87,6 +87,13 @@ def fit_fisher(
     exception passes through. Samples run in eval mode (no dropout), and the layers below the
     first scored one without a graph.
 
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
+        >>> fit_fisher(model, [[1, 5, 6]], samples=2, layers=1, max_new_tokens=4, progress=False)
+        FisherDrift(diagonal, 7 parameters, layers=[1], samples=2)
+
     Args:
         model: the reference: the pre-trained model for SFT, the warm-started one for DPO.
         prompts: held-out prompts: a list of 1-D id tensors (or lists of ints), or a batch

@@ -320,7 +320,7 @@ def require_tensors(batch: Any, role: str) -> None:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PreferenceBatch:
     """Preference pairs with the reference model's sequence log-probabilities.
 
@@ -356,6 +356,11 @@ class PreferenceBatch:
                 remedy="row n of each belongs to pair n; drop unpaired rows",
             )
         require_choice("normalization", self.normalization, ("tokens", "pairs"), InputError)
+
+    def __repr__(self) -> str:
+        """Pairs and temperature; the tensors are in the attributes."""
+        pairs = int(self.reference_chosen.numel())
+        return f"PreferenceBatch({pairs} pairs, beta={self.beta}, {self.normalization!r})"
 
     def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
         """Yield (batch, reference log-probabilities, sign): chosen first, then rejected."""

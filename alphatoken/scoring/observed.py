@@ -33,6 +33,10 @@ class Observed:
         self._self_only, self._keep_errors = self_only, keep_errors
         self._last: tuple[Pass, TokenValues] | None = None
 
+    def __repr__(self) -> str:
+        """Whether values were taken of it already."""
+        return f"Observed({'valued' if self._last is not None else 'not valued yet'})"
+
     def values(
         self,
         scores: Tensor,

@@ -36,6 +36,16 @@ def masked_sft_loss(
         attention_mask: (b, t) of the batch, where rows are padded on the left: a label predicted
             from padding is then no response token, as in ``TokenValues.mask``.
 
+    Example:
+        Every token of a uniform model costs log 4; one of two is kept, and both are counted.
+
+        >>> labels = torch.tensor([[-100, 2, 3]])
+        >>> keep = torch.tensor([[False, True, False]])
+        >>> masked_sft_loss(torch.zeros(1, 3, 4), labels, keep)
+        tensor(0.6931)
+        >>> masked_sft_loss(torch.zeros(1, 3, 4), labels, keep, normalization="kept")
+        tensor(1.3863)
+
     Raises:
         InputError: shapes that differ or an unknown normalization.
     """

@@ -126,6 +126,11 @@ def select_top(
             itself. For preference pairs call it once per branch.
         rounding: "ceil", or "floor" of ratio * n (which may keep nothing).
 
+    Example:
+        >>> values = torch.tensor([[0.0, 3.0, -1.0, 2.0]])
+        >>> select_top(values, torch.tensor([[False, True, True, True]]), ratio=0.5)
+        tensor([[False,  True, False,  True]])
+
     Returns:
         Boolean mask with exactly ``keep_count(ratio, n)`` True entries per scope; among equal
         values the lower (batch index, position) wins. The paper's ``>= tau`` would keep all ties.

@@ -192,6 +192,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 warn_of_leaks(train, found, text_field=getattr(args, "dataset_text_field", "text"))
         return {name: found.get(name) for name in held}
 
+    def __repr__(self) -> str:
+        """Model, rows and what is kept."""
+        rows = getattr(self.train_dataset, "__len__", lambda: "streamed")()
+        held = f", {len(self.rows.validation)} validation rows" if self.rows.validation else ""
+        kept = f"policy={self.args.policy!r}, keep_ratio={self.args.keep_ratio}"
+        name = type(self.model).__name__
+        return f"{type(self).__name__}({name}, {rows} training rows{held}, {kept})"
+
     def _screen(self) -> None:
         """Leave out what the start model finds least likely, where that is asked for."""
         if self.args.screen_share:

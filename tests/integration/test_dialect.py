@@ -22,6 +22,7 @@ from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.training_help import USUAL, short_help
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.train.fields import AlphaFields
+from tests.options_page import page
 
 KINDS = [
     ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, CompareOptions, MergeOptions,
@@ -37,6 +38,12 @@ def flags(kind: Any) -> set[str]:
 def test_every_option_has_a_sentence(kind: Any) -> None:
     silent = [one.name for one in fields(kind) if len(one.metadata["help"].split()) < 3]
     assert not [name for name in silent if name != "cell"]  # compare's own processes
+
+
+def test_every_field_is_documented_and_the_page_is_that_of_the_fields() -> None:
+    for one in fields(AlphaFields):
+        assert all(one.metadata.get(key) for key in ("help", "within", "when", "source")), one.name
+    assert (Path(__file__).parents[2] / "docs" / "options.md").read_text("utf-8") == page()
 
 
 @pytest.mark.slow
