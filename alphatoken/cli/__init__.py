@@ -3,9 +3,9 @@
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
-- ``score``, ``filter``, ``fisher``: options in the module of that name, the work in ``score_run``,
-  ``filter_run`` and ``fisher_run``. ``folder`` says what a run's results depend on and whether it
-  may be resumed; ``notes`` what a reader of the values must know.
+- ``score``, ``filter``, ``fisher``, ``evaluate``: options in the module of that name, the work in
+  ``score_run``, ``filter_run``, ``fisher_run``, ``evaluate_run``. ``folder`` says what a run's
+  results depend on and whether it may be resumed; ``notes`` what a reader of the values must know.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
   starts several processes, ``recipes`` reads options from a file.
@@ -49,6 +49,7 @@ _COMMANDS = {
     "dpo": ("training.run_dpo", "the same on preference pairs"),
     "diagnose": ("diagnose.run", "show how far to trust the values on your own model"),
     "compare": ("compare.run", "train and measure a grid of policies and seeds"),
+    "evaluate": ("evaluate.run", "measure a trained model: losses, tasks, code, judged answers"),
     "paper": ("paper.run", "make a table or figure of the paper, in full or on a laptop"),
     "merge": ("merge.run", "a model between two: before and after training (WiSE-FT)"),
     "policies": ("policies.run", "list the methods that can choose or weigh tokens"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alphatoken.compare.folder import Status
     from alphatoken.compare.grid import Cell, Grid
 
-__all__ = ["CompareOptions", "parse", "run", "run_cells"]
+__all__ = ["CompareOptions", "check_named_files", "parse", "run", "run_cells"]
 
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
@@ -114,7 +114,10 @@ def _show(cells: Sequence[Cell], folder: Any) -> int:
 
 
 def check_named_files(cells: Sequence[Cell]) -> None:
-    """See that whatever is named by a path is there, before any cell runs."""
+    """See that whatever is named by a path is there, before any cell runs; judges read theirs."""
+    from alphatoken.compare.measures import Measures
+    from alphatoken.compare.scores import read_sets
+
     for cell in cells:
         named = {**cell.options, **(cell.measures or {})}
         for name, value in named.items():
@@ -123,6 +126,9 @@ def check_named_files(cells: Sequence[Cell]) -> None:
             )
             if path and not value.startswith("@") and not Path(value).is_file():
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
+    for measures in {cell.task: cell.measures for cell in cells}.values():
+        if measures is not None:
+            read_sets(Measures(**measures))
 
 
 def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:

@@ -37,10 +37,11 @@ from alphatoken.cli.options import option
 from alphatoken.errors import ConfigError
 
 if TYPE_CHECKING:
-    from alphatoken.compare.grid import Grid, Measures, TaskSpec
+    from alphatoken.compare.grid import Grid, TaskSpec
+    from alphatoken.compare.measures import Measures
     from alphatoken.compare.methods import Method
 
-__all__ = ["GridOptions", "grid_content", "read_grid"]
+__all__ = ["GridOptions", "expanded", "grid_content", "read_grid", "require_known"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -96,11 +97,11 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
     from alphatoken.compare.grid import Grid
 
     content = _content(options)
-    _require_known(content, _KEYS, "the grid")
+    require_known(content, _KEYS, "the grid")
     extra = _trainer_options(more)
     named = _mapping(content, "tasks")
     for name in options.tasks or ():
-        _require_known({name: None}, set(named), "--tasks")
+        require_known({name: None}, set(named), "--tasks")
     tasks = tuple(
         _task(name, given, content, options, extra)
         for name, given in named.items()
@@ -146,7 +147,7 @@ def _content(options: GridOptions) -> dict[str, Any]:
             "tasks": {recipe.name: {"command": command, "options": dict(recipe.options)}},
         }
     found, about = grid_content(str(options.config))
-    return {"about": about, **_expanded(found, str(options.config))}
+    return {"about": about, **expanded(found, str(options.config))}
 
 
 def grid_content(name: str) -> tuple[dict[str, Any], str]:
@@ -184,13 +185,17 @@ def _extended(name: str, above: Sequence[str]) -> tuple[dict[str, Any], str]:
     return {**below, **own, "methods": methods}, recipe.about or about
 
 
-def _expanded(value: Any, place: str) -> Any:
-    """Environment variables in every text."""
+def expanded(value: Any, place: str) -> Any:
+    """Environment variables in every text.
+
+    Raises:
+        ConfigError: one that is not set; ``place`` is the file's.
+    """
     if isinstance(value, str):
         return _VARIABLE.sub(lambda match: _variable(match[1] or match[2], place), value)
     if isinstance(value, Mapping):
-        return {key: _expanded(one, place) for key, one in value.items()}
-    return [_expanded(one, place) for one in value] if isinstance(value, list) else value
+        return {key: expanded(one, place) for key, one in value.items()}
+    return [expanded(one, place) for one in value] if isinstance(value, list) else value
 
 
 def _variable(name: str, place: str) -> str:
@@ -200,7 +205,12 @@ def _variable(name: str, place: str) -> str:
     return found
 
 
-def _require_known(given: Mapping[str, Any], known: set[str], place: str) -> None:
+def require_known(given: Mapping[str, Any], known: set[str], place: str) -> None:
+    """Refuse keys that mean nothing.
+
+    Raises:
+        ConfigError: the first of them, and what was meant.
+    """
     from alphatoken.cli.recipes import close_to
 
     for name in given:
@@ -251,7 +261,7 @@ def _task(
         raise ConfigError("a task's name is a folder's, and not 'references'", got=name)
     if not isinstance(given, Mapping):
         raise ConfigError("a task is a mapping", got=f"{name}: {given!r}")
-    _require_known(given, _TASK_KEYS, f"the task {name}")
+    require_known(given, _TASK_KEYS, f"the task {name}")
     own = {
         **_of_recipe(given), **_base(content, options), **_mapping(given, "options"),
         **_files(options), **extra,
@@ -296,7 +306,7 @@ def _policies_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> tuple[
     names = given.get("policies")
     if names is None:
         return None
-    _require_known(
+    require_known(
         dict.fromkeys(names), {*known_methods(), *_mapping(content, "methods")}, "a task's policies"
     )
     return tuple(names)
@@ -323,9 +333,9 @@ def _files(options: GridOptions) -> dict[str, Any]:
 
 
 def _measures(given: Mapping[str, Any], options: GridOptions) -> Measures:
-    from alphatoken.compare.grid import Measures
+    from alphatoken.compare.measures import Measures
 
-    _require_known(given, {one.name for one in fields(Measures)}, "measures")
+    require_known(given, {one.name for one in fields(Measures)}, "measures")
     said = {
         "target_file": options.target_file,
         "retention_file": options.retention_file,
@@ -366,7 +376,7 @@ def _references(
     for name, given in _mapping(content, "references").items():
         if not isinstance(given, Mapping):
             raise ConfigError("a reference is a mapping", got=f"{name}: {given!r}")
-        _require_known(given, {"command", "recipe", "options"}, f"the reference {name}")
+        require_known(given, {"command", "recipe", "options"}, f"the reference {name}")
         own = {
             **_of_recipe(given), **_base(content, options), **ON_ALL,
             **_mapping(given, "options"), **extra,

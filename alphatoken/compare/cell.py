@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from alphatoken.compare.evaluate import measure
 from alphatoken.compare.folder import CellFolder, exclusive_lock, read_json
-from alphatoken.compare.grid import Measures
+from alphatoken.compare.measures import Measures
+from alphatoken.compare.scores import prepare
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
@@ -60,6 +61,10 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     spec = folder.spec()
     loaded = partial(load, path, spec["command"], _plain(spec["resolved"]))
     found: dict[str, Any] = {}
+    measures = None if spec["measures"] is None else Measures(**spec["measures"])
+    ready = None  # what is asked of the model is read before it is trained
+    if measures is not None and _first():
+        ready = prepare(measures, allow_code=allow_code)
     if spec["kind"] == "train":
         model, tokenizer, found = _train(spec, folder, build, loaded)
         if not _first():
@@ -72,16 +77,17 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     else:
         model, tokenizer = loaded()
         found = {"kept_tokens": 0, "response_tokens": 0}
-    if spec["measures"] is not None:
+    if measures is not None:
         found |= measure(
             model,
             tokenizer,
-            Measures(**spec["measures"]),
+            measures,
             command=spec["command"],
             start=lambda: loaded()[0],
             beta=float(spec["resolved"].get("beta", 0.1)),
             folder=path,
             allow_code=allow_code,
+            prepared=ready,
         )
     own = {name: spec[name] for name in ("task", "policy", "mode", "seed", "kind", "command")}
     seconds = time.perf_counter() - begun

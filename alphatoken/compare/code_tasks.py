@@ -21,7 +21,7 @@ from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import write_json
 
-__all__ = ["complete_function", "pass_at_1"]
+__all__ = ["complete_function", "pass_at_1", "read_problems"]
 
 _STOP = re.compile(r"\n(?=\S)")
 """Where a completion leaves the function: something at the left edge."""
@@ -56,17 +56,7 @@ def pass_at_1(
     Raises:
         ConfigError: no consent. UnsupportedError: no isolation. DataError: no such problems.
     """
-    if not allow:
-        raise ConfigError(
-            "code_file executes what the model writes",
-            got="without --allow_code_execution",
-            why="generated code can do anything that its process may do",
-            remedy="--allow_code_execution; it then runs in a sandbox without network",
-        )
-    require_isolation()
-    problems = [_problem(place, record) for place, record in read_records(path)][:limit]
-    if not problems:
-        raise DataError("there are no problems", got=str(path))
+    problems = read_problems(path, allow=allow)[:limit]
     # Tokenizers take a line's end and the next line's indentation as one token: a model that is
     # shown the end alone has hardly ever seen what comes after it.
     problems = [{**problem, "prompt": problem["prompt"].rstrip()} for problem in problems]
@@ -83,6 +73,26 @@ def pass_at_1(
     if folder is not None:
         write_json(folder / "code.json", found)
     return 100.0 * sum(bool(one["solved"]) for one in found) / len(found)
+
+
+def read_problems(path: str | Path, *, allow: bool) -> list[dict[str, str]]:
+    """The problems of a file that may be executed.
+
+    Raises:
+        ConfigError: no consent. UnsupportedError: no isolation. DataError: no such problems.
+    """
+    if not allow:
+        raise ConfigError(
+            "code_file executes what the model writes",
+            got="without --allow_code_execution",
+            why="generated code can do anything that its process may do",
+            remedy="--allow_code_execution; it then runs in a sandbox without network",
+        )
+    require_isolation()
+    problems = [_problem(place, record) for place, record in read_records(path)]
+    if not problems:
+        raise DataError("there are no problems", got=str(path))
+    return problems
 
 
 def _problem(place: str, record: Any) -> dict[str, str]:

@@ -8,6 +8,8 @@ is the mean of the two, as the paper's (there of scores).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.compare.grid import Measures
+from alphatoken.compare.measures import Measures, Score
+from alphatoken.compare.scores import Prepared, prepare, scores
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -29,11 +32,12 @@ from alphatoken.data import (
     read_records,
     text_or_row,
 )
-from alphatoken.errors import DataError, NumericalError
+from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
+from alphatoken.support.progress import ProgressSink, Tracker
 
 __all__ = [
     "mean_response_loss",
@@ -41,6 +45,7 @@ __all__ = [
     "preference_losses",
     "read_examples",
     "read_pair_examples",
+    "require_template",
     "response_log_probs",
 ]
 
@@ -196,6 +201,8 @@ def measure(
     beta: float = 0.1,
     folder: Path | None = None,
     allow_code: bool = False,
+    prepared: Prepared | None = None,
+    progress: bool | ProgressSink | None = False,
 ) -> dict[str, Any]:
     """All figures of one model.
 
@@ -208,89 +215,76 @@ def measure(
         beta: of DPO.
         folder: where answers that were generated are written.
         allow_code: execute generated code, in a sandbox.
+        prepared: what ``prepare`` read of the measures, where it was called before.
+        progress: as of :class:`alphatoken.support.progress.Tracker`; counts parts.
 
     Returns:
         ``target``, ``retention``, ``overall``, ``unit`` ("loss": lower is better, or "score":
-        percent), each figure under ``details``, and under ``rows`` the loss of each row (pair),
+        percent), each figure under ``details``, under ``settings`` what each score was measured
+        with (shots, chat template, opponent, ...), and under ``rows`` the loss of each row (pair),
         in the file's order, with its tokens: what paired intervals are made of.
     """
+    require_template(tokenizer, measures)
+    ready = prepare(measures, allow_code=allow_code) if prepared is None else prepared
+    before: Callable[[], nn.Module] = cache(start)
     batch_size = measures.batch_size
+    files = {n: getattr(measures, f"{n}_file") for n in ("retention", "choosing", "target")}
+    files = {name: path for name, path in files.items() if path is not None}
+    parts = len(files) + len(ready.tasks) + bool(measures.code_file) + len(ready.sets)
+    finished = count(1)
+    tracker = Tracker("measured", parts, progress)
     each: dict[str, Each] = {}
-    for name in ("retention", "choosing", "target"):
-        path = getattr(measures, f"{name}_file")
-        if path is None:
-            continue
+    for name, path in files.items():
         reading = (path, tokenizer, measures.max_length)
         if command == "sft" or name == "retention":
             rows = read_examples(*reading, chat=measures.chat)
             each[name] = _row_losses(model, rows, batch_size)
         else:
             pairs = read_pair_examples(*reading, chat=measures.chat)
-            each[name] = _pair_losses(model, start(), pairs, beta, batch_size)
+            each[name] = _pair_losses(model, before(), pairs, beta, batch_size)
+        tracker.report(next(finished))
     details = {
         f"{name}_{figure}": value
         for name, found in each.items()
         for figure, value in _summary(found).items()
     }
-    scores = _scores(model, tokenizer, measures, start, folder, allow_code)
-    details |= {
-        f"{group}/{name}": v for group, found in scores.items() for name, v in found.items()
-    }
-    return {**_headline(details, scores), "details": details, "rows": each}
+    by_group = scores(
+        model, tokenizer, measures, ready, before,
+        folder=folder, allow_code=allow_code, done=lambda: tracker.report(next(finished)),
+    )  # fmt: skip
+    settings = {}
+    for group, found in by_group.items():
+        for name, score in found.items():
+            settings[f"{group}/{name}"] = dict(score.how)
+            details[f"{group}/{name}"] = score.value
+            details |= {f"{group}/{name} {what}": v for what, v in score.beside.items()}
+    return {
+        **_headline(details, by_group), "details": details, "settings": settings, "rows": each
+    }  # fmt: skip
 
 
-def _scores(
-    model: nn.Module,
-    tokenizer: Any,
-    measures: Measures,
-    start: Callable[[], nn.Module],
-    folder: Path | None,
-    allow_code: bool,
-) -> dict[str, dict[str, float]]:
-    """Percentages by group and name."""
-    found: dict[str, dict[str, float]] = {"target": {}, "retention": {}}
-    tasks = {"target": measures.target_tasks, "retention": measures.retention_tasks}
-    if any(tasks.values()):
-        from alphatoken.compare.harness import task_scores
+def require_template(tokenizer: Any, measures: Measures) -> None:
+    """Refuse ``task_chat`` where there is no template.
 
-        for group, names in tasks.items():
-            if names:
-                found[group] |= task_scores(
-                    model, tokenizer, names,
-                    include_path=measures.task_path,
-                    limit=measures.task_limit,
-                    batch_size=measures.batch_size,
-                )  # fmt: skip
-    if measures.code_file is not None:
-        from alphatoken.compare.code_tasks import pass_at_1
-
-        found[measures.code_of]["code"] = pass_at_1(
-            model, tokenizer, measures.code_file,
-            allow=allow_code,
-            max_new_tokens=measures.max_new_tokens,
-            limit=measures.task_limit,
-            folder=folder,
-        )  # fmt: skip
-    if measures.questions_file is not None and measures.judge is not None:
-        from alphatoken.compare.judge import make_judge, win_rate_against
-
-        found["target"]["win_rate"] = win_rate_against(
-            model, start(), tokenizer, measures.questions_file, make_judge(measures.judge),
-            max_new_tokens=measures.max_new_tokens,
-            limit=measures.task_limit,
-            folder=folder,
-        )  # fmt: skip
-    return found
+    Raises:
+        ConfigError: likewise.
+    """
+    if measures.task_chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "task_chat asks for a chat template, and the tokenizer has none",
+            got=str(getattr(tokenizer, "name_or_path", "")),
+            remedy="leave task_chat out, or chat_template.jinja in the model's folder",
+        )
 
 
 def _headline(
-    details: Mapping[str, float], scores: Mapping[str, Mapping[str, float]]
+    details: Mapping[str, float], scores: Mapping[str, Mapping[str, Score]]
 ) -> dict[str, Any]:
     """Target, retention and their mean; the mean only where both are in one unit."""
     found: dict[str, Any] = {}
     units = {}
     for group in ("target", "retention"):
-        by_score = list(scores[group].values())
+        by_score = [score.value for score in scores[group].values()]
         loss = details.get(f"{group}_loss")
         found[group] = fmean(by_score) if by_score else loss
         units[group] = "score" if by_score else "loss"

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from alphatoken.compare.measures import Measures
 from alphatoken.compare.methods import PLAIN, Method, reference_option
 from alphatoken.errors import ConfigError, require_choice
 
-__all__ = ["ON_ALL", "Cell", "Grid", "Measures", "Reference", "TaskSpec", "all_cells", "resolved"]
+__all__ = ["ON_ALL", "Cell", "Grid", "Reference", "TaskSpec", "all_cells", "resolved"]
 
 _FAMILY = {"sft": "sft", "dpo": "preference"}
 SECOND = {"sft": "curated", "dpo": "oracle"}
@@ -43,68 +44,6 @@ ON_ALL: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Measures:
-    """What a trained model is measured by.
-
-    Attributes:
-        target_file: held-out rows (pairs) of what is learnt.
-        choosing_file: rows (pairs) by whose loss a tuned option is chosen; see ``Grid.tune``.
-        retention_file: rows of what must not be forgotten.
-        target_tasks: lm-eval tasks, ``name`` or ``name:metric``; where there are some, the target
-            is their mean score, not a loss.
-        retention_tasks: likewise.
-        task_path: folder with YAML files of local tasks.
-        task_limit: documents of each task; None for all.
-        code_file: problems of HumanEval's form, executed in a sandbox.
-        code_of: "target" or "retention": what the score of these is part of.
-        questions_file: prompts for a win rate against the start model; part of the target.
-        judge: who decides; see ``alphatoken.compare.judge.make_judge``.
-        max_new_tokens: of generated answers.
-        max_length: rows are cut there; None for what the model allows.
-        batch_size: of a forward.
-        chat: whether rows go through the chat template where there is one.
-    """
-
-    target_file: str | None = None
-    choosing_file: str | None = None
-    retention_file: str | None = None
-    target_tasks: Sequence[str] = ()
-    retention_tasks: Sequence[str] = ()
-    task_path: str | None = None
-    task_limit: int | None = None
-    code_file: str | None = None
-    code_of: str = "target"
-    questions_file: str | None = None
-    judge: Mapping[str, Any] | None = None
-    max_new_tokens: int = 256
-    max_length: int | None = None
-    batch_size: int = 16
-    chat: bool = True
-
-    def __post_init__(self) -> None:
-        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
-        code = self.code_file if self.code_of == "target" else None
-        if not (self.target_file or self.target_tasks or code or self.questions_file):
-            raise ConfigError(
-                "nothing says how well a model learnt",
-                got="no target_file, target_tasks, code_file or questions_file",
-                remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
-            )
-        if bool(self.questions_file) != bool(self.judge):
-            raise ConfigError("a win rate needs questions_file and judge", got="only one of them")
-        for name in ("target_tasks", "retention_tasks"):
-            tasks = getattr(self, name)
-            if isinstance(tasks, str):
-                raise ConfigError(f"{name} is a list", got=tasks, remedy=f"{name}: [{tasks}]")
-            object.__setattr__(self, name, tuple(tasks))
-
-    def spec(self) -> dict[str, Any]:
-        """All that results depend on; ``Measures(**spec)`` is the same."""
-        # Left out where it is as ever, as in results of before there was a choice.
-        return {k: v for k, v in asdict(self).items() if (k, v) != ("code_of", "target")}
-
-
-@dataclass(frozen=True)
 class TaskSpec:
     """One data set: how it is trained on, and what is measured.
 
@@ -126,6 +65,12 @@ class TaskSpec:
 
     def __post_init__(self) -> None:
         require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
+        if not self.measures.target:
+            raise ConfigError(
+                "nothing says how well a model learnt",
+                got="no target_file, target_tasks, code_file, questions_file or judge_sets",
+                remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
+            )
 
 
 @dataclass(frozen=True)

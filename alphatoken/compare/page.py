@@ -18,6 +18,7 @@ from alphatoken.compare.tables import (
     problem_table,
     quality_table,
     records,
+    settings_text,
     to_csv,
 )
 from alphatoken.support.storage import replacing, write_json
@@ -102,7 +103,7 @@ def sections(
         lines: list[Line] = lines_of(found, task.name)
         text += [f"## {task.name}\n"]
         text += figure(f"{task.name} quality", f"{task.name}: retention and target by method")
-        text += [quality_table(lines)]
+        text += [part for part in (quality_table(lines), settings_text(lines)) if part]
         shown = {name for names in (variants or {}).values() for name in names}
         if variants and sum(line.policy in shown for line in lines) > 1:
             text += [f"### {task.name}: ablation\n", ablation_table(lines, variants)]

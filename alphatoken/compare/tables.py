@@ -28,6 +28,8 @@ __all__ = [
     "problem_table",
     "quality_table",
     "records",
+    "setting_text",
+    "settings_text",
     "to_csv",
 ]
 
@@ -66,6 +68,8 @@ def records(
             record["error"] = state.error
         if cell.tried:
             record |= {"tried": dict(cell.tried), "chosen": cell.name in chosen}
+        if result.get("settings"):
+            record["settings"] = result["settings"]
         found.append({**record, **{f"{k}": v for k, v in result.get("details", {}).items()}})
     return found
 
@@ -131,7 +135,7 @@ def quality_table(lines: Sequence[Line]) -> str:
     units = {r["unit"] for line in lines for r in line.records if r.get("unit")}
     higher = units == {"score"}
     columns: list[tuple[str, str, bool]] = [
-        *((name, name.split("/")[1], True) for name in details),
+        *((name, name.split("/")[1] + _shots(lines, name), True) for name in details),
         ("retention", "retention", higher),
         ("target", "target", higher),
         ("overall", "overall", higher),
@@ -152,6 +156,42 @@ def quality_table(lines: Sequence[Line]) -> str:
         for i, line in enumerate(lines)
     ]
     return markdown(heads, rows)
+
+
+def settings_text(lines: Sequence[Line]) -> str:
+    """How each score was measured, a sentence a score; empty where nothing says so."""
+    found = []
+    for name in _score_columns(lines):
+        ways = {setting_text(one) for one in _settings(lines, name)}
+        if ways:
+            found.append(f"`{name.split('/')[1]}`: {' or '.join(sorted(ways))}")
+    return ". ".join(found) + ".\n" if found else ""
+
+
+def setting_text(how: Mapping[str, Any]) -> str:
+    """What a score was measured with, in words.
+
+    >>> setting_text({"shots": "5", "chat_template": False, "metric": "acc", "questions": 20})
+    '5-shot, no chat template, acc, 20 questions'
+    """
+    parts = [f"{how['shots']}-shot"] if "shots" in how else []
+    parts.append("chat template" if how.get("chat_template") else "no chat template")
+    parts.append(str(how["metric"]))
+    if "opponent" in how:
+        asked = f" (prompt {how['judge_prompt']})" if how.get("judge_prompt") else ""
+        parts += [f"against {how['opponent']}", f"judge {how['judge']}{asked}"]
+    return ", ".join([*parts, f"{how['questions']:,} questions"])
+
+
+def _settings(lines: Sequence[Line], name: str) -> list[Mapping[str, Any]]:
+    found = [r.get("settings", {}).get(name) for line in lines for r in line.records]
+    return [one for one in found if one]
+
+
+def _shots(lines: Sequence[Line], name: str) -> str:
+    """``(5-shot)``, of cells that differ ``(0/5-shot)``; nothing where there are no shots."""
+    said = sorted({one["shots"] for one in _settings(lines, name) if "shots" in one})
+    return f" ({'/'.join(said)}-shot)" if said else ""
 
 
 def cost_table(lines: Sequence[Line]) -> str:
@@ -223,8 +263,9 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def to_csv(found: Sequence[Record]) -> str:
     """Every record, one a line; first the columns that all have."""
     names = list(dict.fromkeys([*_FIRST, *(name for record in found for name in record)]))
+    names = [name for name in names if name != "settings"]  # of the JSON records
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, names, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(found)
     return text.getvalue()

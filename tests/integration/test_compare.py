@@ -29,17 +29,20 @@ from alphatoken.compare.evaluate import (
     read_pair_examples,
 )
 from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, Measures, Reference, TaskSpec, all_cells
-from alphatoken.compare.harness import task_scores
+from alphatoken.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
+from alphatoken.compare.harness import load_tasks, task_scores
 from alphatoken.compare.launchers import PORT, LocalLauncher, SubmititLauncher
+from alphatoken.compare.measures import Measures
 from alphatoken.compare.methods import Method, custom_method, known_methods
 from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken.compare.running import run_grid
+from alphatoken.compare.scores import prepare
 from alphatoken.compare.tables import (
     cost_table,
     lines_of,
     problem_table,
     quality_table,
+    settings_text,
     to_csv,
 )
 from alphatoken.demo.model import make_model, make_tokenizer
@@ -632,19 +635,70 @@ def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path)
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
     one, tokenizer = load_with_tokenizer(library_decoder)
     path = str(task_files(tmp_path))
-    found = task_scores(one, tokenizer, ["tiny_choice", "tiny_written"], include_path=path)
-    assert found["tiny_choice"] == 100.0
-    assert 0 <= found["tiny_written"] <= 100
+    tasks = load_tasks(["tiny_choice", "tiny_written"], include_path=path)
+    assert tasks.shots == {"tiny_choice": (0,), "tiny_written": (0,)}
+    found = task_scores(one, tokenizer, tasks)
+    assert found["tiny_choice"].value == 100.0
+    assert found["tiny_choice"].how == {
+        "shots": "0", "chat_template": False, "metric": "acc", "questions": 2
+    }  # fmt: skip
+    assert 0 <= found["tiny_written"].value <= 100
     assert not one.training
-    again = task_scores(one, tokenizer, ["tiny_choice:acc_norm"], include_path=path, limit=1)
-    assert again == {"tiny_choice": 100.0}
+    normed = load_tasks([f"{path}/tiny_choice.yaml:acc_norm"])  # by its file
+    (again,) = task_scores(one, tokenizer, normed, limit=1).items()
+    assert (again[0], again[1].value, again[1].how["questions"]) == ("tiny_choice", 100.0, 1)
     with pytest.raises(ConfigError, match=r"tiny_choice: f1.*acc,none"):
-        task_scores(one, tokenizer, ["tiny_choice:f1"], include_path=path)
+        task_scores(one, tokenizer, load_tasks(["tiny_choice:f1"], include_path=path))
     with pytest.raises(ConfigError, match="no such task"):
-        task_scores(one, tokenizer, ["no_such_task"], include_path=path)
+        load_tasks(["no_such_task"], include_path=path)
+    with pytest.raises(ConfigError, match="file is not there"):
+        load_tasks([f"{path}/none.yaml"])
+    with pytest.raises(ConfigError, match="named twice"):
+        load_tasks(["tiny_choice", "tiny_choice:acc"], include_path=path)
     (tmp_path / "docs.jsonl").unlink()
-    with pytest.raises(DataError, match="could not run"):
-        task_scores(one, tokenizer, ["tiny_choice"], include_path=path)
+    with pytest.raises(DataError, match=r"could not read.*docs\.jsonl"):
+        load_tasks(["tiny_choice"], include_path=path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shots_are_shown_before_each_question(library_decoder: Path, tmp_path: Path) -> None:
+    """What the model is given holds so many examples: asked for, of the file, of the paper."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    one, tokenizer = load_with_tokenizer(library_decoder)
+    path = task_files(tmp_path)
+    shown = [{"question": f"example {i}", "choices": [" a", " b"], "gold": 0} for i in range(9)]
+    examples = write(tmp_path / "examples.jsonl", shown)
+    base = yaml.safe_load((path / "tiny_choice.yaml").read_text())
+    base["dataset_kwargs"]["data_files"]["dev"] = examples
+    base |= {"fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
+    for name, more in (("mmlu", {}), ("own", {"num_fewshot": 3}), ("fixed", {"num_fewshot": 0})):
+        (path / f"{name}.yaml").write_text(yaml.safe_dump({**base, "task": name, **more}))
+    given: list[str] = []
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        given.extend(tokenizer.batch_decode(ids))
+
+    one.register_forward_pre_hook(note, with_kwargs=True)
+
+    def counted(*names: str, **options: Any) -> set[int]:
+        tasks = load_tasks(names, include_path=str(path), **options)
+        given.clear()
+        found = task_scores(one, tokenizer, tasks)
+        seen = {text.count("example ") for text in given}
+        assert {score.how["shots"] for score in found.values()} == {str(n) for n in seen}
+        return seen
+
+    assert counted("mmlu") == {5}  # the paper's
+    assert counted("own") == {3}  # the file's
+    assert counted("tiny_choice") == {0}
+    assert counted("mmlu", "own", shots={"mmlu": 2, "own": 1}) == {2, 1}
+    with pytest.raises(ConfigError, match="fixes its shots at 0"):
+        load_tasks(["fixed"], include_path=str(path), shots={"fixed": 2})
+    with pytest.raises(ConfigError, match="has no examples to show"):
+        load_tasks(["tiny_choice"], include_path=str(path), shots={"tiny_choice": 1})
+    with pytest.raises(ConfigError, match=r"not measured. Got: mmul. Remedy: one of own"):
+        prepare(Measures(target_tasks=["own"], task_path=str(path), shots={"mmul": 5}))
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -719,6 +773,30 @@ def test_scores_are_ranked_upwards_task_by_task() -> None:
     assert "**60.00**" in b
     assert "<u>50.00</u>" in c
     assert "**" not in a.replace("**2.000**", "")
+
+
+def test_tables_say_the_shots_and_the_template() -> None:
+    how = {"shots": "5", "chat_template": False, "metric": "acc", "questions": 20}
+    judged = {"opponent": "gpt4.json", "judge": "endpoint of m", "judge_prompt": "p.txt",
+              "chat_template": True, "metric": "win rate", "questions": 805}  # fmt: skip
+    ways = {"retention/mmlu": how, "target/alpaca": judged}
+    values = {
+        "retention/mmlu": 40.0,
+        "target/alpaca": 50.0,
+        "target/alpaca length-controlled": 48.0,
+    }
+    found = [record("a", 0, 50.0, unit="score", settings=ways, **values)]
+    head = quality_table(lines_of(found, "t")).splitlines()[0]
+    assert "mmlu (5-shot) ↑ | alpaca ↑ | alpaca length-controlled ↑" in head
+    assert settings_text(lines_of(found, "t")) == (
+        "`mmlu`: 5-shot, no chat template, acc, 20 questions. `alpaca`: chat template, win rate, "
+        "against gpt4.json, judge endpoint of m (prompt p.txt), 805 questions.\n"
+    )
+    other = {**ways, "retention/mmlu": {**how, "shots": "0"}}
+    mixed = [*found, record("b", 0, 50.0, unit="score", settings=other, **values)]
+    assert "mmlu (0/5-shot) ↑" in quality_table(lines_of(mixed, "t"))
+    assert "settings" not in to_csv(found)
+    assert settings_text(lines_of([record("a", 0, 1.0)], "t")) == ""
 
 
 def test_results_are_written_whole(tmp_path: Path) -> None:

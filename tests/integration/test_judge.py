@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alphatoken.compare.evaluate import measure
 from alphatoken.compare.judge import (
     EndpointJudge,
     LikelihoodJudge,
     make_judge,
+    preferences,
     win_rate,
-    win_rate_against,
 )
+from alphatoken.compare.judge_prompt import read_judge_prompt
+from alphatoken.compare.measures import Measures
+from alphatoken.compare.opponents import Question, read_questions, stored_answers
 from alphatoken.errors import ConfigError, DataError
 
 
@@ -32,7 +37,7 @@ class Endpoint(BaseHTTPRequestHandler):
         server.asked.append((self.path, dict(self.headers), body))
         status, said = server.replies.pop(0) if server.replies else (200, None)
         question = body["messages"][0]["content"]
-        first, second = question.split("[Answer A]")[1].split("[Answer B]")
+        first, _, second = question.partition("[Answer A]")[2].partition("[Answer B]")
         likes = ["good" in first, "good" in second.split("Reply with")[0]]
         letter = "T" if likes[0] == likes[1] else "A" if likes[0] else "B"
         reply = {"choices": [{"message": {"content": said or letter}}]}
@@ -157,19 +162,208 @@ def test_likelihood_is_the_model_s_own(trained: tuple[Any, Any]) -> None:
     assert judge(prompt, "", answer) == 0.0
 
 
+def asked(path: Path, texts: Sequence[str]) -> str:
+    path.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in texts))
+    return str(path)
+
+
+TEXTS = ["The following statement is", "If the object is"]
+
+
 def test_a_trained_model_wins_against_its_ruin(
     trained: tuple[Any, Any], library_decoder: Path, tmp_path: Path
 ) -> None:
     model, tokenizer = trained
     torch.manual_seed(0)
     ruined = AutoModelForCausalLM.from_config(model.config).eval()
-    questions = tmp_path / "questions.jsonl"
-    asked = ["The following statement is", "If the object is"]
-    questions.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
-    judge = make_judge({"kind": "likelihood", "model": str(library_decoder)})
-    options: dict[str, Any] = {"max_new_tokens": 12, "folder": tmp_path}
-    assert win_rate_against(model, ruined, tokenizer, questions, judge, **options) == 100.0
-    assert win_rate_against(ruined, model, tokenizer, questions, judge, **options) == 0.0
-    assert win_rate_against(model, model, tokenizer, questions, judge, **options) == 50.0
-    answered = json.loads((tmp_path / "answers.json").read_text())
-    assert [one["prompt"] for one in answered] == asked
+    measures = Measures(
+        questions_file=asked(tmp_path / "questions.jsonl", TEXTS),
+        judge={"kind": "likelihood", "model": str(library_decoder)},
+        max_new_tokens=12,
+    )
+
+    def rate(one: Any, other: Any) -> dict[str, Any]:
+        return measure(
+            one, tokenizer, measures, command="sft", start=lambda: other, folder=tmp_path
+        )
+
+    assert rate(model, ruined)["target"] == 100.0
+    assert rate(ruined, model)["target"] == 0.0
+    found = rate(model, model)
+    assert found["details"] == {"target/win_rate": 50.0, "target/win_rate length-controlled": 50.0}
+    assert found["settings"]["target/win_rate"] == {
+        "opponent": "start", "judge": f"likelihood of {library_decoder.name}",
+        "judge_prompt": None, "questions": 2, "chat_template": False, "metric": "win rate",
+    }  # fmt: skip
+    answered = json.loads((tmp_path / "answers-win_rate.json").read_text())
+    assert [one["prompt"] for one in answered] == TEXTS
+    assert [one["won"] for one in answered] == [0.5, 0.5]
+
+
+# --- stored answers -----------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "AlpacaEval": (
+        [{"instruction": text, "dataset": "d"} for text in TEXTS],
+        [{"instruction": f"{text} ", "output": f"to {text}", "generator": "g"} for text in TEXTS],
+    ),
+    "Arena-Hard": (
+        [{"uid": f"u{i}", "category": "c", "prompt": text} for i, text in enumerate(TEXTS)],
+        [
+            {"uid": f"u{i}", "model": "m", "messages": [
+                {"role": "user", "content": "in other words"},
+                {"role": "assistant", "content": {"answer": f"to {text}"}}]}
+            for i, text in enumerate(TEXTS)
+        ],
+    ),
+    "Arena-Hard as v0.1 had it": (
+        [{"question_id": f"u{i}", "turns": [{"content": text}]} for i, text in enumerate(TEXTS)],
+        [
+            {"question_id": f"u{i}", "model_id": "m",
+             "choices": [{"index": 0, "turns": [{"content": f"to {text}", "token_len": 3}]}]}
+            for i, text in enumerate(TEXTS)
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_stored_answers_of_every_layout(layout: str, as_list: bool, tmp_path: Path) -> None:
+    """In another order, with answers to further questions: each goes to its own question."""
+    rows, stored = LAYOUTS[layout]
+    questions, answers = (
+        tmp_path / "questions.jsonl",
+        tmp_path / f"answers.json{'l' * (not as_list)}",
+    )
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    extra = {"instruction": "not asked", "output": "nothing", "uid": "u9"}
+    turned = [extra, *reversed(stored)]
+    lines = "".join(json.dumps(row) + "\n" for row in turned)
+    answers.write_text(json.dumps(turned) if as_list else lines)
+    found = read_questions(questions)
+    assert [one.text for one in found] == TEXTS
+    assert stored_answers(answers, found) == [f"to {text}" for text in TEXTS]
+    assert stored_answers(answers, read_questions(questions, 1)) == [f"to {TEXTS[0]}"]
+
+
+def test_stored_answers_to_other_questions_are_refused(tmp_path: Path) -> None:
+    questions = [Question(text) for text in TEXTS]
+    place = tmp_path / "answers.jsonl"
+    for rows, said in (
+        ([{"instruction": TEXTS[0], "output": "a"}], "none to 1 of 2, such as 'If the object is'"),
+        ([{"instruction": TEXTS[0]}], "holds no stored answer"),
+        ([{"output": "a"}], "holds no stored answer"),
+        ([{"uid": "u", "choices": [{"turns": []}]}], "holds no stored answer"),
+        ([{"instruction": TEXTS[0], "output": one} for one in "ab"], "answered twice"),
+    ):
+        place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(DataError, match=said):
+            stored_answers(place, questions)
+    place.write_text(json.dumps({"text": "no question"}) + "\n")
+    with pytest.raises(DataError, match="has no question"):
+        read_questions(place)
+
+
+def test_several_sets_of_one_model(
+    trained: tuple[Any, Any], library_decoder: Path, tmp_path: Path, endpoint: Any
+) -> None:
+    """Each with its own opponent and judge; the start model is not loaded where nobody asks it."""
+    model, tokenizer = trained
+    questions = asked(tmp_path / "questions.jsonl", TEXTS)
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps([{"instruction": t, "output": "a good answer"} for t in TEXTS]))
+    other = {"kind": "endpoint", "url": endpoint.url, "model": "judge-1"}
+    measures = Measures(
+        judge_sets={
+            "first": {"questions": questions, "opponent": str(stored), "judge": other},
+            "second": {"questions": questions, "opponent": str(stored)},
+        },
+        judge={"kind": "likelihood", "model": str(library_decoder)},
+        max_new_tokens=12,
+        task_limit=1,
+    )
+    assert Measures(**json.loads(json.dumps(measures.spec()))) == measures
+    found = measure(
+        model, tokenizer, measures,
+        command="sft", start=lambda: pytest.fail("loaded"), folder=tmp_path,
+    )  # fmt: skip
+    assert found["details"]["target/first"] == 0.0  # the endpoint likes what is called good
+    assert found["details"]["target/second"] == 100.0  # nothing here reads like documents
+    assert found["target"] == 50.0
+    assert found["settings"]["target/first"]["opponent"] == "stored.json"
+    assert found["settings"]["target/first"]["judge"] == "endpoint of judge-1"
+    assert len(json.loads((tmp_path / "answers-second.json").read_text())) == 1
+    with pytest.raises(ConfigError, match="needs a judge"):
+        Measures(judge_sets={"a": {"questions": questions}})
+    with pytest.raises(ConfigError, match="mapping with questions"):
+        Measures(judge_sets={"a": {"opponent": questions}}, judge=other)
+
+
+# --- prompts of others --------------------------------------------------------------------------
+
+CHATML = (
+    "<|im_start|>system\nYou compare.\n<|im_end|>\n<|im_start|>user\nAsked: {instruction}\n"
+    '{"m": "{output_1}", "M": "{output_2}"}\n<|im_end|>'
+)
+ARENA = "system_prompt: You compare.\nprompt_template: ['{question_1} <{answer_1}> <{answer_2}>']\n"
+LATER = "prompt_template: '{QUESTION} <{ANSWER_A}> <{ANSWER_B}>'\n"
+
+
+def chosen(text: str, **likely: float) -> dict[str, Any]:
+    top = [{"token": name, "logprob": math.log(p)} for name, p in likely.items()]
+    more = {"logprobs": {"content": [{"top_logprobs": top}]}} if likely else {}
+    return {"message": {"content": text}, **more}
+
+
+def test_prompts_in_the_layouts_of_others(tmp_path: Path) -> None:
+    """An answer that holds braces is not replaced in; the reply is read as the family asks."""
+    place = tmp_path / "prompt.txt"
+    place.write_text(CHATML)
+    prompt = read_judge_prompt(place)
+    system, user = prompt.messages("why?", "{output_2}", "no")
+    assert system == {"role": "system", "content": "You compare."}
+    assert user["content"] == 'Asked: why?\n{"m": "{output_2}", "M": "no"}'
+    assert prompt.asking() == {"max_tokens": 1, "logprobs": True, "top_logprobs": 5}
+    assert prompt.preference(chosen("m")) == 1.0
+    assert prompt.preference(chosen("M")) == 0.0
+    assert prompt.preference(chosen("M", m=0.2, M=0.6, x=0.1)) == pytest.approx(0.25)
+    with pytest.raises(DataError, match="neither m nor M"):
+        prompt.preference(chosen("A", A=0.9))
+    for text in (ARENA, LATER):
+        place = tmp_path / "prompt.yaml"
+        place.write_text(text)
+        prompt = read_judge_prompt(place)
+        assert prompt.messages("q", "a", "b")[-1]["content"] == "q <a> <b>"
+        for verdict, wanted in (("A>>B", 1.0), ("A>B", 1.0), ("A=B", 0.5), ("B>A", 0.0)):
+            assert prompt.preference(chosen(f"So: [[{verdict}]]")) == wanted
+        for said in ("A is better", "[[A>B]] or [[B>A]]"):
+            with pytest.raises(DataError, match="no verdict"):
+                prompt.preference(chosen(said))
+
+
+def test_a_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
+    place, listed = tmp_path / "prompt.txt", tmp_path / "prompt.yaml"
+    place.write_text("Which is better, {first} or {second}?")
+    listed.write_text("prompt_template: [a, b]\n")
+    settings = {"kind": "endpoint", "url": "http://h", "model": "m"}
+    for path, said in (
+        (place, "names no question and two answers"),
+        (listed, "no prompt_template"),
+        (tmp_path / "none", "prompt is not there"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_judge({**settings, "prompt": str(path)})
+
+
+def test_an_endpoint_is_asked_with_the_prompt_of_a_file(endpoint: Any, tmp_path: Path) -> None:
+    place = tmp_path / "prompt.txt"
+    place.write_text(CHATML)
+    judge = EndpointJudge(endpoint.url, "m", prompt=str(place))
+    endpoint.replies += [(200, "m"), (200, "m")]
+    assert preferences(judge, ["q"], ["x"], ["y"]) == [0.5]  # the first place, in both orders
+    bodies = [body for _, _, body in endpoint.asked]
+    assert [m["role"] for m in bodies[0]["messages"]] == ["system", "user"]
+    assert '"m": "x"' in bodies[0]["messages"][1]["content"]
+    assert '"m": "y"' in bodies[1]["messages"][1]["content"]
+    assert bodies[0]["max_tokens"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.property import (
     mutants,
     mutants_adapters,
+    mutants_compare,
     mutants_corpus,
     mutants_kernels,
     mutants_policies,
@@ -23,6 +24,7 @@ ROOMS = {
     "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
     "Errors in the trainers": mutants_train.TRAINERS,
     "Errors in the other methods": mutants_policies.MUTANTS,
+    "Errors in how models are compared": mutants_compare.MUTANTS,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
 }

@@ -1,0 +1,347 @@
+"""``alphatoken evaluate``: a trained folder measured for real, and what is refused before that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alphatoken.cli import main
+from alphatoken.compare.cell import run_cell
+from alphatoken.compare.evaluate import mean_response_loss, read_examples
+from alphatoken.compare.measures import Measures
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.train.loading import load_causal_model, load_with_tokenizer
+from tests.places import data_folder
+
+ROWS = [{"prompt": f"If the object is {i},", "response": " the value is used."} for i in range(4)]
+QUESTIONS = [{"instruction": "If the object is"}, {"instruction": "The following statement is"}]
+
+
+def write(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    stored = [{**one, "output": " zq vxjq zq vxjq"} for one in QUESTIONS]
+    pairs = [{"prompt": "ask", "chosen": " the value", "rejected": " zq vx"}] * 2
+    return {
+        "rows": write(tmp_path / "rows.jsonl", ROWS),
+        "pairs": write(tmp_path / "pairs.jsonl", pairs),
+        "questions": write(tmp_path / "questions.jsonl", QUESTIONS),
+        "stored": write(tmp_path / "stored.jsonl", stored),
+        "others": write(tmp_path / "others.jsonl", stored[:1]),
+        "out": str(tmp_path / "out"),
+    }
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for libraries goes with the test."""
+    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+
+
+def result(files: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(files["out"]) / "evaluation.json").read_text())
+    return found
+
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def test_losses_and_judged_answers_of_a_folder(
+    library_decoder: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "evaluate", str(library_decoder), "--target-file", files["rows"],
+        "--judge_set", f"mine={files['questions']},{files['stored']}",
+        "--judge", "likelihood", "--judge_model", str(library_decoder),
+        "--max_new_tokens", "8", "--output_dir", files["out"],
+    ]  # fmt: skip
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    found = result(files)
+    model, tokenizer = load_with_tokenizer(library_decoder)
+    examples = read_examples(files["rows"], tokenizer)
+    assert found["details"]["target_loss"] == pytest.approx(mean_response_loss(model, examples))
+    assert found["details"]["target/mine"] == found["target"] == 100.0
+    assert found["overall"] is None  # nothing was measured of general capability
+    assert len(found["rows"]["target"]["loss"]) == 4
+    table = (Path(files["out"]) / "evaluation.md").read_text()
+    assert (
+        "| Preference | `mine` | 100.00 | no chat template, win rate, against stored.jsonl" in table
+    )
+    assert "length-controlled 100.00 |" in table
+    assert "| **Preference Avg.** |  | **100.00** |" in table
+    assert "Overall" not in table
+    assert table.split("\n\n", 1)[1] in said
+    assert len(json.loads((Path(files["out"]) / "answers-mine.json").read_text())) == 2
+    assert main(words) == 2
+    assert "an evaluation is there already" in capsys.readouterr().err
+    assert main([*words, "--overwrite_output", "--quiet"]) == 0
+
+
+def test_an_adapter_s_folder_is_its_base_with_it(
+    library_decoder: Path, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Base and adapter are found from the folder alone; the base is the opponent of "start"."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
+    import torch
+
+    base = load_causal_model(library_decoder, device="cpu")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.2, generator=torch.manual_seed(0))
+    adapted.save_pretrained(tmp_path / "lora")
+    _, tokenizer = load_with_tokenizer(library_decoder)
+    wanted = mean_response_loss(adapted, read_examples(files["rows"], tokenizer))
+    words = ["evaluate", str(tmp_path / "lora"), "--retention_file", files["rows"], "--quiet"]
+    sets = ["--judge_set", f"mine={files['questions']}", "--max_new_tokens", "6",
+            "--judge", "likelihood", "--judge_model", str(library_decoder)]  # fmt: skip
+    assert main([*words, *sets, "--output_dir", files["out"]]) == 0
+    found = result(files)
+    assert found["details"]["retention_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert found["settings"]["target/mine"]["opponent"] == "start"
+    rows = json.loads((Path(files["out"]) / "answers-mine.json").read_text())
+    assert any(row["answer"] != row["other"] for row in rows)
+
+
+def test_pairs_are_measured_against_the_start(
+    library_decoder: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(library_decoder), "--target_file", files["pairs"]]
+    words += ["--output_dir", files["out"], "--quiet"]
+    assert main(words) == 2
+    assert "the model before training is not named" in capsys.readouterr().err
+    assert main([*words, "--start", str(library_decoder)]) == 0
+    found = result(files)["details"]
+    assert found == {"target_loss": pytest.approx(0.6931472), "target_accuracy": 50.0,
+                     "target_margin": 0.0}  # fmt: skip
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "nothing is to be measured"),
+    "no file": (["--target_file", "no.jsonl"], "target_file is not there"),
+    "no code": (["--code_file", "no.jsonl"], "code_file is not there"),
+    "code without consent": (["--code_file", "{rows}"], "without --allow_code_execution"),
+    "no judge": (["--judge_set", "a={questions},{stored}"], "needs a judge"),
+    "a judge alone": (
+        ["--target_file", "{rows}", "--judge", "likelihood", "--judge_model", "m"],
+        "nothing to judge",
+    ),
+    "a judge's model alone": (["--judge_model", "m"], "no judge is named"),
+    "no judge's folder": (
+        ["--judge_set", "a={questions},{stored}", "--judge", "likelihood",
+         "--judge_model", "./none"], "judge's model is not there",
+    ),
+    "no judge's prompt": (
+        ["--judge_set", "a={questions},{stored}", "--judge", "endpoint", "--judge_url",
+         "http://h/v1", "--judge_model", "m", "--judge_prompt", "none.txt"],
+        "judge's prompt is not there",
+    ),
+    "answers to others": (
+        ["--judge_set", "a={questions},{others}", "--judge", "endpoint", "--judge_url",
+         "http://h/v1", "--judge_model", "m"], "stored answers are to other questions",
+    ),
+    "no start": (
+        ["--judge_set", "a={questions}", "--judge", "endpoint", "--judge_url", "http://h/v1",
+         "--judge_model", "m"], "--start FOLDER, or stored answers",
+    ),
+    "not a set": (["--judge_set", "questions.jsonl"], "--judge_set is NAME=VALUE"),
+    "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
+    "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "there are none"),
+    "fewer than none": (["--tasks", "mmlu", "--shots", "mmlu=-1"], "whole numbers from 0"),
+    "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
+    "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
+    "a file for a folder": (["--target_file", "{rows}", "--output_dir", "{rows}"], "is a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
+    name: str,
+    dry: bool,
+    library_decoder: Path,
+    files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from alphatoken.cli import evaluate_run
+
+    monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
+    more, said = REFUSED[name]
+    words = ["evaluate", str(library_decoder), "--output_dir", files["out"]]
+    words += [word.format(**files) for word in more] + (["--dry_run"] if dry else [])
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not Path(files["out"]).exists()
+
+
+def test_an_adapter_without_its_base_is_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere/base"}')
+    assert main(["evaluate", str(folder), "--target_file", files["rows"]]) == 2
+    assert "alphatoken evaluate BASE --adapter" in capsys.readouterr().err
+
+
+def test_measures_of_a_file_and_words_over_it(
+    library_decoder: Path, files: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MY_ROWS", files["rows"])
+    one = {"questions": files["questions"], "opponent": files["stored"]}
+    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
+    content = {"measures": {"target_file": "$MY_ROWS", "judge_sets": {"a": one}, "judge": judge}}
+    path = tmp_path / "measures.yaml"
+    path.write_text(yaml.safe_dump(content))
+    words = ["evaluate", str(library_decoder), "--measures", str(path), "--dry_run"]
+    assert main([*words, "--task_limit", "1", "--output_dir", files["out"]]) == 0
+    said = capsys.readouterr().out
+    assert f"target_file: {files['rows']}" in said
+    assert "judge set a: against stored.jsonl, 1 questions" in said
+    path.write_text(yaml.safe_dump({"target_fiel": "x"}))
+    assert main(words) == 2
+    assert "did you mean target_file" in capsys.readouterr().err
+
+
+def test_a_cell_reads_what_it_measures_before_it_trains(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    never = lambda *_, **__: pytest.fail("work was done")  # noqa: E731
+    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
+    for measures, said in (
+        (Measures(code_file=files["rows"]), "without --allow_code_execution"),
+        (
+            Measures(
+                judge_sets={"a": {"questions": files["questions"], "opponent": files["others"]}},
+                judge=judge,
+            ),
+            "stored answers are to other questions",
+        ),
+    ):
+        spec = {"kind": "train", "command": "sft", "resolved": {}, "measures": measures.spec()}
+        (tmp_path / "cell.json").write_text(json.dumps(spec))
+        with pytest.raises(AlphaTokenError, match=said):
+            run_cell(tmp_path, never, never)
+
+
+def test_a_grid_reads_its_judge_sets_before_any_cell(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {"a": {"questions": files["questions"], "opponent": files["others"]}}
+    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
+    task = {"command": "sft", "measures": {"judge_sets": sets, "judge": judge}}
+    grid = tmp_path / "grid.yaml"
+    content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
+    grid.write_text(yaml.safe_dump(content))
+    assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
+    assert "stored answers are to other questions" in capsys.readouterr().err
+    assert not list(Path(files["out"]).glob("*/*"))
+
+
+def test_cells_measured_before_there_were_shots_stay_valid() -> None:
+    """What a cell's folder says of its measures: the fields of then, and new ones where used."""
+    old = {
+        "target_file": "t", "choosing_file": None, "retention_file": None, "target_tasks": (),
+        "retention_tasks": ("mmlu",), "task_path": None, "task_limit": None, "code_file": None,
+        "questions_file": None, "judge": None, "max_new_tokens": 256, "max_length": None,
+        "batch_size": 16, "chat": True,
+    }  # fmt: skip
+    assert Measures(target_file="t", retention_tasks=["mmlu"]).spec() == old
+    said = Measures(target_file="t", retention_tasks=["mmlu"], shots={"mmlu": 0}).spec()
+    assert said == {**old, "shots": {"mmlu": 0}}
+
+
+# --- with lm-eval -------------------------------------------------------------------------------
+
+
+def general_task(folder: Path, name: str, source: str, files: dict[str, str], **more: Any) -> str:
+    """A task of choices over rows of the shared data, as its YAML file."""
+    task = {
+        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": source,
+        "doc_to_target": "gold", "doc_to_choice": "choices",
+        "metric_list": [
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        ],
+        **more,
+    }  # fmt: skip
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(task))
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
+def test_smollm2_on_questions_of_the_benchmarks(
+    smollm2: Path, files: dict[str, str], tmp_path: Path
+) -> None:
+    """ARC and 5-shot MMLU of real rows, with a stored opponent: every mean of the paper's table."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    data = data_folder()
+    dev = [json.loads(line) for line in (data / "mmlu" / "dev.jsonl").open()][:5]
+    test = [json.loads(line) for line in (data / "mmlu" / "test.jsonl").open()][:4]
+    parts = {name: write(tmp_path / f"{name}.jsonl", rows)
+             for name, rows in (("dev", dev), ("test", test))}  # fmt: skip
+    listed = [f"{letter}. {{{{choices[{i}]}}}}" for i, letter in enumerate("ABCD")]
+    asks = "\n".join(["{{question}}", *listed, "Answer:"])
+    mmlu = general_task(
+        tmp_path, "mmlu", asks, parts, doc_to_choice=["A", "B", "C", "D"], doc_to_target="answer",
+        fewshot_split="dev", fewshot_config={"sampler": "first_n"},
+    )  # fmt: skip
+    arc_rows = {"test": str(data / "arc_challenge" / "test.jsonl")}
+    arc = general_task(tmp_path, "arc_challenge", "{{query}}", arc_rows)
+    words = [
+        "evaluate", str(smollm2), "--tasks", arc, mmlu, "--task_limit", "2", "--task_chat",
+        "--judge_set", f"alpaca={files['questions']},{files['stored']}", "--judge", "likelihood",
+        "--judge_model", str(smollm2), "--max_new_tokens", "8", "--output_dir", files["out"],
+    ]  # fmt: skip
+    assert main(words) == 0
+    found = result(files)
+    assert found["settings"]["retention/arc_challenge"] == {
+        "shots": "0", "chat_template": True, "metric": "acc", "questions": 2
+    }  # fmt: skip
+    assert found["settings"]["retention/mmlu"]["shots"] == "5"
+    details = found["details"]
+    general = (details["retention/arc_challenge"] + details["retention/mmlu"]) / 2
+    assert found["retention"] == general
+    assert found["target"] == details["target/alpaca"]
+    assert found["overall"] == (general + details["target/alpaca"]) / 2
+    table = (Path(files["out"]) / "evaluation.md").read_text()
+    assert "| General | `mmlu` |" in table
+    assert "5-shot, chat template, acc, 2 questions" in table
+    for mean in ("General Avg.", "Preference Avg.", "Overall"):
+        assert f"| **{mean}** |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_unknown_tasks_are_refused_before_the_model_is_loaded(
+    library_decoder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    from alphatoken.cli import evaluate_run
+
+    monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
+    for task, said in (("no_such_task", "knows no such task"), ("no.yaml", "file is not there")):
+        assert main(["evaluate", str(library_decoder), "--tasks", task]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="knows no such task"):
+        main(["evaluate", str(library_decoder), "--tasks", "no_such_task", "--traceback"])
