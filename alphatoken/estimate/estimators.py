@@ -23,8 +23,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alphatoken.model.attention import propagate_values
-from alphatoken.model.capture import AttentionUse, Recorder, accumulate_errors, stream_errors
+from alphatoken.model.capture import (
+    AttentionUse,
+    DeltaUse,
+    Recorder,
+    accumulate_errors,
+    stream_errors,
+)
 
 __all__ = [
     "CAPTURED",
@@ -151,13 +156,13 @@ def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
     return accumulate_errors(recorder, loss, recorder.outputs, "self")
 
 
-def scored_attentions(recorder: Recorder) -> list[AttentionUse]:
-    """Attention calls of block executions that hold at least one scored linear."""
+def scored_attentions(recorder: Recorder) -> list[AttentionUse | DeltaUse]:
+    """Calls of attention and of delta rules in block executions with at least one scored linear."""
     executions = {use.execution for use in recorder.linears}
     return [a for a in recorder.attentions if a.execution in executions]
 
 
-def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Tensor]:
+def _same_execution(recorder: Recorder, attention: AttentionUse | DeltaUse) -> dict[int, Tensor]:
     """Outputs of the linears that ran in the attention's own call of its decoder block, by index.
 
     Both causal parts are hops within one layer. Without this limit the backward would go on from
@@ -172,7 +177,7 @@ def _same_execution(recorder: Recorder, attention: AttentionUse) -> dict[int, Te
 
 def _pull_back(
     recorder: Recorder,
-    attention: AttentionUse,
+    attention: AttentionUse | DeltaUse,
     outputs: Tensor,
     error: Tensor,
     targets: dict[int, Tensor],
@@ -190,7 +195,7 @@ def _pull_back(
 
 def value_errors(
     recorder: Recorder,
-    attention: AttentionUse,
+    attention: AttentionUse | DeltaUse,
     error: Tensor,
     window: int | None,
     head_reduction: str,
@@ -199,19 +204,27 @@ def value_errors(
 
     The propagated error is an error at the value states. Autograd carries it from there to the
     outputs of the linears that made them, through whatever the model puts in between: the slice of
-    a fused projection, LoRA factors, a value norm.
+    a fused projection, LoRA factors, a value norm. Of a delta net it is an error at the input of
+    the convolution, which the value projection makes.
     """
-    propagated = propagate_values(
-        attention.statistics, error, window=window, head_reduction=head_reduction
-    )
-    value = attention.value
+    start, propagated = attention.propagated(error, window, head_reduction)
     uses = _same_execution(recorder, attention)
-    return _pull_back(recorder, attention, value, propagated.to(value.dtype), uses)
+    return _pull_back(recorder, attention, start, propagated, uses)
 
 
-def hop_errors(recorder: Recorder, attention: AttentionUse, error: Tensor) -> dict[int, Tensor]:
+def hop_errors(
+    recorder: Recorder, attention: AttentionUse | DeltaUse, error: Tensor
+) -> dict[int, Tensor]:
     """All same-layer hops of head-output errors, score path included: the cross backward."""
+    uses = _same_execution(recorder, attention)
+
+    def pulled(mode: str) -> dict[int, Tensor]:
+        with recorder.switch.to(mode):
+            return _pull_back(recorder, attention, attention.output, error, uses)
+
     # Cross mode passes the pairs k > t alone; the pairs k = t are in the direct part already.
-    with recorder.switch.to("cross"):
-        uses = _same_execution(recorder, attention)
-        return _pull_back(recorder, attention, attention.output, error, uses)
+    if attention.crossing:
+        return pulled("cross")
+    # Through a delta net a hop may be the convolution's, the rule's or both: all but the self-only.
+    own = pulled("self")
+    return {i: e - own[i] if i in own else e for i, e in pulled("ordinary").items()}

@@ -68,16 +68,16 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
     """Raise unless every layer from the first scored one on has a self-only backward.
 
     Raises:
-        UnsupportedError: a mixer without softmax attention, or an attention module whose call was
-            not seen; keys of a cache; active attention dropout, which the recomputed weights would
-            not contain.
+        UnsupportedError: a mixer that is neither softmax attention nor a gated delta net, or one of
+            those whose call was not seen; keys or states of a cache; active attention dropout,
+            which the recomputed weights would not contain.
     """
     scope = recorder.scope
     remedy = "estimator='label' (exact on every layer type) or 'path'"
     if scope.mixers:
         name, kind = next(iter(scope.mixers.items()))
         raise UnsupportedError(
-            f"'{estimator}' is not defined on a layer without softmax attention",
+            f"'{estimator}' is defined on attention and gated delta nets only",
             got=f"{name} ({kind})",
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy=remedy,
@@ -87,12 +87,14 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             f"'{estimator}' saw no attention call in at least one of the scored layers",
             why="the model's attention does not go through the adapter's dispatch",
             remedy=remedy + ", or another attention implementation; a function that was put into "
-            "transformers' attention registry meanwhile must call the one that it found there",
+            "transformers' attention registry meanwhile must call the one that it found there; a "
+            "gated delta net must call its convolution and its rule by name, not as one kernel",
         )
     if recorder.latest is not None and recorder.latest.cached:
         raise UnsupportedError(
-            f"'{estimator}' cannot value a pass whose attention has more keys than queries",
-            got="keys of a cache",
+            f"'{estimator}' cannot value a pass that goes on from a cache: more keys than queries, "
+            "or a state to begin with",
+            got="keys or states of a cache",
             why="they belong to positions that the pass did not run, so that its self-only "
             "backward would be the ordinary one, silently",
             remedy="run the whole sequence in one forward, without a cache",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from alphatoken.fidelity.entries import Entry, loosened
 from alphatoken.fidelity.tolerances import Narrowest, tolerance_of
-from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.scorer import Given
 
@@ -354,7 +354,13 @@ class Oracle:
         if config.estimator != "path":
             split = config.estimator in _SELF_ONLY
             with readouts.traced(
-                self.scope, self._shape, split=split, override=self._override
+                self.scope,
+                self._shape,
+                split=split,
+                override=self._override(self.adapter.attention_modules, "override_attention"),
+                deltas=self._override(self.adapter.delta_nets, "override_delta_nets")
+                if isinstance(self.adapter, DeltaNets)
+                else None,
             ) as second:
                 again, _ = composite.losses_of(self.forward, self.batch)
             attention_error = max((use.error for use in second.attentions), default=0.0)
@@ -469,9 +475,8 @@ class Oracle:
             errors[index] = error
         return errors
 
-    @property
-    def _override(self) -> Any:
-        """Sends the attention calls of every block that a scored weight lies at or below."""
+    def _override(self, modules_of: Any, name: str) -> Any:
+        """Sends the calls of every block that a scored weight lies at or below through others."""
         scored = {id(p) for p in self.scope.parameters.values()}
         first = next(
             index
@@ -479,11 +484,9 @@ class Oracle:
             if any(id(p) in scored for p in block.parameters())
         )
         modules = [
-            module
-            for layer in range(first, len(self.scope.blocks))
-            for module in self.adapter.attention_modules(layer)
+            module for layer in range(first, len(self.scope.blocks)) for module in modules_of(layer)
         ]
-        return partial(self.adapter.override_attention, modules)
+        return partial(getattr(self.adapter, name), modules)
 
     # --- assembling ----------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ from alphatoken.fidelity.value_propagation_figures import (
     training_figure,
 )
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
-from alphatoken.model.capture import resolve_layers
+from alphatoken.model.capture import mixers_without_rule, resolve_layers
 
 __all__ = [
     "Options",
@@ -426,9 +426,9 @@ _HEADS_NOTE = (
 
 
 def _layers_with_self_rule(subject: Subject, layers: Sequence[int]) -> list[int]:
-    """Those above which every layer is softmax attention, as the self-only backward needs."""
+    """Those above which every layer has a self-only rule, as the self-only backward needs."""
     depth = len(subject.adapter.layers())
-    return [n for n in layers if not subject.adapter.other_mixers(range(n, depth))]
+    return [n for n in layers if not mixers_without_rule(subject.adapter, range(n, depth))]
 
 
 def _shares(

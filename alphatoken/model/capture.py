@@ -14,26 +14,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, ModelError
-from alphatoken.model.attention import AttentionStatistics, BackwardSwitch, switchable_attention
-from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention, ScoredLinear
+from alphatoken.model.attention import (
+    AttentionStatistics,
+    BackwardSwitch,
+    propagate_values,
+    switchable_attention,
+)
+from alphatoken.model.convolution import ConvolutionStatistics, switchable_convolution
+from alphatoken.model.delta_rule import DeltaStatistics, Span, switchable_delta_rule
+from alphatoken.model.protocol import (
+    AttentionCall,
+    ConvolutionCall,
+    DecoderAdapter,
+    DeltaCall,
+    DeltaNets,
+    NativeAttention,
+    NativeConvolution,
+    NativeDelta,
+    ScoredLinear,
+)
 from alphatoken.model.sharding import Sharding
 
 __all__ = [
     "AttentionUse",
+    "ConvolutionUse",
+    "DeltaUse",
     "LinearUse",
     "ObservedForward",
     "Recorder",
     "Scope",
+    "delta_nets_of",
     "evaluation_mode",
     "find_scope",
     "graph_from_layer",
     "hidden_of",
+    "mixers_without_rule",
     "record",
     "resolve_layers",
     "used_outside",
@@ -91,8 +112,9 @@ class Scope:
         layers: indices of the scored layers.
         linears: scored linears, in forward order, each module once.
         uncovered: trainable parameters of these layers that no scored linear covers, and why.
-        mixers: modules that mix positions without softmax attention (linear attention, state
-            space, convolution), and their kind, in all layers from ``first`` to the last.
+        mixers: modules that mix positions without softmax attention and have no self-only rule
+            (state space, convolution, other linear attention than gated delta nets), and their
+            kind, in all layers from ``first`` to the last.
         first: the first layer that uses a weight in scope; the graph starts at its input. Lower
             than the first scored layer where a block or a weight is shared between depths.
         named: further parameters of any layer, chosen by their names.
@@ -139,8 +161,23 @@ def find_scope(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Sc
     first = _first_use(adapter, chosen, linears, uncovered)
     # The layers above the scored ones count too: the error of a token passes through them on its
     # way down, and one that mixes positions would spoil the self-only backward.
-    mixers = adapter.other_mixers(range(first, len(adapter.layers())))
+    mixers = mixers_without_rule(adapter, range(first, len(adapter.layers())))
     return Scope(chosen, linears, uncovered, mixers, first)
+
+
+def mixers_without_rule(adapter: DecoderAdapter, layers: Sequence[int]) -> dict[str, str]:
+    """Modules of these layers that are neither softmax attention nor gated delta nets, by name."""
+    return {
+        name: kind
+        for layer in layers
+        if not delta_nets_of(adapter, layer)
+        for name, kind in adapter.other_mixers([layer]).items()
+    }
+
+
+def delta_nets_of(adapter: DecoderAdapter, layer: int) -> tuple[nn.Module, ...]:
+    """The gated delta nets of a layer; an adapter need not know of any."""
+    return adapter.delta_nets(layer) if isinstance(adapter, DeltaNets) else ()
 
 
 def _first_use(
@@ -193,7 +230,8 @@ class LinearUse:
 class AttentionUse:
     """One attention call: value states and head outputs (in the graph), and its statistics.
 
-    Errors are taken at ``output``; Value-Propagation sends them on from ``value``.
+    Errors are taken at ``output``; Value-Propagation sends them on from ``value``. Of the hops
+    within the layer, ``crossing`` says that the backward knows them by themselves.
     """
 
     module: nn.Module
@@ -202,6 +240,76 @@ class AttentionUse:
     statistics: AttentionStatistics
     dropout: float
     execution: int
+    crossing: ClassVar[bool] = True
+
+    def propagated(
+        self, error: Tensor, window: int | None, head_reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        """Value-Propagation of errors at ``output``: a tensor of the graph, and the error there."""
+        found = propagate_values(
+            self.statistics, error, window=window, head_reduction=head_reduction
+        )
+        return self.value, found.to(self.value.dtype)
+
+
+@dataclass(frozen=True)
+class ConvolutionUse:
+    """One convolution: its input and its output (in the graph), and its statistics."""
+
+    x: Tensor
+    y: Tensor
+    statistics: ConvolutionStatistics
+
+
+@dataclass(frozen=True)
+class DeltaUse:
+    """One call of a gated delta rule, and the convolution in front of it.
+
+    As ``AttentionUse``, which it stands beside in ``Recorder.attentions``. ``value`` are the
+    rule's values, made by the convolution; Value-Propagation goes on from the convolution's input,
+    the output of the value projection.
+    """
+
+    module: nn.Module
+    convolution: ConvolutionUse
+    value: Tensor
+    output: Tensor
+    statistics: DeltaStatistics
+    execution: int
+    dropout: ClassVar[float] = 0.0
+    crossing: ClassVar[bool] = False
+
+    def propagated(
+        self, error: Tensor, window: int | None, head_reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        """Value-Propagation of errors at ``output``: the convolution's input, and the error there.
+
+        With A_kp the coefficient of the value at p in the rule's output at k, and the tap of the
+        convolution that lies j positions back,
+
+            e~_t = sum_{k in (t, t+W]} sum_j taps_j f'(z_{t+j}) A_{k,t+j} e_k,
+
+        the derivative of all o_k . e_k by the value projection's output at t, queries, keys and
+        gates held. Where ``head_reduction`` is "mean", A is averaged over the value heads.
+
+        Exactness: exact for the value rows of the last decoder layer with W = T. Oracle:
+        ``alphatoken.oracle.delta_net.propagated``.
+        """
+        taps = self.convolution.statistics
+        # The value at p = t + j counts from k = p on, but never k = t, and up to k = t + W.
+        spans: list[Span] = [
+            (int(j == 0), None if window is None else window - j) for j in range(taps.width)
+        ]
+        parts = self.statistics.carried(error, spans, mean=head_reduction == "mean")
+        # Autograd brings each part from the values to their channels of the convolution's output.
+        placed = [
+            torch.autograd.grad(
+                self.value, self.convolution.y, part.to(self.value.dtype), retain_graph=True
+            )[0]
+            for part in parts
+        ]
+        x = self.convolution.x
+        return x, taps.gathered(placed).to(x.dtype)
 
 
 @dataclass
@@ -259,10 +367,12 @@ class Recorder:
     scope: Scope
     switch: BackwardSwitch = field(default_factory=BackwardSwitch)
     linears: list[LinearUse] = field(default_factory=list)
-    attentions: list[AttentionUse] = field(default_factory=list)
+    attentions: list[AttentionUse | DeltaUse] = field(default_factory=list)
     forward: ObservedForward | None = None  # the pass that is kept
     begun: ObservedForward | None = None  # the pass that began last, with a graph or without
     sharding: Sharding | None = None
+    # The convolution of each delta net whose rule has not run yet; None: it was not in a graph.
+    _convolved: dict[nn.Module, ConvolutionUse | None] = field(default_factory=dict)
 
     def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
         """Enter this around every backward through the recorded forward but the last.
@@ -279,6 +389,7 @@ class Recorder:
         """Forget the last forward (and let go of its graph)."""
         self.linears.clear()
         self.attentions.clear()
+        self._convolved.clear()
         self.forward = self.begun = None
 
     def _keep(self) -> None:
@@ -386,6 +497,40 @@ class Recorder:
         )
         return output
 
+    def on_convolution(self, call: ConvolutionCall, native: NativeConvolution) -> Tensor:
+        """Run the convolution of a delta net with the switchable backward; its rule comes next."""
+        self._convolved[call.module] = None
+        tensors = (call.x, call.weight, call.bias)
+        if not torch.is_grad_enabled() or not any(
+            t is not None and t.requires_grad for t in tensors
+        ):
+            return native(call.x)
+        output, statistics = switchable_convolution(call, native, self.switch)
+        self._convolved[call.module] = ConvolutionUse(call.x, output, statistics)
+        return output
+
+    def on_delta(self, call: DeltaCall, native: NativeDelta) -> Tensor:
+        """Run one call of a gated delta rule with the switchable backward and keep it."""
+        tensors = (call.query, call.key, call.value, call.decay, call.beta)
+        seen = call.module in self._convolved
+        convolution = self._convolved.pop(call.module, None)
+        # A convolution that did not come here may be a kernel of its own, which nothing switches:
+        # its block counts as one that was not seen. From a cache both come as single steps.
+        if self.begun is not None and (seen or call.cached):
+            self.begun.attended.add(self.execution)
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if graph and call.cached and self.begun is not None:
+            self.begun.cached = True
+        if not graph or call.cached:
+            return native(*tensors)
+        self._keep()
+        output, statistics = switchable_delta_rule(call, native, self.switch)
+        if convolution is not None:
+            self.attentions.append(
+                DeltaUse(call.module, convolution, call.value, output, statistics, self.execution)
+            )
+        return output
+
     def require_graph(self) -> None:
         """Raise unless a forward with a graph was recorded."""
         if not self.linears:
@@ -474,9 +619,9 @@ def record(
     Args:
         adapter: of the model.
         scope: what to capture.
-        attention: route softmax attention of all layers from the first scored one on through the
-            switchable backward. Self-only errors need it in the layers above the scored ones too,
-            because they pass through their attention on the way down.
+        attention: route softmax attention and gated delta nets of all layers from the first scored
+            one on through the switchable backward. Self-only errors need it in the layers above the
+            scored ones too, because they pass through their attention on the way down.
         sharding: of the weights.
     """
     recorder = Recorder(scope, sharding=sharding)
@@ -505,6 +650,15 @@ def record(
                 for module in adapter.attention_modules(layer)
             ]
             stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
+            if isinstance(adapter, DeltaNets):
+                nets = [
+                    net
+                    for layer in range(scope.first, len(blocks))
+                    for net in adapter.delta_nets(layer)
+                ]
+                stack.enter_context(
+                    adapter.override_delta_nets(nets, recorder.on_convolution, recorder.on_delta)
+                )
         try:
             yield recorder
         finally:

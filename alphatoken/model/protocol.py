@@ -19,8 +19,15 @@ from alphatoken.errors import ModelError
 __all__ = [
     "AttentionCall",
     "AttentionOverride",
+    "ConvolutionCall",
+    "ConvolutionOverride",
     "DecoderAdapter",
+    "DeltaCall",
+    "DeltaNets",
+    "DeltaOverride",
     "NativeAttention",
+    "NativeConvolution",
+    "NativeDelta",
     "ScoredLinear",
     "find_adapter",
     "register_adapter",
@@ -106,6 +113,71 @@ NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 AttentionOverride = Callable[[AttentionCall, NativeAttention], Tensor]
 """Replacement for one attention call: (call, kernel it would use) -> output (b, h, t, dv)."""
+
+
+@dataclass(frozen=True)
+class DeltaCall:
+    """Everything that one call of the gated delta rule computes with; see ``model.delta_rule``.
+
+    Shapes: query and key (b, g, t, d), value (b, h, t, v), value head ``h`` reads key head
+    ``h // (H // G)``; decay (b, h, t) is a logarithm, beta (b, h, t) the strength of the write.
+    ``normalised``: the kernel divides queries and keys by their length. ``cached``: the rule starts
+    from the state of positions that this pass did not run.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+    normalised: bool = True
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class ConvolutionCall:
+    """One causal convolution along positions, each channel with taps of its own.
+
+    x (b, c, t), weight (c, w), bias (c,) or None; ``activation`` follows, None: nothing.
+    """
+
+    module: nn.Module
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
+
+
+NativeDelta = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The model's own rule: (query, key, value, decay, beta) -> output (b, h, t, v)."""
+
+DeltaOverride = Callable[[DeltaCall, NativeDelta], Tensor]
+"""Replacement for one call of the rule."""
+
+NativeConvolution = Callable[[Tensor], Tensor]
+"""The model's own convolution: x -> output (b, c, t)."""
+
+ConvolutionOverride = Callable[[ConvolutionCall, NativeConvolution], Tensor]
+"""Replacement for one convolution."""
+
+
+@runtime_checkable
+class DeltaNets(Protocol):
+    """What an adapter has as well whose models have gated delta nets; it need not."""
+
+    def delta_nets(self, layer: int) -> tuple[nn.Module, ...]:
+        """The gated delta nets of this layer: a convolution on what the rule then reads."""
+        ...
+
+    def override_delta_nets(
+        self,
+        modules: Sequence[nn.Module],
+        convolution: ConvolutionOverride,
+        rule: DeltaOverride,
+    ) -> AbstractContextManager[None]:
+        """Within the context, both calls of each of ``modules`` go through these functions."""
+        ...
 
 
 @runtime_checkable

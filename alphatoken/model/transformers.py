@@ -2,7 +2,8 @@
 
 Attention is reached through transformers' attention registry (see ``dispatch``): the config, the
 mask functions and the implementation's name stay as they are (code inside the library compares
-names), and only the calls of the chosen modules are rerouted.
+names), and only the calls of the chosen modules are rerouted. Gated delta nets have no registry;
+see ``delta_dispatch``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken.errors import ModelError
+from alphatoken.model.delta_dispatch import is_delta_net, rerouted
 from alphatoken.model.dispatch import dispatched, is_understood
-from alphatoken.model.protocol import AttentionOverride, ScoredLinear
+from alphatoken.model.protocol import (
+    AttentionOverride,
+    ConvolutionOverride,
+    DeltaOverride,
+    ScoredLinear,
+)
 
 __all__ = ["TransformersAdapter"]
 
@@ -200,6 +207,19 @@ class TransformersAdapter:
             )
         with dispatched(name, modules, override):
             yield
+
+    def delta_nets(self, layer: int) -> tuple[nn.Module, ...]:
+        """The gated delta nets of the block, of the kinds that ``delta_dispatch`` knows."""
+        return tuple(m for m in self._layers[layer].modules() if is_delta_net(m))
+
+    def override_delta_nets(
+        self,
+        modules: Sequence[nn.Module],
+        convolution: ConvolutionOverride,
+        rule: DeltaOverride,
+    ) -> AbstractContextManager[None]:
+        """Reroute both calls of these delta nets; contexts may be left in any order."""
+        return rerouted(modules, convolution, rule)
 
     @contextmanager
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -10,6 +10,8 @@ it checks. All are meant for small models in float64; none is fast.
 - ``propagation``: Value-Propagation and the paper's causal decomposition in loops
   (eq. phi_tgt_causal, causal_decomp); ``jacobian``: the exact Jacobian of one attention layer, with
   the score path, and the bound of what is left out (eq. app_score_path, app_value_path_bound).
+- ``delta_net``: gated delta nets position by position, their coefficients on values, and the bound
+  of what Value-Propagation leaves out there.
 - ``enumeration``: the Fisher of a sequence model summed over every response; ``retention``: the
   retention side and the bound of its proxy, term by term; ``transfer``: the Wasserstein form of it.
 - ``preference``: DPO written again from its definition. ``composite``: the direction

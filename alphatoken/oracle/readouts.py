@@ -10,6 +10,7 @@ attention in which every key and value off the diagonal is held constant,
 
 where [x] is a constant of the value of x. The same with the diagonal (and the query) held constant
 and the rest free gives all hops within the layer. Nothing is written down of a backward formula.
+Gated delta nets likewise, by ``delta_net``: incoming states, and all taps but the last, held.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import InputError
+from alphatoken.oracle import delta_net
 from alphatoken.oracle.scope import Linear, ScoredModel
 
 __all__ = [
     "AttentionUse",
     "Call",
+    "DeltaUse",
     "Parts",
     "Trace",
     "contract",
@@ -83,14 +87,44 @@ class AttentionUse:
     execution: int
 
 
+@dataclass(frozen=True)
+class DeltaUse:
+    """One gated delta net of a block: its convolution, then its rule.
+
+    Attributes:
+        rule: the rule's call, in the graph.
+        front: the convolution's call, in the graph.
+        y: (b, c, t) what the model goes on with from the convolution.
+        every: (b, c, t) the convolution with all its taps in the graph.
+        output: (b, h, t, v) in the graph.
+        error: as in ``AttentionUse``, relative to the largest output.
+    """
+
+    rule: delta_net.Rule
+    front: delta_net.Convolution
+    y: Tensor
+    every: Tensor
+    output: Tensor
+    error: float
+    execution: int
+
+    def to_input(self, at_values: Tensor) -> Tensor:
+        """An error at the values, brought to the convolution's input through every tap."""
+        value = self.rule.value
+        (at_y,) = torch.autograd.grad(value, self.y, at_values.to(value), retain_graph=True)
+        (found,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
+        return found
+
+
 @dataclass
 class Trace:
     """What one forward left: uses of the scored linear maps and attention calls, in order."""
 
     shape: torch.Size
     linears: list[LinearUse] = field(default_factory=list)
-    attentions: list[AttentionUse] = field(default_factory=list)
+    attentions: list[AttentionUse | DeltaUse] = field(default_factory=list)
     execution: int = 0
+    fronts: dict[Any, tuple[Any, Tensor, float]] = field(default_factory=dict)
 
     def on_block(self, module: nn.Module, args: Any) -> None:
         """Before a decoder block runs."""
@@ -133,6 +167,38 @@ class Trace:
         self.attentions.append(AttentionUse(call.value, output, alpha, hop, error, self.execution))
         return output
 
+    def on_convolution(self, split: bool, call: Any, native: Callable[[Tensor], Tensor]) -> Tensor:
+        """Instead of the convolution of one delta net; its rule comes next."""
+        held = delta_net.convolve(call, held=True)
+        y, error = _replaced(split, held, partial(native, call.x))
+        self.fronts[call.module] = (call, y, error)
+        return y
+
+    def on_delta(self, split: bool, call: Any, native: Callable[..., Tensor]) -> Tensor:
+        """Instead of one call of the gated delta rule."""
+        front, y, before = self.fronts.pop(call.module)
+        inputs = (call.query, call.key, call.value, call.decay, call.beta)
+        held = delta_net.delta_rule(call, held=True)
+        output, error = _replaced(split, held, partial(native, *inputs))
+        every = delta_net.convolve(front)
+        self.attentions.append(
+            DeltaUse(call, front, y, every, output, max(before, error), self.execution)
+        )
+        return output
+
+
+def _replaced(split: bool, held: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The kernel's own numbers, with the held function's derivatives; and how far they differ."""
+    if not split:
+        output = run()
+        kernel = output.detach()
+    else:
+        with torch.no_grad():
+            kernel = run()
+        output = kernel + (held - held.detach()).to(kernel.dtype)
+    size = float(kernel.abs().amax().clamp(min=1e-30))
+    return output, float((held.detach() - kernel).abs().amax()) / size
+
 
 @contextmanager
 def traced(
@@ -141,6 +207,7 @@ def traced(
     *,
     split: bool | None = None,
     override: Callable[[Any], Any] | None = None,
+    deltas: Callable[[Any, Any], Any] | None = None,
 ) -> Iterator[Trace]:
     """Record the forwards inside; hooks go with the context.
 
@@ -151,6 +218,8 @@ def traced(
             leaves attention alone.
         override: context manager that sends every attention call through a function of the call
             and the model's own kernel.
+        deltas: likewise for the convolution and the rule of every gated delta net; None: there are
+            none.
     """
     trace = Trace(shape)
     with ExitStack() as stack:
@@ -163,6 +232,10 @@ def traced(
         if split is not None:
             assert override is not None
             stack.enter_context(override(partial(trace.on_attention, split)))
+            if deltas is not None:
+                stack.enter_context(
+                    deltas(partial(trace.on_convolution, split), partial(trace.on_delta, split))
+                )
         yield trace
 
 
@@ -222,7 +295,8 @@ def propagated_errors(
     """Value-Propagation: errors at the linear uses, from errors at the heads' outputs.
 
     ``e~_t = sum_{k in (t, t+W]} sum_{h in g} alpha_kt^h e_k^h`` at the value states ("mean": alpha
-    averaged over all heads, errors summed over those of g), sent back to the same block's uses.
+    averaged over all heads, errors summed over those of g), sent back to the same block's uses. Of
+    a delta net it is ``delta_net.propagated_parts``, at its convolution's input.
 
     Returns:
         The errors, and by how much the absolute terms of e~ exceed it, (b, t) of each use.
@@ -234,36 +308,77 @@ def propagated_errors(
     for use, error in zip(trace.attentions, errors, strict=True):
         if error is None:
             continue
-        k = torch.arange(use.alpha.shape[-1], device=use.alpha.device)
-        later = k.unsqueeze(-1) > k
-        if window is not None:
-            later = later & (k.unsqueeze(-1) - k <= window)
-        alpha = use.alpha * later
-        if head_reduction == "mean":
-            alpha = alpha.mean(1, keepdim=True).expand_as(alpha)
-        groups = use.value.shape[1]
-        summed, size = (
-            (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2) for e in (error, error.abs())
-        )
-        ratio = size.sum((1, 3)) / summed.abs().sum((1, 3)).clamp(min=1e-30)
+        if isinstance(use, DeltaUse):
+            terms = delta_net.propagated_parts(
+                use.rule, error, use.to_input, window=window, head_reduction=head_reduction
+            )
+            end, summed, size = use.front.x, terms.sum(0).mT, terms.abs().sum(0).mT
+        else:
+            end = use.value
+            summed, size = _mixed_back(use, error, window, head_reduction)
+        kept = tuple(n for n in range(summed.dim()) if n not in (0, summed.dim() - 2))
+        ratio = size.sum(kept) / summed.abs().sum(kept).clamp(min=1e-30)
         for n, linear in enumerate(trace.linears):
             if linear.execution == use.execution:
                 spread[n] = ratio.clamp(1.0, 1e6)
-        _send(trace, use, use.value, summed.to(use.value.dtype), found)
+        at_end = summed.mT if isinstance(use, DeltaUse) else summed
+        _send(trace, use, end, at_end.to(end.dtype), found)
     return found, spread
+
+
+def _mixed_back(
+    use: AttentionUse, error: Tensor, window: int | None, head_reduction: str
+) -> tuple[Tensor, Tensor]:
+    """e~ (b, g, t, d) at the value states, and the sum of its absolute terms."""
+    k = torch.arange(use.alpha.shape[-1], device=use.alpha.device)
+    later = k.unsqueeze(-1) > k
+    if window is not None:
+        later = later & (k.unsqueeze(-1) - k <= window)
+    alpha = use.alpha * later
+    if head_reduction == "mean":
+        alpha = alpha.mean(1, keepdim=True).expand_as(alpha)
+    groups = use.value.shape[1]
+    summed, size = (
+        (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2) for e in (error, error.abs())
+    )
+    return summed, size
 
 
 def hop_errors(trace: Trace, errors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """All hops within each layer, score path included: errors at the linear uses."""
     found: list[Tensor | None] = [None] * len(trace.linears)
     for use, error in zip(trace.attentions, errors, strict=True):
-        if error is not None:
+        if error is None:
+            continue
+        if isinstance(use, DeltaUse):
+            _send_delta_hops(trace, use, error, found)
+        else:
             _send(trace, use, use.hop, error.to(use.hop.dtype), found)
     return found
 
 
+def _send_delta_hops(
+    trace: Trace, use: DeltaUse, error: Tensor, found: list[Tensor | None]
+) -> None:
+    """Everything that a delta net passes on, less what stays at its position."""
+    names = ("query", "key", "value", "decay", "beta")
+    inputs = [getattr(use.rule, name) for name in names]
+    free = [x.detach().requires_grad_() for x in inputs]
+    call = SimpleNamespace(**dict(zip(names, free, strict=True)), normalised=use.rule.normalised)
+    output = delta_net.delta_rule(call)
+    parts = torch.autograd.grad(output, free, error.to(output.dtype))
+    (at_y,) = torch.autograd.grad(inputs[:3], use.y, list(parts[:3]), retain_graph=True)
+    ends = ((use.every, at_y), (inputs[3], parts[3]), (inputs[4], parts[4]), (use.output, -error))
+    for end, part in ends:
+        _send(trace, use, end, part.to(end.dtype), found)
+
+
 def _send(
-    trace: Trace, use: AttentionUse, end: Tensor, error: Tensor, found: list[Tensor | None]
+    trace: Trace,
+    use: AttentionUse | DeltaUse,
+    end: Tensor,
+    error: Tensor,
+    found: list[Tensor | None],
 ) -> None:
     """Send an error back from ``end`` to the uses of the same execution of a block."""
     places = [n for n, u in enumerate(trace.linears) if u.execution == use.execution]

@@ -116,13 +116,13 @@ def refuse_scope(scope: Scope, args: Any) -> None:
     """Raise what the scorer would raise on the layers of this model.
 
     Raises:
-        UnsupportedError: a layer without softmax attention under a self-only estimator.
+        UnsupportedError: a layer without a self-only rule under a self-only estimator.
         CoverageError: a matrix that the estimator does not cover.
     """
     if args.estimator in SELF_ONLY and scope.mixers:
         name, kind = next(iter(scope.mixers.items()))
         raise UnsupportedError(
-            f"estimator={args.estimator!r} is not defined on a layer without softmax attention",
+            f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
             got=f"{name} ({kind})",
             why="its self-only backward has no rule here, and an approximation would be silent",
             remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",

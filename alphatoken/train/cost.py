@@ -7,7 +7,7 @@ optimizer, communication, padding) is left out on both sides of every ratio.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from alphatoken.estimate.estimators import CAPTURED, SWITCHED
-from alphatoken.model.capture import Scope
+from alphatoken.model.capture import Scope, delta_nets_of
 from alphatoken.model.head import output_head
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.train.activations import Kept, Shape, kept_activations
@@ -135,17 +135,54 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """One gated delta net, computed in chunks (``model.delta_rule``); FLOPs per token.
+
+    Attributes:
+        heads: value heads; key: width of a key; value: of a value.
+        taps: of the convolution, on ``channels``.
+        chunk: positions of a chunk.
+    """
+
+    heads: int
+    key: int
+    value: int
+    taps: int
+    channels: int
+    chunk: int
+
+    @property
+    def forward(self) -> float:
+        """Convolution, the chunk's triangular system, its products, and three with the state."""
+        d, v, c = self.key, self.value, self.chunk
+        rule = 4 * c * d + c * (d + v) + 2 * c * v + 6 * d * v
+        return float(self.heads * rule + 2 * self.taps * self.channels)
+
+    def band(self, window: int) -> float:
+        """The self-only backward, and coefficients and products of Value-Propagation."""
+        d, v, c = self.key, self.value, self.chunk
+        system = 2 * c * d + c * c  # made for each of the two
+        own = c * (4 * v + 2 * d) + 6 * d * v
+        blocks = (window + c - 1) // c  # later chunks that a window reaches
+        coefficients = 6 * c * d + 2 * c * c + 2 * d * d + blocks * (2 * c * d + 2 * d * d)
+        carried = (1 + blocks) * self.taps * 2 * c * v
+        return float(self.heads * (2 * system + own + coefficients + carried))
+
+
+@dataclass(frozen=True)
 class Work:
     """FLOPs of one forward, per token, of a model and of its parts.
 
     Attributes:
         linear: all matrices of each layer.
-        attention: softmax attention of each layer; 0 for other mixers, which are left out.
+        attention: softmax attention, or gated delta net, of each layer; 0 for other mixers, which
+            are left out.
         widths: query width (heads times head dimension) of each layer with softmax attention.
         head: the output projection.
         weights: the trainable matrices of the layers and the head: one more of these is what
             their gradients cost.
         head_trained: the output projection is among them.
+        nets: the gated delta net of each layer that has one; empty: no layer has.
     """
 
     linear: tuple[float, ...]
@@ -154,6 +191,7 @@ class Work:
     head: float
     weights: float
     head_trained: bool
+    nets: tuple[DeltaShape | None, ...] = ()
 
     @property
     def forward(self) -> float:
@@ -174,14 +212,16 @@ def work_of(adapter: DecoderAdapter, length: int) -> Work:
     names = {module: name for name, module in base.named_modules()}
     other = adapter.other_mixers(range(len(blocks)))
     active = _active_experts(text)
-    linear, attention, widths = [], [], []
+    linear, attention, widths, nets = [], [], [], []
     for index, block in enumerate(blocks):
         linear.append(2 * sum(active.get(p.dim(), 0) * p.numel() for p in block.parameters()))
         width = 0.0 if names[block] in other else _attention_width(text)
         reach = min(length, _window(text, index) or length)
         keys = length / 2 if reach == length else reach  # causal: half of the past on average
-        attention.append(4 * width * keys)
+        net = _delta_shape(delta_nets_of(adapter, index), length)
+        attention.append(4 * width * keys if net is None else net.forward)
         widths.append(width)
+        nets.append(net)
     trained = {
         p: active.get(p.dim(), 0) * p.numel()
         for part in (*blocks, head)
@@ -195,6 +235,21 @@ def work_of(adapter: DecoderAdapter, length: int) -> Work:
         2.0 * head.weight.numel(),
         2.0 * sum(trained.values()),
         bool(head.weight.requires_grad),
+        tuple(nets),
+    )
+
+
+def _delta_shape(modules: Sequence[Any], length: int) -> DeltaShape | None:
+    if not modules:
+        return None
+    (net,) = modules
+    return DeltaShape(
+        net.num_v_heads,
+        net.head_k_dim,
+        net.head_v_dim,
+        net.conv1d.kernel_size[0],
+        net.conv1d.in_channels,
+        min(64, length),
     )
 
 
@@ -307,7 +362,9 @@ def _band(work: Work, args: Any, layers: tuple[int, ...]) -> float:
     """Attention logits recomputed for their band, and the banded products."""
     length = args.max_length or 1024
     window = min(args.window if args.window is not None else length, length)
-    return sum(2 * work.widths[i] * length + 4 * work.widths[i] * window for i in layers)
+    attention = sum(2 * work.widths[i] * length + 4 * work.widths[i] * window for i in layers)
+    nets = (work.nets[i] for i in layers if work.nets)
+    return attention + sum(net.band(window) for net in nets if net is not None)
 
 
 # --- memory ------------------------------------------------------------------------------------

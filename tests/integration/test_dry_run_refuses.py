@@ -197,7 +197,7 @@ MACHINE = "about this machine, the file system or other processes"
 PLACES: dict[str, str] = {
     "train/checks.py:check_run": "no validation rows",
     "train/checks.py:check_watch": "sharded weights, as check_layout has them",
-    "train/checks.py:refuse_scope": "in test_recipes: linear attention, experts",
+    "train/checks.py:refuse_scope": "in test_recipes: a gated convolution, experts",
     "train/checks.py:check_pool": "test_eight_processes_need_eight_held_out_rows",
     "train/checks.py:check_lengths": ROWS,
     "train/checks.py:_check_limit": "too long",

@@ -23,7 +23,7 @@ OTHER = make_batch(("ppprrrr", "pprrr.."), vocabulary=VOCABULARY, seed=5)
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 EVERY = [(n, e) for n in ("llama", "gemma3", "gemma2", "phi3", "gpt2") for e in ESTIMATORS]
 EVERY += [(n, e) for n in ("gpt_oss", "mixtral") for e in ("alphatoken", "path")]
-EVERY += [("qwen3_5", e) for e in ("path", "label")]
+EVERY += [("qwen3_5", e) for e in ("alphatoken", "same_layer_hop", "path", "label")]
 
 
 def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:

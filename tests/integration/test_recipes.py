@@ -114,7 +114,7 @@ def test_what_the_paper_says(task: str, model: str) -> None:
     assert args.held_out_share == 0
     assert (args.fisher_samples, arguments.data.fisher_prompts) == (1000, 1000)
     assert (args.retention, args.fisher_labels, args.policy) == ("diagonal", "sequence", "top")
-    assert args.estimator == ("label" if model == "qwen" else "alphatoken")
+    assert args.estimator == "alphatoken"
     if task == "ultrafeedback":
         assert args.beta == 0.1
         assert arguments.data.max_prompt_length == 1024
@@ -338,7 +338,6 @@ def test_processes_without_a_layout_of_ones_own(
         (["--config", "magicoder-llama", "--accelerate_config", "fsdp1"], "fsdp_version: 2"),
         (["--config", "magicoder-llama", "--score_layers", "40"], "within the model"),
         (["--config", "magicoder-llama", "--estimator", "label"], "sharded weights"),
-        (["--config", "magicoder-qwen", "--estimator", "alphatoken"], "linear_attention"),
         (["--config", "magicoder-llama", "--model_name_or_path", "nobody/nothing"], "not known"),
         (["--learning_rate"], "expected one argument"),
         (["stray"], "belongs to no option"),
@@ -414,6 +413,28 @@ def test_flops_are_those_that_torch_counts() -> None:
     counted = counter.get_total_flops() / length
     # What is above: the rotary tables, and errors of the embedding that nothing asks for.
     assert counted == pytest.approx(expected, rel=0.01)
+
+
+def test_flops_of_gated_delta_nets_are_those_that_torch_counts() -> None:
+    """Transformers computes the rule in the same chunks; torch counts no triangular solve."""
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+    length, kinds = 128, ["linear_attention", "full_attention", "linear_attention"]
+    config = Qwen3_5TextConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, num_hidden_layers=3, layer_types=kinds,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=8, linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    work = work_of(find_adapter(model), length)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=False)
+    nets = [net for net in work.nets if net is not None]
+    assert [net is not None for net in work.nets] == [kind == kinds[0] for kind in kinds]
+    solved = sum(net.heads * net.chunk * (net.key + net.value) for net in nets)
+    expected = work.forward + work.attention[1] - solved  # all keys, not the causal half
+    assert counter.get_total_flops() / length == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(("share", "floor"), [(1 / 2, 1.29), (1 / 8, 1.14)])
@@ -542,9 +563,23 @@ def test_what_a_run_would_refuse_the_plan_refuses(tmp_path: Path) -> None:
     assert any("left out" in note for note in found.notes)
 
 
-def test_layers_without_softmax_attention_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"layers\.29.*linear_attention"):
-        plan("ultrafeedback-qwen", "--estimator", "direct", "--accelerate_config", "none")
+def test_layers_without_a_rule_are_refused_by_name(tmp_path: Path) -> None:
+    """A gated convolution has none; a gated delta net has one."""
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    config = Lfm2Config(
+        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, num_hidden_layers=2, layer_types=["full_attention", "conv"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    shape = {"uncovered": "skip", "score_layers": "1"}
+    with pytest.raises(UnsupportedError, match=r"layers\.1 \(conv\)"):
+        make_plan(model, options(tmp_path, estimator="direct", **shape), Layout(), command="sft")
+    found = make_plan(model, options(tmp_path, estimator="label", **shape), Layout(), command="sft")
+    assert any("FLOPs of conv" in note for note in found.notes)
+    hybrid = plan("ultrafeedback-qwen", "--accelerate_config", "none")
+    assert hybrid.scored["estimator"] == "alphatoken"
+    assert not any("FLOPs" in note for note in hybrid.notes)
 
 
 def test_adapters_are_scored_by_their_factors() -> None:

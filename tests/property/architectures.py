@@ -20,6 +20,7 @@ from tests.flash_standin import NAME, standin
 __all__ = [
     "ARCHITECTURES",
     "BY_NAME",
+    "MIXER",
     "MIXTURES",
     "ROPES",
     "SOFTMAX",
@@ -301,12 +302,18 @@ ARCHITECTURES = (
          "linear_conv_kernel_dim": (3, 2), "linear_num_value_heads": (4, 2),
          "layer_types": (["full_attention", "linear_attention", "full_attention"],
                          ["linear_attention", "full_attention", "full_attention"],
-                         ["linear_attention", "linear_attention", "full_attention"])},
+                         ["linear_attention", "linear_attention", "full_attention"],
+                         ["full_attention", "linear_attention", "linear_attention"])},
         key_norm=True,
         masks_by_type=True,
     ),
 )  # fmt: skip
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+MIXER = Architecture(
+    "lfm2", "Lfm2Config", "Lfm2ForCausalLM",
+    {**_THREE, "layer_types": ["full_attention", "conv", "full_attention"], "conv_L_cache": 3},
+)  # fmt: skip
+"""Its middle layer is a gated convolution alone, which has no self-only rule."""
 SOFTMAX = tuple(a.name for a in ARCHITECTURES if a.name != "qwen3_5")
 """Every layer mixes positions by softmax attention only."""
 MIXTURES = tuple(a.name for a in ARCHITECTURES if a.experts)

@@ -7,6 +7,7 @@ from tests.property import (
     mutants_adapters,
     mutants_compare,
     mutants_corpus,
+    mutants_delta,
     mutants_kernels,
     mutants_policies,
     mutants_proofs,
@@ -27,6 +28,7 @@ ROOMS = {
     "Errors in how models are compared": mutants_compare.MUTANTS,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
+    "Errors in gated delta nets": mutants_delta.MUTANTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

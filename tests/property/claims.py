@@ -98,6 +98,22 @@ test_closed_form_is_the_autograd_jacobian | app_exact_jacobian | cross_position_
 test_residual_norm_is_exact_and_bounded | app_score_residual, app_value_path_bound | score_residual_norm, value_path_bound | exact
 test_both_bounds_hold_after_the_output_projection | app_value_path_bound | residual_after_output, output_bounds | exact
 test_the_layer_is_the_textbook_one | app_two_paths | attend | exact
+# gated delta nets
+check_the_self_backward_holds_the_incoming_state | phi_tgt_dir | delta_rule | exact
+check_the_ordinary_backward_is_the_kernels | | (the kernel's own, bit by bit) | exact
+check_one_forward_serves_both_backwards | | (a forward for each mode) | exact
+check_the_convolution_alone | phi_tgt_dir | convolve | exact
+check_carried_errors_are_the_coefficients | V_layer | coefficients | exact
+check_propagation_goes_through_the_taps | phi_tgt_causal, app_causal_rank1 | propagated_parts | approximate
+check_what_is_left_out_is_bounded | app_value_path_bound, app_score_residual | net_jacobian, value_path, left_out_bound | exact
+check_direct_is_the_diagonal_of_a_hybrid | phi_tgt_dir | exact_influence, diagonal | exact
+check_propagation_is_exact_for_the_value_rows | app_aa_causal | exact_influence, causal | exact
+check_the_certificate_of_a_hybrid | phi_total | delta_rule, convolve, propagated_parts | exact
+check_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact
+check_overrides_of_delta_nets_leave_nothing_behind | | (the modeling file before) | exact
+check_a_cached_pass_is_refused | | (traps) | exact
+check_a_state_to_begin_with_is_told | | (a pass without a cache) | exact
+check_a_cache_that_begins_changes_no_value | | (a pass without a cache) | exact
 # contraction
 check_projected_is_the_loop | ap_gdp, app_ap_gdp | (loops over rank-1 matrices) | exact
 check_gram_is_the_loop | app_aa_direct | (loops over pairs of tokens) | exact
@@ -232,7 +248,7 @@ check_what_is_not_scored_is_named | | (the blocks' parameters) | exact
 check_a_call_is_what_the_model_computes | | (attention written out) | exact
 check_overrides_leave_nothing_behind | | (the models without overrides) | exact
 check_rows_beyond_the_limit_are_refused | | (the configuration) | exact
-check_layers_without_softmax_are_named | | (Qwen-3.5's layers) | exact
+check_layers_without_softmax_are_named | | (LFM2's layers, Qwen-3.5's) | exact
 check_decoding_is_the_forward | | (one forward) | exact
 # certificate, trainers and other methods
 test_right_code_agrees | | (every component anew) | exact

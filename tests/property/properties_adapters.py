@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.model.capture import mixers_without_rule
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
-from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.architectures import BY_NAME, MIXER, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.properties_proofs import refusal
 from tests.property.tolerance import close
@@ -228,10 +229,16 @@ def check_rows_beyond_the_limit_are_refused(name: str) -> None:
 
 
 def check_layers_without_softmax_are_named(estimator: str) -> None:
-    """Qwen-3.5's linear-attention layer is named, and ends every estimator that has no rule."""
-    model = model_of("qwen3_5")
+    """LFM2's convolution layer is named, and ends every estimator that has no rule for it.
+
+    Qwen-3.5's linear attention is named as well, and is a gated delta net, which has one.
+    """
+    hybrid = find_adapter(model_of("qwen3_5"))
+    assert hybrid.other_mixers([0, 1, 2]) == {"model.layers.1": "linear_attention"}
+    assert mixers_without_rule(hybrid, range(3)) == {}
+    model = MIXER.build(0)
     adapter = find_adapter(model)
-    assert adapter.other_mixers([0, 1, 2]) == {"model.layers.1": "linear_attention"}
+    assert adapter.other_mixers([0, 1, 2]) == {"model.layers.1": "conv"}
     assert adapter.other_mixers([0, 2]) == {}
     batch = {**batch_of("none", 0), "labels": batch_of("none", 0)["input_ids"]}
     for layers, refused in (((1, 2), True), ((2,), False)):
@@ -239,7 +246,7 @@ def check_layers_without_softmax_are_named(estimator: str) -> None:
         scorer = Scorer(model, [batch], config=config)
         error = refusal(lambda scorer=scorer: scorer.score(batch))
         assert isinstance(error, UnsupportedError) == refused, f"{estimator}, {layers}: {error}"
-        assert not refused or "linear_attention" in str(error), str(error)
+        assert not refused or "model.layers.1 (conv)" in str(error), str(error)
 
 
 def check_decoding_is_the_forward(name: str, seed: int) -> None:

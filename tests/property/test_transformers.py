@@ -31,6 +31,7 @@ from alphatoken.oracle import gradients, influence, propagation
 from tests.property.architectures import (
     ARCHITECTURES,
     BY_NAME,
+    MIXER,
     MIXTURES,
     ROPES,
     SOFTMAX,
@@ -432,14 +433,12 @@ def at_tokens(by_position: Tensor, labels: Tensor) -> Tensor:
 
 def estimators_for(setup: Setup) -> tuple[str, ...]:
     """What has an exact rule or a definition here."""
-    names = ["label", "path"]
-    types = setup.architecture.options.get("layer_types", ())
-    if "linear_attention" not in types[min(setup.layers) :]:
-        names += ["direct"]
-        # Every hop within one layer is a same-layer hop; `path` has it where it is a label.
-        last = setup.layers == (setup.architecture.depth - 1,)
-        names += ["same_layer_hop"] * (last and setup.causal_position == "label")
-    if setup.name != "qwen3_5":  # a gate lies between its heads and what reads them
+    names = ["label", "path", "direct"]
+    # Every hop within one layer is a same-layer hop; `path` has it where it is a label.
+    last = setup.layers == (setup.architecture.depth - 1,)
+    names += ["same_layer_hop"] * (last and setup.causal_position == "label")
+    # A gate lies between its heads and what reads them; ``test_hybrids`` has the rest.
+    if setup.name != "qwen3_5":
         names += ["alphatoken", "paper_literal"]
     return tuple(names)
 
@@ -807,25 +806,23 @@ def test_packing_is_refused_where_the_model_leaks_by_itself(estimator: str) -> N
 
 
 @pytest.mark.parametrize("layers", [(2,), (1,), (0, 1, 2)])
-def test_label_and_path_are_exact_on_a_hybrid(layers: tuple[int, ...]) -> None:
-    """From the last layer on there is softmax attention only, so `direct` has its rule."""
-    setup = pinned("qwen3_5", layers, seed=9)
-    assert ("direct" in estimators_for(setup)) == (layers == (2,))
-    compare_captured(setup)
+def test_direct_label_and_path_are_exact_on_a_hybrid(layers: tuple[int, ...]) -> None:
+    """Gated delta nets and softmax attention have their rules, in whatever order they come."""
+    compare_captured(pinned("qwen3_5", layers, seed=9))
 
 
 @pytest.mark.parametrize("estimator", ["direct", "alphatoken", "same_layer_hop", "paper_literal"])
-def test_estimators_without_a_rule_for_linear_attention_are_refused(estimator: str) -> None:
-    setup = Setup("qwen3_5", layers=(1, 2), seed=9)
+def test_estimators_without_a_rule_for_a_convolution_are_refused(estimator: str) -> None:
+    setup = Setup("qwen3_5", layers=(1, 2), seed=9)  # for its rows
     with pytest.raises(UnsupportedError) as caught:
-        value_of(setup, setup.build(), None, estimator)
+        value_of(setup, MIXER.build(9), None, estimator)
     message = str(caught.value)
     assert f"'{estimator}'" in message
-    assert "model.layers.1 (linear_attention)" in message
+    assert "model.layers.1 (conv)" in message
     assert "estimator='label'" in message
 
 
-@pytest.mark.parametrize("estimator", ["label", "path"])
+@pytest.mark.parametrize("estimator", ["label", "path", "alphatoken", "direct"])
 def test_packing_on_a_hybrid_is_refused(estimator: str) -> None:
     """Its recurrent state runs on across documents."""
     setup = Setup("qwen3_5", ("pprr|prrpr",), layers=(1, 2), seed=9)

@@ -1,0 +1,93 @@
+"""Supervised fine-tuning of a hybrid: softmax attention and gated delta nets, the paper's values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.tiny_training import ALPHA, ALPHABET, options, sft_rows, tokenizer, weights
+
+pytestmark = pytest.mark.slow
+
+
+def hybrid() -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=4 + len(ALPHABET), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention"] * 2 + ["full_attention"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def trainer(folder: Path, *, alpha: bool = True, peft: Any = None, **more: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    shared = {
+        "model": hybrid(),
+        "train_dataset": sft_rows(48),
+        "processing_class": tokenizer(),
+        "peft_config": peft,
+    }
+    torch.manual_seed(11)
+    if not alpha:
+        return SFTTrainer(args=SFTConfig(**options(folder, **more)), **shared)
+    given = {**ALPHA, "score_layers": "3", "uncovered": "skip", **more}
+    return AlphaSFTTrainer(
+        args=AlphaSFTConfig(**options(folder, **given)),
+        validation_dataset=sft_rows(24, seed=5),
+        **shared,
+    )
+
+
+def losses(made: Any) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct"])
+def test_all_tokens_kept_equals_trl_bit_for_bit(tmp_path: Path, estimator: str) -> None:
+    """Every step is scored through the graph that trains, and changes nothing of it."""
+    shared = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    plain = trainer(tmp_path / "trl", alpha=False, **shared)
+    valued = trainer(tmp_path / "alpha", keep_ratio=1.0, estimator=estimator, **shared)
+    plain.train()
+    valued.train()
+    assert losses(plain) == losses(valued)
+    expected, found = weights(plain.model), weights(valued.model)
+    assert all(torch.equal(expected[n], found[n]) for n in expected)
+
+
+def test_half_of_the_tokens_train_the_hybrid(tmp_path: Path) -> None:
+    """A few steps on the better half lower the loss; an estimator's choice is its own."""
+    found = {}
+    for estimator in ("alphatoken", "label"):
+        made = trainer(tmp_path / estimator, estimator=estimator, max_steps=8, keep_ratio=0.5)
+        made.train()
+        assert losses(made)[-1] < losses(made)[0]
+        found[estimator] = weights(made.model)
+    assert any(not torch.equal(found["label"][n], w) for n, w in found["alphatoken"].items())
+
+
+def test_adapters_on_the_projections_of_a_delta_net(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8,
+        target_modules=["in_proj_qkv", "in_proj_b", "v_proj", "down_proj"],
+    )  # fmt: skip
+    made = trainer(tmp_path, peft=lora, estimator="alphatoken", keep_ratio=0.5, uncovered="error")
+    before = weights(made.model)
+    made.train()
+    moved = {n for n, w in weights(made.model).items() if not torch.equal(w, before[n])}
+    assert any("in_proj_qkv.lora_B" in name for name in moved)
+    assert all("lora_" in name for name in moved)
+    assert all(torch.isfinite(w).all() for w in weights(made.model).values())
