@@ -107,7 +107,7 @@ class Diagnosed:
     def methods(self) -> tuple[str, ...]:
         """Those that have to be trained."""
         named = (self.model, self.reference, *self.others)
-        return tuple(name for name in named if name not in (None, "start"))  # type: ignore[misc]
+        return tuple(name for name in named if name not in (None, "start"))
 
 
 @dataclass(frozen=True)
