@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alphatoken.compare.folder import Status
     from alphatoken.compare.grid import Cell, Grid
 
-__all__ = ["CompareOptions", "parse", "run", "run_cells"]
+__all__ = ["CompareOptions", "check_named_files", "parse", "run", "run_cells"]
 
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each

@@ -75,7 +75,7 @@ def _shared(work: Work, task: TaskSpec) -> list[str]:
     """How rows are read, as the cells read them."""
     found = ["--max_length", str(task.options.get("max_length", 1024))]
     if task.options.get("row_format") == "text":
-        found += ["--row_format", "text"]
+        found += ["--no_chat_template"]
     return found
 
 

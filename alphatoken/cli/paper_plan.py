@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,23 +252,26 @@ def _plan(work: Work, cell: Cell) -> Plan:
     Raises:
         AlphaTokenError: what the run itself would refuse.
     """
-    import yaml  # type: ignore[import-untyped]
+    recipe = work.recipe_of(cell)
+    own = {**cell.options, "model_name_or_path": work.backbone_of(cell), "command": cell.command}
+    if recipe is not None:
+        own |= {"model_shape": recipe.model_shape, "expected_rows": recipe.expected_rows}
+    return _plan_of(cell.command, json.dumps(own))
 
+
+@cache
+def _plan_of(command: str, options: str) -> Plan:
+    """Tables share cells, so that a list of all of them asks for the same plan again."""
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.launching import layout_of
     from alphatoken.cli.planning import plan_run
     from alphatoken.cli.training import trainer_of
 
-    recipe = work.recipe_of(cell)
-    own = {**cell.options, "model_name_or_path": work.backbone_of(cell), "command": cell.command}
-    if recipe is not None:
-        own |= {"model_shape": recipe.model_shape, "expected_rows": recipe.expected_rows}
     with tempfile.TemporaryDirectory() as place:
-        own["output_dir"] = place
-        file = Path(place) / "recipe.yaml"
-        file.write_text(yaml.safe_dump(own), encoding="utf-8")
-        words = ["--config", str(file), "--dry_run"]
-        arguments = read_arguments(cell.command, words, trainer_of(cell.command)[0])
+        file = Path(place) / "recipe.yaml"  # of which JSON is a part
+        file.write_text(options, encoding="utf-8")
+        words = ["--config", str(file), "--output_dir", place, "--dry_run"]
+        arguments = read_arguments(command, words, trainer_of(command)[0])
     return plan_run(arguments, layout_of(arguments))
 
 

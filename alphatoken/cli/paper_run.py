@@ -179,7 +179,9 @@ def _prepare_rows(work: Work) -> None:
 
 
 def _run_cells(work: Work) -> None:
-    from alphatoken.cli.compare import CompareOptions, run_cells
+    from alphatoken.cli.compare import CompareOptions, check_named_files, run_cells
+
+    check_named_files(work.cells)
 
     options = work.options
     compare = CompareOptions(

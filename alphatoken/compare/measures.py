@@ -16,7 +16,7 @@ OPPONENT = "start"
 _SHORT = "win_rate"
 """Name of the set that ``questions_file`` makes."""
 
-_LATER = ("shots", "task_chat", "judge_sets", "code_of")
+_LATER = ("shots", "task_chat", "code_of", "judge_sets")
 """Fields that came later: left out of a cell's description where they say nothing."""
 
 
@@ -74,7 +74,7 @@ class Measures:
             the task's own number, or else the paper's; see ``alphatoken.compare.harness``.
         task_chat: whether lm-eval's prompts go through the chat template.
         code_file: problems of HumanEval's form, executed in a sandbox.
-        code_of: "target" or "retention": what the score of these is part of.
+        code_of: "target" or "retention": what their score is part of.
         judge_sets: name -> :class:`JudgeSet`, or what a file says of one; part of the target.
         questions_file: in short, one set named "win_rate" against the start model.
         judge: of the sets that name none; see ``alphatoken.compare.judge.make_judge``.
@@ -110,6 +110,7 @@ class Measures:
             if isinstance(tasks, str):
                 raise ConfigError(f"{name} is a list", got=tasks, remedy=f"{name}: [{tasks}]")
             object.__setattr__(self, name, tuple(tasks))
+        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
         for name in ("shots", "judge_sets"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is a mapping by name", got=repr(getattr(self, name)))

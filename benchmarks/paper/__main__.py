@@ -6,8 +6,9 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from alphatoken.paper.exhibits import SCALES, every, find
+from alphatoken.paper.exhibits import every, find
 from alphatoken.support.storage import write_json
 from benchmarks.paper.sources import write_sources
 from benchmarks.paper.store import synchronise, work_of
@@ -53,9 +54,13 @@ def write_costs() -> None:
     """The file that ``alphatoken paper --list`` reads."""
     from alphatoken.cli.paper_list import COSTS, every_cost
 
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        found = {exhibit.label: every_cost(exhibit, place) for exhibit in every()}
-    write_json(COSTS, {label: cost for label, cost in found.items() if set(cost) == set(SCALES)})
+        for exhibit in every():
+            if cost := every_cost(exhibit, place):
+                found[exhibit.label] = cost
+                print(exhibit.label, flush=True)
+    write_json(COSTS, found)
 
 
 if __name__ == "__main__":

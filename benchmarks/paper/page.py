@@ -10,7 +10,7 @@ from typing import Any
 
 from alphatoken.compare.tables import markdown
 from alphatoken.paper.exhibits import Column, Exhibit, find
-from alphatoken.paper.layout import Filled, Row, caption, filled, shown
+from alphatoken.paper.layout import Filled, Row, filled, shown
 from benchmarks.paper.store import RESULTS, kept_records, synchronise, work_of
 from benchmarks.paper.texts import CARRIES, FIGURES, INTRODUCTION, LAST
 
@@ -34,7 +34,7 @@ def write_page(work: Path, docs: Path = DOCS) -> Path:
     for label in TABLES:
         exhibit = find(label)
         table = filled(exhibit, "laptop", kept_records(work_of(exhibit, work)))
-        text += [f"## {exhibit.title}\n", f"`alphatoken paper {label}`. {caption(table)}\n"]
+        text += [f"## {exhibit.title}\n", f"`alphatoken paper {label}`. {_sentences(exhibit)}\n"]
         text += [beside(table), CARRIES.get(label, "")]
     for label in FIGURES:
         text += _figure(find(label), work, docs)
@@ -49,7 +49,7 @@ def beside(table: Filled) -> str:
     exhibit = table.exhibit
     theirs = _theirs(exhibit)
     heads = [exhibit.first, *(f"ours: {_head(column)}" for column in table.columns)]
-    heads += [f"paper, {title}" for title in theirs]
+    heads += [f"paper: {title}" for title in theirs]
     rows = []
     for group, lines in table.groups:
         if len(table.groups) > 1:
@@ -69,7 +69,9 @@ def _name(row: Row) -> str:
 
 
 def _head(column: Column) -> str:
-    return f"{column.over}, {column.title}" if column.over else column.title
+    """Short: the table has to hold three backbones beside ours."""
+    short = {"retention": "general", "overall": "overall"} if column.best == "high" else {}
+    return short.get(column.key, column.title)
 
 
 def _theirs(exhibit: Exhibit) -> dict[str, dict[str, str]]:
@@ -80,7 +82,7 @@ def _theirs(exhibit: Exhibit) -> dict[str, dict[str, str]]:
         for i, column in enumerate(exhibit.columns["full"]):
             if column.key not in _MEASURES:
                 continue
-            place = f"{group.title}: " if same and len(exhibit.groups) > 1 else ""
+            place = f"{group.title}, " if same and len(exhibit.groups) > 1 else ""
             head = f"{place}{_head(column)}"
             for line in group.lines:
                 if line.printed:

@@ -44,7 +44,7 @@ a folder `paper-evaluation` (`--evaluation_dir`) with
 |---|---|
 | `humaneval.jsonl` | HumanEval's problems, as published (`prompt`, `entry_point`, `test`) |
 | `alpaca_eval.jsonl`, `arena_hard.jsonl` | questions (`instruction` or `prompt`) |
-| `alpaca_eval_answers.json`, `arena_hard_answers.json` | stored answers of the opponents |
+| `alpaca_eval_answers.jsonl`, `arena_hard_answers.jsonl` | stored answers of the opponents |
 | `arc_challenge.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | 8 rows each, for the Fisher's figure |
 | `hellaswag.jsonl` | likewise; 1,000 rows for the stability figure |
 

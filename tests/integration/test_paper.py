@@ -406,6 +406,7 @@ def test_every_exhibit_runs_in_small(exhibit: Exhibit, runs: Path, library_decod
     """Two steps a cell on the library's decoder; cells of earlier exhibits are found."""
     words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(runs), "--quiet"]
     words += ["--model", str(library_decoder), "--seeds", "0", "--budget", "none"]
+    words += ["--processes", "2"]
     words += ["--max_steps", "2", "--max_length", "320", "--bf16", "false"]
     words += ["--validation_batch_size", "4"]
     assert main(words) == 0
@@ -419,3 +420,34 @@ def test_every_exhibit_runs_in_small(exhibit: Exhibit, runs: Path, library_decod
     rows = [line for group in exhibit.groups_of("laptop") for line in group.lines]
     assert html.count("<td>–</td>") < len(rows)  # the start has no cost
     assert "seeds)" not in text
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_its_command_writes(tmp_path: Path) -> None:
+    """From what is kept alone, on a machine where nothing was run."""
+    from benchmarks.paper.page import DOCS, TABLES, write_page
+
+    written = write_page(tmp_path / "work", tmp_path).read_text()
+    assert written == (DOCS / "paper.md").read_text(), "python -m benchmarks.paper page"
+    for label in TABLES:
+        assert f"`alphatoken paper {label}`" in written
+    assert "43.98 ± 0.40" in written  # Llama's HumanEval under AlphaToken, as printed
+    for name in re.findall(r"\]\((paper-\S+\.svg)\)", written):
+        assert (tmp_path / name).read_text() == (DOCS / name).read_text()
+
+
+def test_what_is_kept_belongs_to_the_cells_it_was_measured_on(tmp_path: Path) -> None:
+    """Another option, another digest: a changed grid finds no number of the old one."""
+    from benchmarks.paper.store import _digest, kept_records, work_of
+
+    exhibit = find("tab:main_rq1_sft")
+    here, there = (work_of(exhibit, tmp_path / name) for name in ("here", "there"))
+    others = {cell.name: cell for cell in here.cells}
+    digests = {name: _digest(here)(cell, others) for name, cell in others.items()}
+    moved = {cell.name: cell for cell in there.cells}
+    assert digests == {name: _digest(there)(cell, moved) for name, cell in moved.items()}
+    assert len(set(digests.values())) == len(digests)
+    changed = work(exhibit, "laptop", tmp_path / "here", "--learning_rate", "0.1")
+    assert not any(record["status"] == "done" for record in kept_records(changed))
