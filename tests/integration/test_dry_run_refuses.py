@@ -19,7 +19,7 @@ DPO = [*SFT, "--beta", "0.1"]
 
 CASES: dict[str, tuple[str, list[str], str]] = {
     "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file is not there"),
-    "no validation file": ("sft", ["--validation_data", "no.jsonl"], "validation_data is not"),
+    "no validation file": ("sft", ["--validation_data", "no.jsonl"], "validation_file is not"),
     "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file is not there"),
     "no template": ("sft", ["--chat_template_path", "no.jinja"], "chat_template_path is not"),
     "a full folder": ("sft", ["--output_dir", "full"], "the output folder is not empty"),
@@ -209,6 +209,7 @@ PLACES: dict[str, str] = {
     "train/dpo.py:_check_masked_logit": "masked sums",
     "train/dpo.py:check_pair_policy": "the paper's pairs and TI-DPO",
     "train/dpo.py:refuse_base": ROWS,
+    "train/dpo.py:_check_lengths": "in test_pair_lengths",
     "train/dpo.py:prepare_rows": ROWS,
     "train/sft.py:refuse_losses": "label smoothing",
     "train/sft.py:with_responses": ROWS,
@@ -254,6 +255,7 @@ PLACES: dict[str, str] = {
     "cli/training.py:require_libraries": MACHINE,
     "cli/training.py:check_files": "no file",
     "cli/training.py:check_output": "a full folder",
+    "cli/training.py:_require_model": "in test_dialect: a missing model is named first",
     "cli/training.py:_train": TRAINED,
     "cli/training_rows.py:check_source": "two sources",
     "cli/training_rows.py:training_rows": "the plan says so in a note: a recipe names no rows",

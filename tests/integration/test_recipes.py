@@ -143,19 +143,19 @@ def test_a_recipe_goes_on_top_of_others(
     clean.write_text('{"prompt": "a", "response": "b"}\n' * 16)
     words = [str(top.command), "--config", name, "--config", top.name, "--dry-run"]
     if find_recipe(name).command != top.command:
-        assert main([*words, "--validation_data", str(clean)]) == 2
+        assert main([*words, "--validation_file", str(clean)]) == 2
         assert "another command" in capsys.readouterr().err
         return
     if not name.startswith("laptop"):
-        assert main([*words, "--validation_data", str(clean)]) == 2
+        assert main([*words, "--validation_file", str(clean)]) == 2
         assert "4 processes" in capsys.readouterr().err
         words += ["--accelerate_config", "none"]
-    assert main([*words, "--validation_data", str(clean)]) == 0
+    assert main([*words, "--validation_file", str(clean)]) == 0
     text = capsys.readouterr().out
     for option, value in top.options.items():
         assert re.search(rf"{option}: {re.escape(repr(value))}", text), option
     assert main(words) == 2
-    assert "--validation_data FILE" in capsys.readouterr().err
+    assert "--validation_file FILE" in capsys.readouterr().err
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,8 +374,8 @@ def test_processes_without_a_layout_of_ones_own(
         (["--config", "magicoder-llama", "--score_layers", "40"], "within the model"),
         (["--config", "magicoder-llama", "--estimator", "label"], "sharded weights"),
         (["--config", "magicoder-llama", "--model_name_or_path", "nobody/nothing"], "not known"),
-        (["--learning_rate"], "expected one argument"),
-        (["stray"], "belongs to no option"),
+        (["--model_name_or_path", "m", "--learning_rate"], "expected one argument"),
+        (["--model_name_or_path", "m", "stray"], "belongs to no option"),
         ([], "no model is named"),
     ],
 )
@@ -403,7 +403,8 @@ def test_a_broken_recipe_is_named(
     tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.yaml").write_text(text)
-    assert main(["sft", "--config", str(tmp_path / "broken.yaml"), "--dry-run"]) == 2
+    words = ["--config", str(tmp_path / "broken.yaml"), "--model_name_or_path", "m", "--dry-run"]
+    assert main(["sft", *words]) == 2
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.err.count("\n") == 1
