@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from trl.trainer.sft_config import SFTConfig
@@ -154,7 +154,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
-    _tag_names: ClassVar[list[str]] = [*SFTTrainer._tag_names, TAG]
+    _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
