@@ -180,7 +180,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
-    _tag_names = [*DPOTrainer._tag_names, TAG]  # noqa: RUF012
+    _tag_names = [*DPOTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:

@@ -154,7 +154,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
-    _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012
+    _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
     def default_folder(given: Mapping[str, Any]) -> str:
