@@ -309,9 +309,9 @@ def _raise_inside(model: Any, adapter: Any, batch: dict[str, Tensor], nets: Any)
         raise KeyError
 
     plain = model(**batch, use_cache=False).logits
-    with suppress(KeyError):
-        with adapter.override_delta_nets(nets, lambda call, native: native(call.x), fail):
-            model(**batch, use_cache=False)
+    overridden = adapter.override_delta_nets(nets, lambda call, native: native(call.x), fail)
+    with suppress(KeyError), overridden:
+        model(**batch, use_cache=False)
     assert len(reached) == 1
     assert not getattr(delta_dispatch._RUNNING, "modules", ()), "the thread is still in a layer"
     assert torch.equal(model(**batch, use_cache=False).logits, plain)
