@@ -364,6 +364,12 @@ MUTANTS = (
         listed=False,
     ),
     _delta(
+        "delta-layer-never-left",
+        "an error inside a layer leaves its thread in it",
+        ("model.delta_dispatch.rerouted", "always_call=True", "always_call=False"),
+        PUT_BACK,
+    ),
+    _delta(
         "delta-state-of-a-cache-not-noticed",
         "a pass that goes on from a state is valued",
         ("model.delta_dispatch._step", "cached=initial_state is not None", "cached=False"),

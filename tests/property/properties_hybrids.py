@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -292,9 +292,29 @@ def check_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
                 models[0](input_ids=torch.tensor([[10**6]]))
         except IndexError:
             pass
+        _raise_inside(models[0], adapters[0], batch, nets[0])
         assert all(names[n] is function for n, function in before.items())
     finally:
         names.update(before)
+        delta_dispatch._RUNNING.modules = ()
+
+
+def _raise_inside(model: Any, adapter: Any, batch: dict[str, Tensor], nets: Any) -> None:
+    """An error in the middle of a delta net leaves no thread inside of it."""
+
+    reached = []
+
+    def fail(call: Any, native: Any) -> Tensor:
+        reached.append(call)
+        raise KeyError
+
+    plain = model(**batch, use_cache=False).logits
+    overridden = adapter.override_delta_nets(nets, lambda call, native: native(call.x), fail)
+    with suppress(KeyError), overridden:
+        model(**batch, use_cache=False)
+    assert len(reached) == 1
+    assert not getattr(delta_dispatch._RUNNING, "modules", ()), "the thread is still in a layer"
+    assert torch.equal(model(**batch, use_cache=False).logits, plain)
 
 
 def _enter_and_leave(models: Any, adapters: Any, batch: dict[str, Tensor], nets: Any) -> None:
