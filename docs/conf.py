@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -115,6 +116,10 @@ def check_tree() -> None:
         raise ConfigError(f"docs/architecture.md does not name {', '.join(missing)}")
 
 
+NOT_RECORDED = '"recorded": false'
+TO_RECORD = """```{note}
+This page has not been recorded yet, so no output is shown. `make tutorials` runs it.
+```"""
 NOT_RUN = """
 ```{{note}}
 This page was built without the model ({model} is not there), so its code was not run and no
@@ -124,7 +129,11 @@ output is shown. `make models` fetches the model; then build the pages again.
 
 
 def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
-    """A note under the title of a tutorial that would have been run."""
+    """A note under the title of a tutorial that would have been run, or is to be recorded."""
+    if NOT_RECORDED in source[0]:
+        page = json.loads(source[0])
+        page["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": TO_RECORD})
+        source[0] = json.dumps(page)
     if nb_execution_mode == "off" and "{code-cell}" in source[0]:
         note = NOT_RUN.format(model=TUTORIAL_MODEL.name)
         source[0] = re.sub(r"(?m)^# .+\n", lambda title: title[0] + note, source[0], count=1)

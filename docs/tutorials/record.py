@@ -9,6 +9,7 @@ belongs to this machine alone, is left out: times, numbers of cells, what went t
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from nbclient import NotebookClient
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MOST_BYTES = 200_000
+# What libraries print beside the tutorial's own lines: notes on the machine, figures of a trainer.
+NOISE = re.compile(r"(?m)^(\[20[^\n]*\[(WARNING|INFO)\]|\{'(train_runtime|loss|eval_)')[^\n]*\n?")
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -50,7 +53,12 @@ def tidy(book: Any) -> None:
             continue
         cell.execution_count = None
         cell.metadata.pop("execution", None)
-        cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+        for one in cell.outputs:
+            if "text" in one:
+                one.text = NOISE.sub("", one.text)
+        cell.outputs = [
+            one for one in cell.outputs if one.get("name") != "stderr" and one.get("text", "-")
+        ]
         for one in cell.outputs:
             one.pop("execution_count", None)
             if one.output_type == "execute_result":

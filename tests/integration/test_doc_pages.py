@@ -163,7 +163,11 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     text = path.read_text(encoding="utf-8")
     assert len(text) < 200_000
     assert not re.search(r"/tmp/|/home/|/root/|/work/|site-packages|Warning", text)
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    book = json.loads(text)
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    if not book["metadata"].get("recorded", True):
+        assert all(not cell["outputs"] for cell in cells)
+        pytest.skip("not recorded yet: make tutorials")
     outputs = [one for cell in cells for one in cell["outputs"]]
     assert len(cells) > 2
     assert outputs
