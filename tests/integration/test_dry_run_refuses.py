@@ -257,7 +257,6 @@ PLACES: dict[str, str] = {
     "cli/training.py:_require_model": "test_dialect: asked before the plan and the run part ways",
     "cli/training.py:check_files": "no file",
     "cli/training.py:check_output": "a full folder",
-    "cli/training.py:_require_model": "in test_dialect: a missing model is named first",
     "cli/training.py:_train": TRAINED,
     "cli/training_rows.py:check_source": "two sources",
     "cli/training_rows.py:training_rows": "the plan says so in a note: a recipe names no rows",
