@@ -19,21 +19,21 @@ REDUCTIONS = st.sampled_from(["per_head", "mean"])
 @given(delta_cases())
 @example(HARD)
 @example(SHORT)
-def test_the_self_only_backward_holds_the_incoming_state(case: DeltaCase) -> None:
+def test_the_self_only_backward_of_the_rule_holds_the_incoming_state(case: DeltaCase) -> None:
     claims.check_the_self_backward_holds_the_incoming_state(case)
 
 
 @given(delta_cases())
 @example(HARD)
 @budget(0.25)
-def test_the_ordinary_backward_is_the_kernels_bit_by_bit(case: DeltaCase) -> None:
+def test_the_ordinary_backward_of_the_rule_is_the_kernels(case: DeltaCase) -> None:
     claims.check_the_ordinary_backward_is_the_kernels(case)
 
 
 @given(delta_cases())
 @example(HARD)
 @budget(0.25)
-def test_one_forward_serves_both_backwards(case: DeltaCase) -> None:
+def test_one_forward_of_the_rule_serves_both_backwards(case: DeltaCase) -> None:
     claims.check_one_forward_serves_both_backwards(case)
 
 

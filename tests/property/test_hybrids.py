@@ -24,7 +24,7 @@ SHARES = {"pattern": st.sampled_from([LAST, (FULL, LINEAR, LINEAR)]), "layers": 
 @example(HybridCase("qwen3_next", layers=(0, 2), ratio=1, taps=4))
 @example(HybridCase("olmo_hybrid", LAST, (2,), train=("prrrrrr",)))
 @budget(0.4, least=3)
-def test_direct_is_the_diagonal(case: HybridCase) -> None:
+def test_direct_is_the_diagonal_of_a_hybrid(case: HybridCase) -> None:
     claims.check_direct_is_the_diagonal_of_a_hybrid(case)
 
 
@@ -47,18 +47,20 @@ CERTIFIED = [
 
 
 @pytest.mark.parametrize(("family", "estimator", "options"), CERTIFIED)
-def test_the_certificate_passes(family: str, estimator: str, options: dict[str, object]) -> None:
+def test_the_certificate_of_a_hybrid_passes(
+    family: str, estimator: str, options: dict[str, object]
+) -> None:
     case = HybridCase(family, LAST, (1, 2), ratio=3, seed=4)
     claims.check_the_certificate_of_a_hybrid(case, estimator, options)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_one_forward_serves_scoring_and_training(family: str) -> None:
+def test_one_forward_of_a_hybrid_serves_scoring_and_training(family: str) -> None:
     claims.check_one_forward_of_a_hybrid_serves_both(HybridCase(family, layers=(1, 2), seed=2))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_overrides_leave_nothing_behind(family: str) -> None:
+def test_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
     claims.check_overrides_of_delta_nets_leave_nothing_behind(family)
 
 
