@@ -132,7 +132,8 @@ def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
     """A note under the title of a tutorial that would have been run, or is to be recorded."""
     if NOT_RECORDED in source[0]:
         page = json.loads(source[0])
-        page["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": TO_RECORD})
+        note = {"cell_type": "markdown", "id": "note", "metadata": {}, "source": TO_RECORD}
+        page["cells"].insert(1, note)
         source[0] = json.dumps(page)
     if nb_execution_mode == "off" and "{code-cell}" in source[0]:
         note = NOT_RUN.format(model=TUTORIAL_MODEL.name)
