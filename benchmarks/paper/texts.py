@@ -12,7 +12,7 @@ of the paper with what it needs and costs; `alphatoken paper NAME` makes it as t
 `--scale laptop` the same in small. Below stand the paper's numbers beside those of the small scale:
 
 - **SmolLM2-135M-Instruct**, all parameters trained, one thread, bf16 arithmetic.
-- **8 steps of 4 rows** of at most 160 tokens, in place of three epochs. Each row says how many of the
+- **8 steps of 4 rows** of at most 160 tokens, in place of three epochs. Rows say how many of the
   three seeds are there; a dash is a cell that was not run yet, and the command goes on with it.
 - Rows: Python problems (MBPP) in place of Magicoder; preferences of alpaca_eval after a warm-up on
   general instructions (dolly) in place of UltraFeedback after UltraChat. Measured on 24 held-out
