@@ -109,7 +109,7 @@ def _rows(work: Work, task: TaskSpec) -> Path:
 
 def _export(work: Work, task: TaskSpec, place: Path) -> None:
     """Rows of the task's data set as files, those for validation apart."""
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     named = task.options
     found = datasets.load_dataset(
