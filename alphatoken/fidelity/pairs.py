@@ -404,7 +404,8 @@ def _deviation(seen: SeenCall, pairs: _Selected) -> Tensor:
     output = seen.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
     value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
     norms: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1)
-    return norms / float(width) ** 0.5
+    deviation: Tensor = norms / float(width) ** 0.5
+    return deviation
 
 
 def _norms(
