@@ -28,7 +28,7 @@ ranking whose steps are fractions of a point.
 
 CARRIES: dict[str, str] = {
     "tab:main_rq1_sft": """\
-What carries over: training on all tokens lowers the target loss more than token methods do, and
+What carries over: training on all tokens lowers the target loss more than token methods do;
 adapters move less than whole weights on both columns. What does not: standard fine-tuning forgets
 nothing in 32 rows, so that the paper's trade between target and retention does not show; and
 AlphaToken's better half, at a rate that suits all tokens (3e-4, tuned for none), ends above the
