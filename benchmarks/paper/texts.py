@@ -32,8 +32,8 @@ What carries over: training on all tokens lowers the target loss more than token
 adapters move less than whole weights on both columns. What does not: standard fine-tuning forgets
 nothing in 32 rows, so that the paper's trade between target and retention does not show; and
 AlphaToken's better half, at a rate that suits all tokens (3e-4, tuned for none), ends above the
-start on both columns, in its one seed so far. On other rows, at rates tuned for each method, it ends
-below the start ([docs/selection.md](selection.md)).
+start on both columns, in its one seed so far. On other rows, at rates tuned for each method, it
+ends below the start ([docs/selection.md](selection.md)).
 """,
     "tab:runtime_sft": """\
 What carries over: a static pass over the rows is a large part of an epoch's time. What does not:
