@@ -45,7 +45,7 @@ def _cost(cost: Mapping[str, Any], scale: str) -> str:
     more = f" and {cost['diagnoses']} diagnoses" if cost["diagnoses"] else ""
     return (
         f"{cost['cells']} cells{more}, {cost['flops']:.2g} FLOPs, "
-        f"about {shown_time(cost['seconds'])} on {many}, {cost['gib']:.3g} GiB each"
+        f"about {shown_time(float(cost['seconds']))} on {many}, {cost['gib']:.3g} GiB each"
     )
 
 

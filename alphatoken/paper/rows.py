@@ -7,7 +7,7 @@
     target     (none: cut from train)                      target
     warm       for dpo: questions about Python's topics    warm
     retention  paragraphs of Python's documentation        retention
-    probes     for sft: other paragraphs                   probes
+    probes     for sft: other paragraphs, under their topic  probes
 
 No two files of a grid share a row. Rows longer than ``LETTERS`` are left out, not cut; of a pair
 the longer response counts.
@@ -171,7 +171,7 @@ def _paragraphs() -> list[Record]:
 
 def _others() -> list[Record]:
     rows = text_rows(_PARAGRAPHS)[_PARAGRAPHS // 6 : _PARAGRAPHS // 3]
-    return [{"text": row.response} for row in rows]
+    return [{"prompt": f"Python, {row.place}:", "response": row.response} for row in rows]
 
 
 _PARAGRAPHS = 600

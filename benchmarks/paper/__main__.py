@@ -25,7 +25,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.command == "costs":
-        write_costs()
+        write_costs(options.name)
     elif options.command == "page":
         from benchmarks.paper.page import write_page
 
@@ -50,17 +50,18 @@ def _run(name: str, work: Path, more: list[str]) -> int:
         synchronise(work)
 
 
-def write_costs() -> None:
-    """The file that ``alphatoken paper --list`` reads."""
+def write_costs(name: str | None = None) -> None:
+    """The file that ``alphatoken paper --list`` reads: anew, or one exhibit's part of it."""
     from alphatoken.cli.paper_list import COSTS, every_cost
+    from alphatoken.compare.folder import read_json
 
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = (read_json(COSTS) or {}) if name else {}
     with tempfile.TemporaryDirectory() as place:
-        for exhibit in every():
+        for exhibit in every() if name is None else [find(name)]:
             if cost := every_cost(exhibit, place):
                 found[exhibit.label] = cost
                 print(exhibit.label, flush=True)
-    write_json(COSTS, found)
+                write_json(COSTS, dict(sorted(found.items())))
 
 
 if __name__ == "__main__":

@@ -450,4 +450,5 @@ def test_what_is_kept_belongs_to_the_cells_it_was_measured_on(tmp_path: Path) ->
     assert digests == {name: _digest(there)(cell, moved) for name, cell in moved.items()}
     assert len(set(digests.values())) == len(digests)
     changed = work(exhibit, "laptop", tmp_path / "here", "--learning_rate", "0.1")
-    assert not any(record["status"] == "done" for record in kept_records(changed))
+    found = {one["policy"] for one in kept_records(changed) if one["status"] == "done"}
+    assert found <= {"start"}  # which is trained at no rate
