@@ -119,7 +119,7 @@ def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_pa
     train = write(tmp_path / "train.jsonl", make(10))
     changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
     held = write(tmp_path / "held.jsonl", [*make(2, 50), changed])
-    words = ("--train_file", str(train), "--validation_data", str(held), "--fisher_prompts", "0")
+    words = ("--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0")
     data = load(command, tmp_path, *words, small=False)
     assert "ask 3\n" not in data.train["prompt"]
     assert len(data.train) == 9
@@ -192,7 +192,7 @@ def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
         ((), "none named"),
         (("--train_file", "a.jsonl", "--dataset_name", "b/c"), "train_file and dataset_name"),
         (("--dataset_name", "b/c", "--dataset_streaming"), "streamed"),
-        (("--train_file", "{rows}", "--validation_data", "no such source!"), "neither a data file"),
+        (("--train_file", "{rows}", "--validation_file", "no such source!"), "neither a data file"),
         (("--train_file", "{rows}", "--prompt_column", "ask"), "no field 'ask'"),
         (("--train_file", "{rows}", "--eval_strategy", "epoch"), "evaluation needs rows"),
     ],
@@ -417,7 +417,7 @@ def test_a_json_list_is_a_data_file(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--train_file", "nowhere.jsonl"], "train_file is not there"),
-        (["--validation_data", "nowhere.parquet"], "validation_data is not there"),
+        (["--validation_file", "nowhere.parquet"], "validation_file is not there"),
         (["--fisher_file", "nowhere.safetensors"], "fisher_file is not there"),
         (["--accelerate_config", "fsdp2"], "expected: more GPUs"),
     ],

@@ -177,7 +177,7 @@ def test_every_kind_of_option_has_a_flag() -> None:
 
 
 def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
-    assert parsed("--layers", "2") == {}
+    assert parsed("--score_layers", "2") == {}
     assert parsed("--coverage_layers", "2") == {"layers": "2"}
 
 
@@ -487,7 +487,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"retention": "nope.jsonl"}, (), "there is no retention (nope) file"),
         ("coverage", {"retention": "x.jsonl,nope=1"}, (), "--retention cannot be read"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
-        ("coverage", {"layers": "x"}, (), "--layers"),
+        ("coverage", {"layers": "x"}, (), "--score_layers"),
         ("coverage", {"window": "x"}, (), "--window"),
         ("coverage", {"tokens": "0"}, (), "must be at least 1"),
         ("coverage", {}, ("--resume", "--overwrite_output"), "not allowed with"),

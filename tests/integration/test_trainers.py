@@ -157,7 +157,8 @@ def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
 
     rows = sft(tmp_path / "rows", alpha=False).train_dataset
     rows = rows.select_columns(["input_ids", "labels"])
-    arguments = options(tmp_path, max_steps=8)
+    # In the first steps of Adam rounding decides the sign of a step; a larger epsilon does not.
+    arguments = options(tmp_path, max_steps=8, adam_epsilon=1e-4)
     del arguments["max_length"]
     collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
     trained = rows.select(range(12, len(rows)))
