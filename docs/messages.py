@@ -30,6 +30,7 @@ ROOMS = {
     "fidelity": "Diagnostics and the certificate",
     "model": "Models and batches",
     "oracle": "Oracles",
+    "paper": "The paper's tables and figures",
     "policies": "Methods of others (policies)",
     "report": "Reports and value files",
     "scorer": "The scorer",
