@@ -403,9 +403,8 @@ def _deviation(seen: SeenCall, pairs: _Selected) -> Tensor:
     groups, width = call.value.shape[1], call.value.shape[3]
     output = seen.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
     value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
-    norms: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1)
-    deviation: Tensor = norms / float(width) ** 0.5
-    return deviation
+    found: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
+    return found
 
 
 def _norms(
