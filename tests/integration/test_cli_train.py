@@ -225,7 +225,7 @@ def test_sources_may_be_folders_of_the_hubs_form(tmp_path: Path) -> None:
     Dataset.from_list(rows(8)).to_parquet(folder / "train.parquet")
     Dataset.from_list(rows(3, 100)).to_parquet(folder / "test.parquet")
     data = load(
-        "sft", tmp_path, "--dataset_name", str(folder), "--validation_data", f"{folder}:test",
+        "sft", tmp_path, "--dataset_name", str(folder), "--validation_file", f"{folder}:test",
         "--fisher_prompts", "0", "--train_limit", "5", small=False,
     )  # fmt: skip
     assert len(data.train) == 5
@@ -464,9 +464,7 @@ def test_help_prints_every_option_of_ours(capsys: pytest.CaptureFixture[str]) ->
 
     from alphatoken.train.options import AlphaOptions
 
-    with pytest.raises(SystemExit) as ended:
-        main(["sft", "--help"])
-    assert ended.value.code == 0
+    assert main(["sft", "--help_all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for option in fields(AlphaOptions):
         assert f"--{option.name}" in text
