@@ -24,6 +24,7 @@ from alphatoken.paper.exhibits import SCALES, Exhibit, every, find
 from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
 from alphatoken.paper.rows import SIZES, write_rows
 from alphatoken.train.selection_cost import measured_selection, selecting
+from tests.places import nightly
 
 LABELS = {
     "tab:main_rq1_sft", "tab:main_rq1_dpo", "tab:ablation_rq3", "tab:app:fisher_structure",
@@ -400,8 +401,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("paper")
 
 
+IN_SMALL = (
+    "tab:ablation_rq3", "tab:app:pref_ablation_dpo", "tab:runtime_po", "fig:intervention_rq2",
+    "fig:app:vp_fidelity", "fig:app:representation_stability",
+)  # fmt: skip
+"""Run in the slow tier; the others take minutes more of the same."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "exhibit",
+    [
+        pytest.param(one, id=one.label, marks=() if one.label in IN_SMALL else nightly)
+        for one in RUN
+    ],
+)
 def test_every_exhibit_runs_in_small(exhibit: Exhibit, runs: Path, library_decoder: Path) -> None:
     """Two steps a cell on the library's decoder; cells of earlier exhibits are found."""
     words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(runs), "--quiet"]
