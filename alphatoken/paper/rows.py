@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data import read_records
+from alphatoken.data.rows import PROMPTS
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import replacing
@@ -120,8 +121,14 @@ def _cut(rows: Sequence[Record], sizes: Mapping[str, int], source: Any) -> dict[
 
 
 def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
-    short = [row for row in rows if _letters(row) <= LETTERS]
-    return generator.sample(short, len(short))
+    """Short rows in a drawn order; of those that share a prompt, the first."""
+    short = {_prompt(row): row for row in reversed(list(rows)) if _letters(row) <= LETTERS}
+    return generator.sample(list(reversed(short.values())), len(short))
+
+
+def _prompt(row: Record) -> str:
+    """What no two rows may share."""
+    return next((str(row[name]) for name in (*PROMPTS, "text") if name in row), json.dumps(row))
 
 
 def _letters(row: Record) -> int:
