@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data import read_records
-from alphatoken.data.rows import PROMPTS
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import replacing
@@ -121,14 +120,8 @@ def _cut(rows: Sequence[Record], sizes: Mapping[str, int], source: Any) -> dict[
 
 
 def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
-    """Short rows in a drawn order; of those that share a prompt, the first."""
-    short = {_prompt(row): row for row in reversed(list(rows)) if _letters(row) <= LETTERS}
-    return generator.sample(list(reversed(short.values())), len(short))
-
-
-def _prompt(row: Record) -> str:
-    """What no two rows may share."""
-    return next((str(row[name]) for name in (*PROMPTS, "text") if name in row), json.dumps(row))
+    short = [row for row in rows if _letters(row) <= LETTERS]
+    return generator.sample(short, len(short))
 
 
 def _letters(row: Record) -> int:
@@ -158,18 +151,16 @@ def _pairs() -> list[Record]:
 
 def _questions() -> list[Record]:
     """The other paragraphs, each asked for by its topic and its first words."""
-    found = []
+    found: dict[str, Record] = {}
     for row in text_rows(_PARAGRAPHS)[_PARAGRAPHS // 3 :]:
         words = row.response.split(" ")
         if len(words) > 12:
-            found.append(
-                {
-                    "prompt": f"Python, {row.place}: how does the text go on that begins "
-                    f"{' '.join(words[:6])!r}?",
-                    "response": " ".join(words[6:]),
-                }
-            )
-    return found
+            prompt = (
+                f"Python, {row.place}: how does the text go on that begins "
+                f"{' '.join(words[:6])!r}?"
+            )  # several paragraphs of a topic may begin alike
+            found.setdefault(prompt, {"prompt": prompt, "response": " ".join(words[6:])})
+    return list(found.values())
 
 
 def _paragraphs() -> list[Record]:
