@@ -107,7 +107,7 @@ def bad_batches() -> list[tuple[dict[str, object], str]]:
     return [
         ({"labels": labels}, "no tensor 'input_ids'"),
         ({"input_ids": IDS}, "no tensor 'labels'"),
-        ({"input_ids": IDS, "labels": labels.tolist()}, "no tensor 'labels'"),
+        ({"input_ids": IDS, "labels": labels.tolist()}, "'labels' of the batch is no tensor"),
         ({"input_ids": IDS, "labels": labels[:, 1:]}, r"one shape \(batch, length\)"),
         ({"input_ids": IDS[0], "labels": labels[0]}, r"one shape \(batch, length\)"),
         ({"input_ids": IDS, "labels": labels.float()}, "must be integers"),
