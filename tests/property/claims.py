@@ -287,6 +287,7 @@ test_a_reference_is_trained_once | Rho-1 | (TRL on the same rows) | exact
 test_talr_by_hand | TALR | (by hand) | exact
 test_dft_by_hand | DFT | (by hand) | exact
 test_eaft_by_hand | EAFT | (by hand) | exact
+test_gap_17_prompt_and_response_are_cut_apart | | (slices by hand) | exact
 test_critical_tokens_are_those_of_one_continuation_at_a_time | CFT | (transformers' generation) | exact
 test_the_mask_is_kept_and_found_in_any_batch | CFT | (by hand) | exact
 test_the_last_answer_counts | CFT | (by hand) | exact

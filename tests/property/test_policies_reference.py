@@ -118,13 +118,13 @@ def test_bad_input(tmp_path: Path, policy: Any, more: dict[str, Any], match: str
 
 
 def test_two_references_are_refused(tmp_path: Path) -> None:
-    rows = tiny.sft_rows(8)
+    rows = tiny.sft_rows(12)
     with pytest.raises(ConfigError, match="leave one of the two out"):
         AlphaSFTTrainer(
             model=tiny.model(layers=2),
             args=AlphaSFTConfig(**tiny.options(tmp_path / "run")),
-            train_dataset=rows,
-            validation_dataset=rows,
+            train_dataset=rows.select(range(8)),
+            validation_dataset=rows.select(range(8, 12)),
             processing_class=tiny.tokenizer(),
             policy=Rho1(reference_epochs=1.0),
             policy_reference=tiny.model(1, layers=2),
