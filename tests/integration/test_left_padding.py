@@ -12,9 +12,6 @@ from torch import Tensor
 
 from tests.integration.tiny_training import ALPHA, model, options, tokenizer, weights
 
-# The validation rows are some of the training rows: nothing is measured on them here.
-pytestmark = pytest.mark.filterwarnings("ignore:.* training rows repeat a validation row")
-
 LENGTHS = (9, 4, 12, 2, 7, 10, 3, 8, 11, 5, 6, 12)
 
 
