@@ -401,7 +401,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("paper")
 
 
-IN_SMALL = ("tab:ablation_rq3", "tab:runtime_po", "fig:app:vp_fidelity")
+IN_SMALL = (
+    "tab:ablation_rq3", "tab:app:pref_ablation_dpo", "tab:runtime_po", "fig:intervention_rq2",
+    "fig:app:vp_fidelity", "fig:app:representation_stability",
+)  # fmt: skip
 """Run in the slow tier; the others take minutes more of the same."""
 
 
