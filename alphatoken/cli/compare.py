@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from alphatoken.cli.common import CellOptions
 from alphatoken.cli.compare_grid import GridOptions, read_grid
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import AlphaTokenError, ConfigError
@@ -44,17 +45,10 @@ explains the grid's file, evaluation by lm-eval, executed code and judges."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Running:
+class _Running(CellOptions):
     """How to run."""
 
     output_dir: str = option("runs/compare", "folder for cells and tables")
-    processes: int = option(1, "cells at a time, or in the queue at a time")
-    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
-    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
-    launcher: Literal["local", "slurm", "submitit-local"] = option(
-        "local", "this machine, or a queue by submitit"
-    )
-    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells and stop")
     report: bool = option(False, "write the tables of what is there, run nothing")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
+from alphatoken.cli.common import CellOptions
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import ConfigError
 
@@ -64,16 +65,9 @@ class _Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Running:
+class _Running(CellOptions):
     """How to run."""
 
-    processes: int = option(1, "cells at a time, or in the queue at a time")
-    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
-    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
-    launcher: Literal["local", "slurm", "submitit-local"] = option(
-        "local", "this machine, or a queue by submitit"
-    )
-    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
     budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
     allow_code_execution: bool = option(False, "execute generated code, sandboxed (HumanEval)")
     quiet: bool = option(False, "no progress")
