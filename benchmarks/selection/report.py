@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.compare.methods import PLAIN, START
 from alphatoken.compare.page import collect
@@ -25,7 +24,7 @@ from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.rows import BENCHMARKS
-from benchmarks.selection.store import RESULTS, synchronised
+from benchmarks.selection.store import RESULTS, Figures, synchronised
 from benchmarks.selection.texts import (
     ABOUT,
     AGREEMENT,
@@ -103,7 +102,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         }
         text.append(f"## {model}\n")
         if name.startswith("answers"):
-            found["grids"][name]["solved"] = problems = solved(grid, GridFolder(work / name))
+            found["grids"][name]["solved"] = problems = solved(grid, Figures(work / name))
             text += [ANSWERED, table(problems)]
             continue
         if name.startswith("choices"):
@@ -157,8 +156,8 @@ def _folders(work: Path) -> dict[str, str]:
 
 def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses], list[str]]:
     """The grid, its tables and losses by task, and the cells that have not run."""
-    grid = synchronised(folder)
-    cells, place = all_cells(grid), GridFolder(folder)
+    grid = synchronised(folder, Figures)
+    cells, place = all_cells(grid), Figures(folder)
     found = collect(cells, place)
     tasks, losses = {}, {}
     for task in grid.tasks:

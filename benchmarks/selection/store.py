@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.selection.rows import (
     TARGET,
 )
 
-__all__ = ["RESULTS", "digest_of", "keep", "lines_of", "restore", "synchronised"]
+__all__ = ["RESULTS", "Figures", "digest_of", "keep", "lines_of", "restore", "synchronised"]
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -54,8 +55,21 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def synchronised(folder: Path) -> Grid:
-    """The grid of a folder (GRID or GRID-drawN), once folder and store hold the same results."""
+class Figures(GridFolder):
+    """A grid's folder to read figures from: a cell is done without the model that others load."""
+
+    def done(self, cell: Cell) -> bool:
+        """Whether its result is there."""
+        return super().done(replace(cell, keep_model=False))
+
+
+def synchronised(folder: Path, place: type[GridFolder] = GridFolder) -> Grid:
+    """The grid of a folder (GRID or GRID-drawN), once folder and store hold the same results.
+
+    Args:
+        folder: of the grid.
+        place: ``Figures`` to read alone; in a folder to run in, what lost its model runs again.
+    """
     base, _, draw = folder.name.partition("-")
     config = str(Path(__file__).with_name(f"{base}.yaml"))
     before = os.environ["SELECTION_ROWS"]
@@ -63,9 +77,9 @@ def synchronised(folder: Path) -> Grid:
         os.environ["SELECTION_ROWS"] = str(folder.with_name(f"rows-{draw}"))
     try:
         grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
-        cells, place, path = all_cells(grid), GridFolder(folder), RESULTS / f"{folder.name}.jsonl"
-        restore(cells, place, path)
-        keep(cells, place, path)
+        cells, path = all_cells(grid), RESULTS / f"{folder.name}.jsonl"
+        restore(cells, place(folder), path)
+        keep(cells, place(folder), path)
     finally:
         os.environ["SELECTION_ROWS"] = before
     return grid
@@ -121,13 +135,14 @@ def restore(
 ) -> int:
     """Results of cells that are kept and not in the folder; the number of them.
 
-    A model is not kept: a cell whose model others need runs again.
+    A model is not kept: a cell whose model others need runs again, unless figures alone are read.
     """
     lines, count = lines_of(path), 0
     others = {cell.name: cell for cell in cells}
     for cell in cells:
         line = lines.get(digest_of(cell, others))
-        if line is None or cell.keep_model or folder.of(cell).result() is not None:
+        lost = cell.keep_model and not isinstance(folder, Figures)
+        if line is None or lost or folder.of(cell).result() is not None:
             continue
         own = {name: getattr(cell, name) for name in ("task", "policy", "mode", "seed", "kind")}
         figures = {name: value for name, value in line.items() if name in _FIGURES}
