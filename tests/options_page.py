@@ -3,14 +3,18 @@
 # ruff: noqa: E501  (pages are as wide as the others)
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alphatoken.cli.options import default_of
 from alphatoken.config import ScorerConfig
+from alphatoken.policies import POLICIES, find_policy
+from alphatoken.policies.preference import PreferencePolicy
 from alphatoken.train.fields import AlphaFields
 
 OF_SCORER = {
@@ -45,9 +49,70 @@ _SCORER = """
 """
 
 
+_POLICIES = """
+## Of the methods
+
+`policy_options` takes these; `alphatoken policies NAME` has the formula that they stand in.
+
+| method | option | default | what it is | range | when to change it | source |
+|---|---|---|---|---|---|---|
+"""
+
+
+class Argument(NamedTuple):
+    """One argument of a method, as its docstring has it: ``name: what. [range; when; source]``."""
+
+    name: str
+    default: Any
+    what: str
+    within: str
+    when: str
+    source: str
+
+
 def page() -> str:
     """The page as Markdown."""
-    return _HEAD + "".join(map(_line, fields(AlphaFields))) + _SCORER + "".join(_of_scorer())
+    lines = [_HEAD, *map(_line, fields(AlphaFields)), _POLICIES, *_of_policies()]
+    return "".join([*lines, _SCORER, *_of_scorer()])
+
+
+def arguments(kind: type[Any]) -> list[Argument]:
+    """Those of a method's class, without what all preference methods take.
+
+    Raises:
+        ValueError: one has no range, no time to change it, or no source.
+    """
+    said = {
+        name: " ".join(text.split())
+        for name, text in re.findall(
+            r"^    (\w+): (.*?)(?=^    \**\w+: |\n\n)", inspect.getdoc(kind) or "", re.M | re.S
+        )
+    }
+    found = []
+    for one in inspect.signature(kind).parameters.values():
+        if one.name == "settings" or one.kind is one.VAR_KEYWORD:
+            continue
+        parts = re.fullmatch(r"(.*) \[([^;]+); ([^;]+); ([^]]+)\]", said.get(one.name, ""))
+        if parts is None:
+            raise ValueError(f"{kind.__name__}: {one.name} lacks [range; when; source]")
+        found.append(Argument(one.name, one.default, *parts.groups()))
+    return found
+
+
+def _of_policies() -> Iterator[str]:
+    for name, kind in every_method():
+        for one in arguments(kind):
+            cells = (one.what, one.within, one.when, one.source)
+            row = " | ".join(_escaped(cell).replace("``", "`") for cell in cells)
+            yield f"| {name} | `{one.name}` | `{one.default!r}` | {row} |\n"
+
+
+def every_method() -> Iterator[tuple[str, type[Any]]]:
+    """Title and class of each, those first whose arguments all methods of pairs take."""
+    yield "of preference pairs", PreferencePolicy
+    for name in POLICIES:
+        if (kind := find_policy(name)).__init__ is not PreferencePolicy.__init__:
+            yield f"`{name}`", kind
 
 
 def _line(one: Field[Any]) -> str:

@@ -67,10 +67,13 @@ class CFT(StaticMask):
 
     Args:
         settings: mode, budget, scope, rounding.
-        alternatives: K; 2 is published.
+        alternatives: K; 2 is published. [from 1; raise it to test each token against more; the
+            paper's 2]
         max_new_tokens: of a continuation; one that has not come to an answer by then is wrong.
-        answer: regular expression of the answer, the last match of which counts.
-        batch: continuations decoded at a time.
+            [from 1; as long as your answers are; ours]
+        answer: regular expression of the answer, the last match of which counts. [a regular
+            expression; where the answer is no number; ours]
+        batch: continuations decoded at a time. [from 1; raise it where memory allows; ours]
 
     Raises:
         ConfigError: numbers below 1, a pattern that is none, no tokenizer.

@@ -27,8 +27,10 @@ class EAFT(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        alpha: exponent, 1.
-        k: tokens of the entropy, 20.
+        alpha: exponent, 1. [from 0; 0 is plain training, more favours uncertain tokens; the paper's
+            1]
+        k: tokens of the entropy, 20. [from 2; raise it where the vocabulary is flat; the paper's
+            20]
 
     Raises:
         ConfigError: an exponent that is not above 0, or fewer than two tokens.

@@ -32,10 +32,13 @@ class Flow(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        tau: temperature; None for the median.
+        tau: temperature; None for the median. [null, or above 0; raise it to weigh rows more alike;
+            the paper's median]
         level: "sample", or "token" for ``exp(-l_t / tau)`` (the code has both; its median is then
-            over tokens).
-        normalize_weights: divide by the mean weight over all response tokens.
+            over tokens). ["sample" or "token"; "token" where rows are of mixed quality; the paper
+            weighs samples]
+        normalize_weights: divide by the mean weight over all response tokens. [true or false; true
+            for a step as long as plain training; the code has false]
 
     Raises:
         ConfigError: an unknown level, or tau not above 0.

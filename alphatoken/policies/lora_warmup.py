@@ -68,6 +68,7 @@ class LoraWarmup:
             "warmup_ratio": 0 <= self.warmup_ratio < 1,
             "batch_size": self.batch_size >= 1,
             "rank": self.rank >= 1,
+            "alpha": 0 < self.alpha < math.inf,
             "dropout": 0 <= self.dropout < 1,
             "target_modules": bool(self.target_modules),
         }

@@ -116,9 +116,12 @@ class PreferencePolicy(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        loss: base loss, "dpo" or "simpo"; None for the one it was published with.
-        beta: of the base loss; None for the published number.
-        gamma: SimPO's target margin; None for the published number.
+        loss: base loss, "dpo" or "simpo"; None for the one it was published with. [null, "dpo" or
+            "simpo"; "dpo" to compare rules under one loss; each method's paper]
+        beta: of the base loss; None for the published number. [null, or above 0; as for plain DPO
+            or SimPO; each method's paper]
+        gamma: SimPO's target margin; None for the published number. [null, or any number; with loss
+            "simpo" only; each method's paper]
 
     Raises:
         ConfigError: a base loss that it is not defined on, a number out of range, SimPO's margin

@@ -38,11 +38,15 @@ class Rho1(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        ratio: k, the published budget: 0.6 (1B) or 0.7 (7B).
-        unit: "token", or "response".
+        ratio: k, the published budget: 0.6 (1B) or 0.7 (7B). [above 0, to 1; raise it for clean
+            rows; the paper's]
+        unit: "token", or "response". ["token" or "response"; "response" where whole rows are wrong;
+            ours; the paper ranks tokens]
         reference_epochs: where no reference model was named: train one for so many epochs of the
-            validation rows, with the trainer's own options. None asks for a reference model.
-        reference_learning_rate: of that training; None takes the run's.
+            validation rows, with the trainer's own options. None asks for a reference model. [null,
+            or above 0; where there is no second model; ours; the paper trains one for 3]
+        reference_learning_rate: of that training; None takes the run's. [null, or above 0; set it
+            where the run's rate is too high for a few rows; ours]
 
     Raises:
         ConfigError: ratio outside (0, 1]; another unit; epochs or rate not above 0; no reference

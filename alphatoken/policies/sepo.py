@@ -42,11 +42,17 @@ class SePO(PreferencePolicy):
     Args:
         settings: see ``PolicySettings``.
         oracle: path of the aligned model; None for the second model that the trainer was given.
+            [null, or a folder or hub name; where policy_reference is not used; the paper trains one
+            by DPO]
         reference: path of the model that it was aligned from; None for the trained model as it is
-            before training.
-        k: the published budget, in (0, 1].
+            before training. [null, or a folder or hub name; where the oracle is no offspring of the
+            trained model; the paper's]
+        k: the published budget, in (0, 1]. [above 0, to 1; raise it to train on more; the paper's
+            0.3]
         skip_first: leave the first token of each response out, and out of T, as the code does.
-        dtype: of the models that are loaded from paths.
+            [true or false; true to follow the code; the code; the paper has none]
+        dtype: of the models that are loaded from paths. ["float32", "bfloat16" or "float16"; where
+            memory is short; ours]
         **base: see ``PreferencePolicy``.
 
     Raises:

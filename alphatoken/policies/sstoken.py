@@ -65,10 +65,12 @@ class SsToken(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        gamma: weight of REL, in [0, 1].
-        ratio: rho, the published budget.
-        attention_only_steps: optimizer steps at the start with gamma = 0. The code does so for
-            the first 10,000 samples, and the paper does not say so; 0 by default.
+        gamma: weight of REL, in [0, 1]. [0 to 1; raise it to trust the loss more than attention;
+            the paper's 0.5]
+        ratio: rho, the published budget. [above 0, to 1; raise it for clean rows; the paper's 0.6]
+        attention_only_steps: optimizer steps at the start with gamma = 0. The code does so for the
+            first 10,000 samples, and the paper does not say so; 0 by default. [from 0; to follow
+            the code; the code; the paper has none]
 
     Raises:
         ConfigError: gamma outside [0, 1], ratio outside (0, 1], steps below 0.

@@ -47,7 +47,10 @@ class TALR(TokenPolicy):
     Args:
         settings: see ``PolicySettings``.
         tau: "sequence_median" (our reading, after a reimplementation), "token_median", or a number.
-        w_min: floor, 0.01.
+            ["sequence_median", "token_median", or above 0; a number for a fixed temperature; our
+            reading; the paper does not settle it]
+        w_min: floor, 0.01. [0 to 1; raise it to keep hard tokens in; our reading; the paper gives
+            no number]
 
     Raises:
         ConfigError: another tau, or a floor outside [0, 1].

@@ -84,17 +84,23 @@ class TIDPO(PreferencePolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        mix: lambda.
-        sigma_divisor: sigma is T over this.
+        mix: lambda. [0 to 1; lower it to trust the prior more; the paper's 0.7; the code has 0.2]
+        sigma_divisor: sigma is T over this. [above 0; raise it for a narrower prior; the paper's 4;
+            the code has 8]
         span: "response", or "sequence": importance and prior over the prompt too (the code).
-        normalize_prior: see ``importance_weights``.
-        mean_one: see ``importance_weights``.
+            ["response" or "sequence"; "sequence" to follow the code; the paper]
+        normalize_prior: see ``importance_weights``. [true or false; false to follow the paper to
+            the letter; the code]
+        mean_one: see ``importance_weights``. [true or false; false to follow the paper to the
+            letter; the code]
         tdpo_alpha: factor of the full-vocabulary divergence; the code has 0.5, the paper's
-            equations none.
-        triplet_gamma: factor of the triplet loss, the paper's 0.1; 0 leaves it out, and with it
-            the sampling of an anchor for each pair.
-        triplet_margin: of its hinge; not in the paper, 0.001 in the code.
-        anchor_tokens: longest sampled anchor.
+            equations none. [from 0; 0.5 to follow the code; the paper has none in its equations]
+        triplet_gamma: factor of the triplet loss, the paper's 0.1; 0 leaves it out, and with it the
+            sampling of an anchor for each pair. [from 0; 0 to save the sampling; the paper's 0.1;
+            the code has 0.001]
+        triplet_margin: of its hinge; not in the paper, 0.001 in the code. [from 0; only to compare;
+            the code]
+        anchor_tokens: longest sampled anchor. [from 1; lower it to save time; the code's 64]
         **base: see ``PreferencePolicy``.
 
     Raises:

@@ -36,10 +36,13 @@ class TokenCleaning(StaticMask):
 
     Args:
         settings: mode, budget, scope, rounding. The mode "native" keeps ``ratio``.
-        ratio: rho as published, 0.6.
+        ratio: rho as published, 0.6. [above 0, to 1; raise it for clean rows; the paper's 0.6]
         warmup_share: where no reference model was named: train one on this share of the training
-            rows, the first ones (give curated rows first). None asks for a reference model.
+            rows, the first ones (give curated rows first). None asks for a reference model. [null,
+            or above 0, to 1; where there is no second model; ours; the paper warms up on 10,000
+            of its rows]
         rounds: parts of the self-evolving variant, 5 as published; None for the fixed-model one.
+            [null, or from 2; for the self-evolving variant; the paper's 5]
 
     Raises:
         ConfigError: no reference model and neither ``warmup_share`` nor ``rounds``, or more than

@@ -47,21 +47,32 @@ class XTF(StaticMask):
 
     Args:
         settings: mode, budget, scope, rounding, seed.
-        filters: those that act.
-        layers: of A: K for the last K, "all", or indices.
-        heads: of A, "mean" or "max".
-        queries: of A, "mean" over later queries or their "sum".
-        iqr_factor: c; 1.0 is published (not the usual 1.5).
-        known_below: of KN, on 1 - p.
-        distance: D, "euclidean" or "cosine".
-        classes: of Otsu.
-        bins: of Otsu's histogram.
-        cluster: class that is dropped, from 0, the lowest.
-        otsu_scope: "dataset", or "sequence": thresholds of each document.
+        filters: those that act. [any of "ri", "kn", "tr"; take one out to see what it does; the
+            paper's three]
+        layers: of A: K for the last K, "all", or indices. ["all", K, or indices; fewer to save
+            time; ours; the paper does not say]
+        heads: of A, "mean" or "max". ["mean" or "max"; only to compare readings; ours; the paper
+            does not say]
+        queries: of A, "mean" over later queries or their "sum". ["mean" or "sum"; only to compare
+            readings; ours; the paper does not say]
+        iqr_factor: c; 1.0 is published (not the usual 1.5). [any number; raise it to drop less; the
+            paper's 1]
+        known_below: of KN, on 1 - p. [0 to 1; lower it to keep more mastered tokens; the
+            paper's 0.05]
+        distance: D, "euclidean" or "cosine". ["euclidean" or "cosine"; only to compare readings;
+            ours; the paper does not say]
+        classes: of Otsu. [from 2; with another number of clusters; ours; the library's default]
+        bins: of Otsu's histogram. [from 2; only with many classes; ours; the library's default]
+        cluster: class that is dropped, from 0, the lowest. [from 0, below classes; where the lowest
+            cluster is not white space; the paper's second lowest]
+        otsu_scope: "dataset", or "sequence": thresholds of each document. ["dataset" or "sequence";
+            "sequence" where documents differ in kind; ours; the paper does not say]
         expert_words: V is the mean embedding of these words (each the mean of its tokens); None
-            takes all response tokens of the data set.
+            takes all response tokens of the data set. [null, or words; where the words of the
+            domain are known; the paper has curated words]
         floor: least share of tokens that the published rule may leave; below it tokens are restored
-            by chance, and the summary says how many. 0 switches it off.
+            by chance, and the summary says how many. 0 switches it off. [0 to 1; 0 for the
+            published rule to the letter; ours]
 
     Attributes:
         summary: also ``dropped_ri``, ``dropped_kn``, ``dropped_tr`` (shares, each filter by

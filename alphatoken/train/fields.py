@@ -20,8 +20,8 @@ class AlphaFields:
 
     So is the fixed validation batch, against which the documentation warns: whoever changes
     nothing reproduces the paper, and the share of the rows that is only watched
-    (``held_out_share``) raises an alarm when the batch is being learnt by heart. The recipes that
-    we recommend draw from a pool.
+    (``held_out_share``) raises an alarm when the batch is being learnt by heart. The packaged
+    laptop recipes draw from a pool.
 
     Each field's metadata are its documentation: ``help``, ``within`` (what it may be), ``when`` (to
     change it) and ``source`` (in the paper; "ours" where it has none). ``docs/options.md`` shows
@@ -194,7 +194,7 @@ class AlphaFields:
         "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
         within="from 0",
         when="raise it where the same fact is repeated in a batch",
-        source="app. gap: the second-order term that selection by value leaves out",
+        source="ours; eq. first_order_delta leaves the second order out",
     )
     shared_threshold: bool = option(
         False,
@@ -255,7 +255,7 @@ class AlphaFields:
         "W of Value-Propagation; null for none.",
         within="null, or from 0",
         when="raise it for long chains of reasoning",
-        source="W of eq. V_layer; the paper's 32",
+        source="W of eq. phi_tgt_causal; the paper's 32",
     )
     stability_weight: float = option(
         1.5,
@@ -277,7 +277,7 @@ class AlphaFields:
         "'per_head' or 'mean' (the paper's scalar alpha).",
         within="'per_head' or 'mean'",
         when="'mean' to follow the paper's scalar to the letter",
-        source="eq. app_ap_gdp",
+        source="alpha of eq. app_causal_rank1",
     )
     causal_position: str = option(
         "label",

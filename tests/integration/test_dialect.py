@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -21,8 +22,12 @@ from alphatoken.cli.options import flag_of, present_names
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.training_help import USUAL, short_help
 from alphatoken.cli.training_options import RowArguments, RunArguments
+from alphatoken.errors import ConfigError
+from alphatoken.policies import find_policy
+from alphatoken.policies.preference import PreferencePolicy
 from alphatoken.train.fields import AlphaFields
-from tests.options_page import page
+from tests.options_page import arguments, every_method, page
+from tests.property.claims import EQUATIONS
 
 KINDS = [
     ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, CompareOptions, MergeOptions,
@@ -44,6 +49,40 @@ def test_every_field_is_documented_and_the_page_is_that_of_the_fields() -> None:
     for one in fields(AlphaFields):
         assert all(one.metadata.get(key) for key in ("help", "within", "when", "source")), one.name
     assert (Path(__file__).parents[2] / "docs" / "options.md").read_text("utf-8") == page()
+
+
+def test_sources_name_equations_of_the_paper() -> None:
+    said = [one.metadata["source"] for one in fields(AlphaFields)]
+    named = [name for text in said for name in re.findall(r"eq\. ([a-z_A-Z0-9]+)", text)]
+    assert len(named) > 10
+    assert set(named) <= EQUATIONS
+
+
+def _outside(within: str) -> list[float]:
+    """Numbers just outside of a range in words: "above 0, to 1", "from 2", "0 to 1"."""
+    found = []
+    if one := re.search(r"(above|from) (\d+)", within):
+        found.append(float(one[2]) - (0 if one[1] == "above" else 1))
+    if one := re.search(r"(below|\bto) (\d+)", within):
+        found.append(float(one[2]) + (0 if one[1] == "below" else 0.5))
+    if re.match(r"\d+ to", within):
+        found.append(float(within[0]) - 0.5)
+    return found
+
+
+def test_ranges_of_methods_are_those_that_they_hold_to() -> None:
+    tried = 0
+    for _, kind in every_method():
+        made, fixed = (
+            (find_policy("confpo"), {"loss": "simpo"}) if kind is PreferencePolicy else (kind, {})
+        )
+        for one in arguments(kind):
+            for value in _outside(one.within):
+                given = int(value) if isinstance(one.default, int) else value
+                with pytest.raises(ConfigError):
+                    made(**{**fixed, one.name: given})
+                tried += 1
+    assert tried > 40
 
 
 @pytest.mark.slow
