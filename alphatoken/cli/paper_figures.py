@@ -72,8 +72,8 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
 
 
 def _shared(work: Work, task: TaskSpec) -> list[str]:
-    """How rows are read, as the cells read them."""
-    found = ["--max_length", str(task.options.get("max_length", 1024))]
+    """How rows are read, as the cells read them: there a row with no response left has no part."""
+    found = ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
     if task.options.get("row_format") == "text":
         found += ["--no_chat_template"]
     return found
