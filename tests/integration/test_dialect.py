@@ -15,6 +15,7 @@ from alphatoken.cli import main
 from alphatoken.cli.common import FORMER
 from alphatoken.cli.compare import CompareOptions
 from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.merge import MergeOptions
@@ -100,6 +101,34 @@ def test_every_option_of_the_trainers_has_one_too(command: str) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_option_goes_by_a_former_name(kind: Any) -> None:
     assert not flags(kind) & set(FORMER)
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("docs/**/*.ipynb")]
+OF_COMMAND = {
+    "score": ScoreOptions, "filter": FilterOptions, "fisher": FisherOptions,
+    "compare": CompareOptions, "merge": MergeOptions, "evaluate": EvaluateOptions,
+}  # fmt: skip
+
+
+def printed_flags(text: str) -> list[tuple[str, str]]:
+    """Command and flag of each line for the shell on a page."""
+    lines = re.sub(r"\\+(\\n\",)?\s+", " ", text)  # joined where they go on
+    said = re.findall(r"alphatoken(?:\.cli)? ([a-z]+)\b([^`#|\n]*)", lines)
+    return [
+        (c, f.replace("-", "_")) for c, rest in said for f in re.findall(r"--([a-z][\w-]*)", rest)
+    ]
+
+
+def test_lines_on_pages_name_options_as_they_are_called_now() -> None:
+    found = [(p.name, *one) for p in PAGES for one in printed_flags(p.read_text("utf-8"))]
+    assert len(found) > 100
+    assert ("quickstart.md", "score", "train_limit") in found
+    for name, command, flag in found:
+        if name not in ("CHANGELOG.md", "log.md") and (command, flag) != ("sft", "debug"):
+            assert flag not in FORMER, (name, command, flag)
+            known = flags(OF_COMMAND[command]) | {"help"} if command in OF_COMMAND else {flag}
+            assert {flag, flag.removeprefix("no_")} & known, (name, command, flag)
 
 
 def test_what_commands_share_has_one_name() -> None:

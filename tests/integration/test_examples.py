@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from alphatoken.cli import main
 from alphatoken.report import read_values
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
-FOLDER = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -72,3 +78,39 @@ def test_the_picture_shows_what_readme_says(smollm2: Path, tmp_path: Path) -> No
     assert others > 1000
     example["draw"](texts, values, tmp_path / "answer.svg")
     assert (tmp_path / "answer.svg").stat().st_size > 20_000
+
+
+def run_line(line: str) -> None:
+    """A line for the shell, as it is printed; what installs is for the package matrix."""
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["alphatoken"]:
+        assert main(words[1:]) == 0, line
+    elif words[:1] == ["python"]:
+        subprocess.run([sys.executable, *words[1:]], check=True)
+    else:
+        assert words[:1] in (["make"], ["pip"]), line
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore")  # those of a user's session: fewer rows, libraries' own
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_what_a_newcomer_pastes_runs_in_order(
+    page: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("models").symlink_to(smollm2.parent.resolve())
+    names: dict[str, Any] = {"__name__": "pasted"}
+    found = re.findall(r"^```(|python)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
+    assert {kind for kind, _ in found} == {"", "python"}
+    for kind, text in found:
+        if kind:
+            exec(compile(text, page, "exec"), names)
+        else:
+            for line in text.replace("\\\n", " ").splitlines():
+                run_line(line)
+    assert names["values"].total.isfinite().all()
+    assert Path("values/report.html").is_file()

@@ -86,6 +86,20 @@ def test_what_cannot_fit_is_refused_before_any_work(
     assert re.search(r"^expected: about \d+:\d\d:\d\d ", said, re.M)
 
 
+@pytest.mark.parametrize(
+    ("taken", "quickest"), [([0.5, 0.4, 0.3, 0.2, 0.1], 0.2), ([9.0, 0.3, 0.2], 0.3)]
+)
+def test_a_forward_that_was_held_up_is_not_the_speed(
+    taken: list[float], quickest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four forwards where they are short, two where that alone takes long."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+    clock = iter(taken)
+    monkeypatch.setattr(expecting, "timed", lambda work: (work(), next(clock))[1])
+    assert expecting._forward_seconds(find_adapter(model), 1, 8) == quickest
+
+
 def test_the_time_said_is_flops_over_the_speed_of_a_forward(
     folder: Path,
     tmp_path: Path,

