@@ -50,6 +50,7 @@ __all__ = [
     "claim",
     "function_of",
     "hunt",
+    "mutant",
     "replaced",
     "without_proofs",
 ]
@@ -153,6 +154,25 @@ class Mutant:
     def needs(self) -> tuple[str, ...]:
         """Packages without which it cannot be tried."""
         return tuple(dict.fromkeys(need for one in self.claims for need in one.needs))
+
+
+Words = tuple[str, str, str]
+"""Target, old and new of an edit."""
+
+
+def mutant(
+    name: str,
+    sentence: str,
+    edits: Words | list[Words],
+    *claims: Claim,
+    room: str = "",
+    listed: bool = False,
+    of_proofs: bool = False,
+) -> Mutant:
+    """A mutant of one edit or several, whose targets lie in ``room`` ("model.")."""
+    several = edits if isinstance(edits, list) else [edits]
+    made = tuple(Edit(f"{room}{target}", old, new) for target, old, new in several)
+    return Mutant(name, sentence, made, claims, listed, of_proofs)
 
 
 # --- applying it ---------------------------------------------------------------------------------
