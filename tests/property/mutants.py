@@ -32,13 +32,6 @@ from tests.property.mutation import Claim, Mutant, Words, claim, mutant
 from tests.property.properties import Setup, setups
 from tests.property.strategies import configs, contractions
 
-__all__ = [
-    "BY_NAME",
-    "LISTED",
-    "MUTANTS",
-]
-
-
 # --- cases with the structure that a mutant needs -----------------------------------------------
 
 

@@ -8,9 +8,6 @@ from typing import Any
 from tests.property import properties_adapters as adapting
 from tests.property.mutation import Claim, claim, mutant
 
-__all__ = ["MUTANTS"]
-
-
 _adapter = functools.partial(mutant, room="model.")
 
 

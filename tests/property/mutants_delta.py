@@ -10,8 +10,6 @@ from tests.property.mutation import claim, mutant
 from tests.property.properties_delta import delta_cases
 from tests.property.properties_hybrids import FULL, LINEAR, HybridCase
 
-__all__ = ["MUTANTS"]
-
 LONG = delta_cases(
     t=st.sampled_from([5, 8]), d=st.integers(2, 4), silent=st.just(0), strong=st.just(False)
 )

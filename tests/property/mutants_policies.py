@@ -18,8 +18,6 @@ from hypothesis import Phase, settings
 
 from tests.property.mutation import Claim, claim, mutant
 
-__all__ = ["MUTANTS"]
-
 FOLDER = object()
 """An argument that stands for an empty folder of the test's own."""
 

@@ -15,8 +15,6 @@ from tests.property import properties_sharded as sharding
 from tests.property.mutants import SEVERAL, small
 from tests.property.mutation import Claim, claim, mutant
 
-__all__ = ["MUTANTS"]
-
 SEEDS = st.integers(0, 2**16)
 
 

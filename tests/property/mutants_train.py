@@ -13,8 +13,6 @@ from tests.property.mutation import Claim, Mutant, Words, claim, mutant
 from tests.property.reference_step import Asked
 from tests.property.test_trainer_oracle import PINNED
 
-__all__ = ["TRAINERS"]
-
 NEEDS = ("trl", "peft")
 MIXIN = "train.mixin.AlphaTrainerMixin"
 VALUES = "train.value_weigher.ValueWeigher"

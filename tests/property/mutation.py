@@ -41,20 +41,6 @@ from tests.property import profiles  # noqa: F401  (loaded before anything is dr
 from tests.property.sources import Definition, definition, place, source_of
 from tests.property.tolerance import unrecorded
 
-__all__ = [
-    "Claim",
-    "Edit",
-    "Kill",
-    "Mutant",
-    "applied",
-    "claim",
-    "function_of",
-    "hunt",
-    "mutant",
-    "replaced",
-    "without_proofs",
-]
-
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
 TESTS = Path(__file__).parents[1]
