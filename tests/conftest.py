@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pkgutil
 import signal
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -88,6 +89,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.integration.small_world import make_world
 
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, a connection is a failure."""
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture(scope="session")

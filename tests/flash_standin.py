@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from transformers.integrations import hub_kernels
 
-__all__ = ["NAME", "documents", "rows", "standin"]
-
 NAME = "kernels-community/vllm-flash-attn3"
 """``attn_implementation`` of the hub's kernel that it stands in for, which takes sinks as well."""
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["NIGHTLY", "data_folder", "models_folder", "nightly"]
-
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 nightly = pytest.mark.skipif(not NIGHTLY, reason="minutes more of the same: the nightly profile")
 """For further cases of what the slow tests have shown on some."""

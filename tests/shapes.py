@@ -18,8 +18,6 @@ from typing import Any
 
 from jaxtyping import jaxtyped
 
-__all__ = ["begin", "install"]
-
 FIRST, EVERY = 4, 32
 _test = 0
 

@@ -9,8 +9,6 @@ import importlib.util
 import sys
 from types import ModuleType
 
-__all__ = ["unhooked"]
-
 
 def unhooked(name: str) -> ModuleType:
     """Load the source of ``name`` a second time, past the import hook of the tests."""

@@ -256,6 +256,13 @@ def _report(grid: Grid, cells: Sequence[Cell], folder: Any) -> int:
 
     found = collect(cells, folder)
     page = write_results(grid, found, folder.path, variants=grid.variants)
+    return say_results(found, cells, folder, page)
+
+
+def say_results(
+    found: Sequence[Mapping[str, Any]], cells: Sequence[Cell], folder: Any, page: Path
+) -> int:
+    """Print how many cells have a result, and why others have none; the exit status."""
     done = sum(record["status"] == "done" for record in found)
     print(f"{done} of {len(found)} cells have a result: {page}")
     for name, status in folder.status(cells).items():
@@ -328,7 +335,7 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
 
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training import trainer_of
-    from alphatoken.support.storage import replacing
+    from alphatoken.support.storage import write_text
 
     shared = path.parent.parent
     own = {
@@ -338,6 +345,5 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
         "output_dir": str(path / "run"),
     }
     recipe = path / "recipe.yaml"
-    with replacing(recipe) as temporary:  # by each process of the cell, the same
-        temporary.write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+    write_text(recipe, yaml.safe_dump(own, sort_keys=False))  # by each process, the same
     return read_arguments(command, ["--config", str(recipe)], trainer_of(command)[0])

@@ -265,7 +265,7 @@ def _task(
         raise ConfigError("a task is a mapping", got=f"{name}: {given!r}")
     require_known(given, _TASK_KEYS, f"the task {name}")
     own = {
-        **_of_recipe(given), **_base(content, options), **_mapping(given, "options"),
+        **_of_recipe(given), **_base(content), **_mapping(given, "options"),
         **_files(options), **extra,
     }  # fmt: skip
     if not own.get("model_name_or_path"):
@@ -314,7 +314,7 @@ def _policies_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> tuple[
     return tuple(names)
 
 
-def _base(content: Mapping[str, Any], options: GridOptions) -> dict[str, Any]:
+def _base(content: Mapping[str, Any]) -> dict[str, Any]:
     """Options of every cell, the model among them."""
     model = content.get("model_name_or_path")
     named = {} if model is None else {"model_name_or_path": model}
@@ -380,7 +380,7 @@ def _references(
             raise ConfigError("a reference is a mapping", got=f"{name}: {given!r}")
         require_known(given, {"command", "recipe", "options"}, f"the reference {name}")
         own = {
-            **_of_recipe(given), **_base(content, options), **ON_ALL,
+            **_of_recipe(given), **_base(content), **ON_ALL,
             **_mapping(given, "options"), **extra,
         }  # fmt: skip
         if options.model_name_or_path is not None and "@" not in str(own["model_name_or_path"]):

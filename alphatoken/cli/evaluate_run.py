@@ -14,13 +14,12 @@ from typing import Any
 from alphatoken.cli.compare_grid import expanded, require_known
 from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.compare.evaluate import measure, require_template
-from alphatoken.compare.folder import read_json
 from alphatoken.compare.measures import OPPONENT, Measures
 from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
 from alphatoken.compare.tables import markdown, setting_text
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError
-from alphatoken.support.storage import replacing, write_json
+from alphatoken.support.storage import read_json, write_json, write_text
 from alphatoken.train.loading import load_causal_model, load_tokenizer
 
 __all__ = ["run", "table"]
@@ -81,8 +80,7 @@ def run(options: EvaluateOptions) -> None:
     result = {"model": options.model_name_or_path, **found, "measures": measures.spec()}
     write_json(out / "evaluation.json", result)
     text = f"# {Path(options.model_name_or_path).name}\n\n{table(result)}"
-    with replacing(out / "evaluation.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(out / "evaluation.md", text)
     print(table(result))
     print(f"written: {out / 'evaluation.md'}, evaluation.json")
 

@@ -108,7 +108,7 @@ def run(options: FilterOptions) -> None:
         )
     found = _valued(scorer, examples, journal, options)
     verdicts = _verdicts(found, parts, options)
-    others = _others(rows, pools, examples, how.max_length)
+    others = _others(rows, pools, examples)
     _write(out, records, {one.row: one for one in found}, verdicts, others, options)
     journal.path.unlink()
     _say(out, verdicts, others, options)
@@ -290,9 +290,7 @@ def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
     return kept
 
 
-def _others(
-    rows: Sequence[Row], pools: Pools, examples: Sequence[Example], longest: int | None
-) -> dict[int, str]:
+def _others(rows: Sequence[Row], pools: Pools, examples: Sequence[Example]) -> dict[int, str]:
     """By row: why it was not valued."""
     valued = {example.row.index for example in examples}
     left = {row.index for row in pools.train}

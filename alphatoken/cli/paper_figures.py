@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from alphatoken.cli.paper_plan import Work
 from alphatoken.errors import ConfigError
 from alphatoken.paper.exhibits import LAPTOP, Diagnosed
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_text
 
 if TYPE_CHECKING:
     from alphatoken.compare.grid import Cell, TaskSpec
@@ -40,8 +40,7 @@ def diagnose(work: Work) -> int:
         status = max(status, run(words_of(work, asked, task, out)))
         lines += _shown(work, asked, task.name, out)
     page = work.root / f"{work.exhibit.name}.md"
-    with replacing(page) as temporary:
-        temporary.write_text("\n".join(lines), encoding="utf-8")
+    write_text(page, "\n".join(lines))
     print(page)
     return status
 
@@ -67,11 +66,11 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
     if asked.collected:
         place = work.folder.of(_cell(work, task, asked.model)).path
         words += ["--collected", str(place / COLLECTED)]
-    words += [*_shared(work, task), *_own(asked.options.get(work.scale, {}))]
+    words += [*_shared(task), *_own(asked.options.get(work.scale, {}))]
     return words + (["--quiet"] if work.options.quiet else [])
 
 
-def _shared(work: Work, task: TaskSpec) -> list[str]:
+def _shared(task: TaskSpec) -> list[str]:
     """How rows are read, as the cells read them: there a row with no response left has no part."""
     found = ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
     if task.options.get("row_format") == "text":
@@ -97,7 +96,7 @@ def _rows(work: Work, task: TaskSpec) -> Path:
         return work.rows
     place = work.rows / task.name
     if not place.is_dir():
-        _export(work, task, place)
+        _export(task, place)
     asked = work.exhibit.diagnosis
     for name in asked.retention[work.scale] if asked is not None and asked.retention else ():
         file = Path(work.options.evaluation_dir) / f"{name}.jsonl"
@@ -107,7 +106,7 @@ def _rows(work: Work, task: TaskSpec) -> Path:
     return place
 
 
-def _export(work: Work, task: TaskSpec, place: Path) -> None:
+def _export(task: TaskSpec, place: Path) -> None:
     """Rows of the task's data set as files, those for validation apart."""
     import datasets
 
@@ -135,8 +134,7 @@ def _shown(work: Work, asked: Diagnosed, task: str, out: Path) -> list[str]:
     for figure in found.figures:
         if figure.key.startswith(asked.figures):
             name = f"{work.exhibit.name}-{task}-{figure.key}.svg"
-            with replacing(work.root / name) as temporary:
-                temporary.write_text(figure.svg, encoding="utf-8")
+            write_text(work.root / name, figure.svg)
             text += [f"![{figure.title}]({name})\n"]
     whole = out.relative_to(work.root) / "report.html"
     return [*text, f"All of the diagnosis: [{whole}]({whole})\n"]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from alphatoken.cli.paper import PaperOptions
 from alphatoken.cli.paper_plan import Planned, Work, planned, require_names, seconds_of
 from alphatoken.errors import ConfigError
 from alphatoken.paper.exhibits import LAPTOP, Exhibit
-from alphatoken.support.storage import replacing, write_json
+from alphatoken.support.storage import read_json, write_json, write_text
 
 __all__ = ["run", "shown_time"]
 
@@ -163,8 +161,6 @@ def _prepare_rows(work: Work) -> None:
     files = {name: str(Path(path).absolute()) for name, path in asked.items() if path}
     record = work.rows / "sources.json"
     if work.rows.is_dir():
-        from alphatoken.compare.folder import read_json
-
         before = read_json(record) or {}
         if files and before != files:
             raise ConfigError(
@@ -201,37 +197,24 @@ def _run_cells(work: Work) -> None:
 
 
 def _lay_out(work: Work) -> int:
+    from alphatoken.cli.compare import say_results
     from alphatoken.compare.page import collect
     from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown
 
     records = collect(work.cells, work.folder)
     table = filled(work.exhibit, work.scale, records)
     place, name = work.root, work.exhibit.name
+    place.mkdir(parents=True, exist_ok=True)
     picture = None
     if work.exhibit.picture and table.measured and find_spec("matplotlib") is not None:
         from alphatoken.paper.pictures import drawn
 
         picture = drawn(table).svg
-        _write(place / f"{name}.svg", picture)
+        write_text(place / f"{name}.svg", picture)
     text = to_markdown(table)
     if picture is not None:
         text = f"{text}\n![{work.exhibit.title}]({name}.svg)\n"
-    _write(place / f"{name}.md", text)
-    _write(place / f"{name}.html", to_html(table, picture))
-    _write(place / f"{name}.csv", to_csv(table))
-    return _say(work, records, place / f"{name}.md")
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def _say(work: Work, records: Sequence[Mapping[str, Any]], page: Path) -> int:
-    done = sum(record["status"] == "done" for record in records)
-    print(f"{done} of {len(records)} cells have a result: {page}")
-    for name, status in work.folder.status(work.cells).items():
-        if status.state in ("failed", "blocked"):
-            print(f"{status.state}: {name}: {status.error}", file=sys.stderr)
-    return 0 if done == len(records) else 1
+    write_text(place / f"{name}.md", text)
+    write_text(place / f"{name}.html", to_html(table, picture))
+    write_text(place / f"{name}.csv", to_csv(table))
+    return say_results(records, work.cells, work.folder, place / f"{name}.md")

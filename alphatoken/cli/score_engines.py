@@ -108,21 +108,35 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
         KeyboardInterrupt: says how to go on. DataError, ModelError: of :class:`BlockValuer`.
     """
     valuer = BlockValuer(job, scorer)
-    total = job.corpus.source.rows
-    tracker = Tracker("Scoring", total, not job.options.quiet)
-    done = total - sum(_size(job, number) for number in numbers)
-    tracker.resume(done)
+    tracker, done = _begun(job, numbers)
     try:
         for number in numbers:
             valuer.run(number, partial(_tell, tracker, done))
             done += _size(job, number)
-        tracker.report(total)
+        tracker.report(done)
     except KeyboardInterrupt:
-        done = total - sum(_size(job, number) for number in job.missing())
-        raise KeyboardInterrupt(
-            f"{done} of {total} rows are finished and kept; the same command with --resume "
-            "continues after them"
-        ) from None
+        done = _done(job, job.missing())
+        raise _interrupted(job, done) from None
+
+
+def _begun(job: Job, left: Sequence[int]) -> tuple[Tracker, int]:
+    """Progress over all rows, and how many of them are valued already."""
+    tracker = Tracker("Scoring", job.corpus.source.rows, not job.options.quiet)
+    done = _done(job, left)
+    tracker.resume(done)
+    return tracker, done
+
+
+def _done(job: Job, left: Sequence[int]) -> int:
+    """Rows of all other blocks."""
+    return job.corpus.source.rows - sum(_size(job, number) for number in left)
+
+
+def _interrupted(job: Job, done: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt(
+        f"{done} of {job.corpus.source.rows} rows are finished and kept; the same command with "
+        "--resume continues after them"
+    )
 
 
 def _tell(tracker: Tracker, before: int, rows: int) -> None:
@@ -164,10 +178,7 @@ def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    total = job.corpus.source.rows
-    tracker = Tracker("Scoring", total, not options.quiet)
-    done = total - sum(_size(job, number) for number in numbers)
-    tracker.resume(done)
+    tracker, done = _begun(job, numbers)
     gpus = options.gpus_per_worker
     # Each block is an item of its own, so that all workers have some and little is lost with one.
     rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
@@ -184,10 +195,7 @@ def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
             done += _size(job, int(finished["block"]))
             tracker.report(done)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"{done} of {total} rows are finished and kept; the same command with --resume "
-            "continues after them"
-        ) from None
+        raise _interrupted(job, done) from None
     except ray.exceptions.RayError as error:
         raise ModelError(
             "Ray gave up", got=str(error).strip().splitlines()[-1][:300],

@@ -42,7 +42,7 @@ from alphatoken.data import (
     leak_keys,
 )
 from alphatoken.data.corpus import Corpus, draw_rows
-from alphatoken.data.source import find_source, source_of
+from alphatoken.data.source import RowSource, find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest, write_json
@@ -170,13 +170,7 @@ def prepare_job(options: ScoreOptions) -> Job:
     source = find_source(options.train_file).limited(options.limit)
     tokenizer = read_tokenizer(options)
     fisher = _fisher(options)
-    corpus = Corpus(
-        source,
-        Fields(options.prompt_column, options.response_column, options.messages_column),
-        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
-        on_leak=options.on_leak,
-        on_bad_rows=options.on_bad_rows,
-    )
+    corpus = _corpus(options, source, fisher)
     held = _held_out(corpus, options)
     corpus = replace(
         corpus,
@@ -189,9 +183,25 @@ def prepare_job(options: ScoreOptions) -> Job:
     return replace(job, counts=counts, settings=_settings(job))
 
 
+def _corpus(options: ScoreOptions, source: RowSource, fisher: FisherDrift | None) -> Corpus:
+    """Of which nothing is held out yet."""
+    return Corpus(
+        source,
+        Fields(options.prompt_column, options.response_column, options.messages_column),
+        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
+        on_leak=options.on_leak,
+        on_bad_rows=options.on_bad_rows,
+    )
+
+
 def _held_out(corpus: Corpus, options: ScoreOptions) -> list[Row]:
+    """Validation rows: of their own file, those drawn before, or drawn now."""
     if options.validation_file is not None:
         return read_file(options.validation_file, options, limit=None)
+    if corpus.drawn:
+        places = sorted(corpus.drawn)
+        rows = (corpus.row(found) for i in places for found in corpus.source.read(i, i + 1))
+        return [row for row in rows if isinstance(row, Row)]
     return draw_rows(corpus, options.validation_rows or 0, options.seed)
 
 
@@ -289,16 +299,9 @@ def open_job(options: ScoreOptions) -> Job:
     if not source.rows:
         raise DataError("the job has no rows", got=str(path))
     fisher = _fisher(options)
-    corpus = Corpus(
-        source,
-        Fields(options.prompt_column, options.response_column, options.messages_column),
-        drawn=frozenset(document["drawn"]),
-        held=frozenset(document["held"]),
-        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
-        on_leak=options.on_leak,
-        on_bad_rows=options.on_bad_rows,
-    )
-    held = _held_again(corpus, options)
+    drawn, shared = frozenset(document["drawn"]), frozenset(document["held"])
+    corpus = replace(_corpus(options, source, fisher), drawn=drawn, held=shared)
+    held = _held_out(corpus, options)
     job = _job(options, score_config(options), read_tokenizer(options), fisher, corpus, held)
     due, found = document["settings"], json.loads(json.dumps(_settings(job), default=str))
     differing = [key for key in due if due[key] != found.get(key)]
@@ -310,15 +313,6 @@ def open_job(options: ScoreOptions) -> Job:
             remedy="the same model, files and options on every machine",
         )
     return replace(job, settings=due)
-
-
-def _held_again(corpus: Corpus, options: ScoreOptions) -> list[Row]:
-    if options.validation_file is not None:
-        return read_file(options.validation_file, options, limit=None)
-    rows = (
-        corpus.row(found) for i in sorted(corpus.drawn) for found in corpus.source.read(i, i + 1)
-    )
-    return [row for row in rows if isinstance(row, Row)]
 
 
 def score_config(options: ScoreOptions) -> ScorerConfig:

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from alphatoken.compare.evaluate import measure
-from alphatoken.compare.folder import CellFolder, exclusive_lock, read_json
+from alphatoken.compare.folder import CellFolder, exclusive_lock
 from alphatoken.compare.measures import Measures
 from alphatoken.compare.scores import prepare
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.policies.merge import merge_models
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policy_names import TRAINER_POLICIES

@@ -15,7 +15,6 @@ A lock goes with its process, however that ends.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,9 +25,9 @@ from typing import Any
 
 from alphatoken.compare.grid import Cell, resolved
 from alphatoken.errors import ConfigError
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import read_json, write_json
 
-__all__ = ["CellFolder", "GridFolder", "Status", "exclusive_lock", "read_json", "try_lock"]
+__all__ = ["CellFolder", "GridFolder", "Status", "exclusive_lock", "try_lock"]
 
 _RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json", "building")
 
@@ -39,15 +38,6 @@ class Status:
 
     state: str
     error: str = ""
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """What a file holds; None where there is none, or none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def try_lock(path: Path) -> int | None:

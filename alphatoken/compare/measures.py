@@ -110,7 +110,6 @@ class Measures:
             if isinstance(tasks, str):
                 raise ConfigError(f"{name} is a list", got=tasks, remedy=f"{name}: [{tasks}]")
             object.__setattr__(self, name, tuple(tasks))
-        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
         for name in ("shots", "judge_sets"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is a mapping by name", got=repr(getattr(self, name)))

@@ -21,7 +21,7 @@ from alphatoken.compare.tables import (
     settings_text,
     to_csv,
 )
-from alphatoken.support.storage import replacing, write_json
+from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["READ", "collect", "draw", "rounded", "sections", "write_results"]
 
@@ -61,12 +61,10 @@ def write_results(
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", [rounded(record) for record in found])
-    with replacing(folder / f"{name}.csv") as temporary:
-        temporary.write_text(to_csv(found), encoding="utf-8")
+    write_text(folder / f"{name}.csv", to_csv(found))
     text = [f"# {grid.about or 'Comparison'}\n", READ]
     text += sections(grid, found, variants, draw(grid, found, folder, name))
-    with replacing(folder / f"{name}.md") as temporary:
-        temporary.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+    write_text(folder / f"{name}.md", "\n".join(text).rstrip() + "\n")
     return folder / f"{name}.md"
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "cost_table",
     "lines_of",
     "markdown",
+    "marked",
     "problem_table",
     "quality_table",
     "records",
@@ -151,7 +152,7 @@ def quality_table(lines: Sequence[Line]) -> str:
             line.mode if line.policy != START else "–",
             _seeds(line),
             *_tokens(line),
-            *(_marked(_figure(line, key), ranks[key].get(i)) for key, _, _ in columns),
+            *(marked(_figure(line, key), ranks[key].get(i)) for key, _, _ in columns),
         ]
         for i, line in enumerate(lines)
     ]
@@ -317,5 +318,6 @@ def _ranked(lines: Sequence[Line], key: str, higher: bool) -> dict[int, int]:
     return {place: rank for rank, place in enumerate(order[:2])} if len(order) > 2 else {}
 
 
-def _marked(text: str, rank: int | None) -> str:
+def marked(text: str, rank: int | None) -> str:
+    """Bold where it is the best of a column, underlined where it is the second best."""
     return {0: f"**{text}**", 1: f"<u>{text}</u>"}.get(-1 if rank is None else rank, text)

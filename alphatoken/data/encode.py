@@ -24,6 +24,7 @@ __all__ = [
     "encode_prompt",
     "encode_row",
     "encode_rows",
+    "messages_of",
 ]
 
 IGNORE = -100
@@ -286,14 +287,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
-def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """Turns as a chat template takes them."""
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 def _render(tokenizer: Any, turns: Sequence[Turn], place: str, *, generation: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(
-            _messages(turns), tokenize=False, add_generation_prompt=generation
+            messages_of(turns), tokenize=False, add_generation_prompt=generation
         )
     except Exception as error:  # templates raise whatever their author wrote
         raise DataError(
@@ -314,7 +316,7 @@ def _marked(
     """Labels from the template's own generation marks, one marked run an assistant turn."""
     _render(tokenizer, turns, place, generation=False)  # its errors, named by row
     encoded = tokenizer.apply_chat_template(
-        _messages(turns), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        messages_of(turns), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
     runs = _runs(marks)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import random
 import sysconfig
 import textwrap
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from alphatoken.data.pairs import Pair
 from alphatoken.data.rows import Row, Turn
 from alphatoken.data.split import normalise
 from alphatoken.errors import ConfigError
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_jsonl
 
 __all__ = ["code_pairs", "code_rows", "text_rows", "write_files"]
 
@@ -127,15 +126,15 @@ def write_files(
     for name, first, last in zip(
         ("train", "validation", "test"), bounds[:-1], bounds[1:], strict=True
     ):
-        _write(
+        write_jsonl(
             folder / f"{name}.jsonl",
             ({"prompt": row.prompt, "response": row.response} for row in rows[first:last]),
         )
-    _write(
+    write_jsonl(
         folder / "retention.jsonl", ({"text": row.response} for row in text_rows(held_out, seed))
     )
     pairs = code_pairs(len(rows), seed)[:train]
-    _write(
+    write_jsonl(
         folder / "pairs.jsonl",
         (
             {
@@ -146,11 +145,6 @@ def write_files(
             for pair in pairs
         ),
     )
-
-
-def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
 
 
 def _library() -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from alphatoken import FisherDrift
 from alphatoken.cli import main
@@ -22,7 +19,9 @@ from alphatoken.demo.model import make_model, make_tokenizer, mean_loss, pretrai
 from alphatoken.demo.train import STABILITY_WEIGHT, Recipe, fine_tune
 from alphatoken.demo.world import Exchange, draw_exchanges
 from alphatoken.errors import AlphaTokenError
+from alphatoken.fidelity.metrics import auc
 from alphatoken.report import ScoredExample, read_values
+from alphatoken.support.storage import write_jsonl
 from alphatoken.train.loading import no_progress_bar
 
 __all__ = ["Result", "run_demo"]
@@ -156,14 +155,10 @@ def _write_world(out: Path, scale: float, generator: random.Random) -> list[Exch
     train = draw_exchanges(_scaled(400, scale), generator, spoil=SPOILED, avoid=known)
     for name, exchanges in (("test", test), ("validation", validation), ("train", train)):
         rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
-        _write_jsonl(out / f"{name}.jsonl", rows)
+        write_jsonl(out / f"{name}.jsonl", rows)
     # Free-running text from the start token: what the model itself says is the Fisher's data.
-    _write_jsonl(out / "fisher_prompts.jsonl", [{"text": ""}])
+    write_jsonl(out / "fisher_prompts.jsonl", [{"text": ""}])
     return train
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _area(scored: Iterable[ScoredExample], train: Sequence[Exchange]) -> float:
@@ -176,15 +171,7 @@ def _area(scored: Iterable[ScoredExample], train: Sequence[Exchange]) -> float:
         assert len(found) == len(exchange.response)
         values += found.tolist()
         spoiled += exchange.spoiled
-    return _roc_area(-np.array(values), np.array(spoiled))
-
-
-def _roc_area(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Probability that a positive has the higher score (Mann-Whitney, ties count half)."""
-    ranks = rankdata(score)
-    hits = int(positive.sum())
-    above = float(ranks[positive].sum()) - hits * (hits + 1) / 2
-    return above / (hits * (len(score) - hits))
+    return auc(-np.array(values), spoiled)
 
 
 def _print_table(result: Result) -> None:

@@ -149,7 +149,7 @@ def fit_fisher(
     budgets = _budgets(given, settings, adapter.max_positions())
     tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
-        trained = _trained(adapter, scope, settings)
+        trained = _trained(scope, settings)
         fit = _Fit(adapter, scope, settings, given, budgets, trained, responses)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
@@ -388,7 +388,7 @@ def _drawn(
     return dict(zip(batch, drawn, strict=True))
 
 
-def _trained(adapter: DecoderAdapter, scope: Scope, settings: _Settings) -> dict[str, Tensor]:
+def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:
     """The parameters in scope, by name; every one finite."""
     trained = scope.parameters(biases=settings.score_bias)
     if not trained:

@@ -503,7 +503,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         answer,
         tuple(table for table in tables if table.rows),
         _figures(found, costs, advice, plan.own, noise, options.price),
-        _notes(subject, rows, readings, refused, plan, oracle),
+        _notes(subject, rows, refused, plan, oracle),
         subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
     )
 
@@ -628,7 +628,6 @@ def _verdict(subject: Subject, exact: Estimate, noise_kept: Estimate) -> str:
 def _notes(
     subject: Subject,
     rows: Sequence[Example],
-    readings: Readings,
     refused: Mapping[str, str],
     plan: _Plan,
     oracle: _Oracle,

@@ -368,7 +368,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         find(NAME).question,
         tuple(_answer(agreement, gains, convergence, terms, subject.ratio)),
         _tables(agreement, gains, convergence, terms),
-        _figures(scores, list(fishers), agreement, convergence, terms, row, subject, options),
+        _figures(scores, list(fishers), agreement, convergence, terms, row, options),
         tuple(notes),
         subject.settings()
         | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
@@ -455,7 +455,6 @@ def _figures(
     convergence: Sequence[Mapping[str, Any]],
     terms: Mapping[str, BoundTerms],
     rows: Numbers,
-    subject: Subject,
     options: Options,
 ) -> tuple[Any, ...]:
     ratios = [round(0.1 * i, 1) for i in range(1, 10)]

@@ -213,7 +213,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             tokens,
         ),
         figures=(*figures, kinds_figure(kinds, subject.ratio), shares_figure(shares, _NAMES)),
-        notes=_notes(subject, valued, options, shown, where),
+        notes=_notes(subject, valued, shown, where),
         settings={
             **subject.settings(),
             "rows shown": ", ".join(map(str, shown)),
@@ -447,7 +447,6 @@ def _still_sentence(subject: Subject, options: Options) -> str:
 def _notes(
     subject: Subject,
     valued: Valued,
-    options: Options,
     shown: Sequence[int],
     where: tuple[str, ...],
 ) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from alphatoken.compare.methods import START
 from alphatoken.compare.tables import Line as Cells
-from alphatoken.compare.tables import Record, lines_of
+from alphatoken.compare.tables import Record, lines_of, markdown, marked
 from alphatoken.paper.exhibits import Column, Exhibit, Group, Line
 
 __all__ = [
@@ -208,8 +208,8 @@ def to_markdown(table: Filled) -> str:
     rows = []
     for group, lines in _cells(table):
         rows.append([f"**{group.title}**", *("" for _ in table.columns)])
-        rows += [[_name(row), *(_marked(*one) for one in cells)] for row, cells in lines]
-    text.append(_markdown(heads, rows))
+        rows += [[_name(row), *(marked(*one) for one in cells)] for row, cells in lines]
+    text.append(markdown(heads, rows))
     if any(line.printed for group in table.exhibit.groups for line in group.lines):
         text.append("As the paper prints them:\n")
         text.append(printed(table.exhibit))
@@ -223,7 +223,7 @@ def printed(exhibit: Exhibit) -> str:
     for group in exhibit.groups:
         rows.append([f"**{group.title}**", *("" for _ in columns)])
         rows += [[line.name, *(line.printed or ["–"] * len(columns))] for line in group.lines]
-    return _markdown([exhibit.first, *(_head(column) for column in columns)], rows)
+    return markdown([exhibit.first, *(_head(column) for column in columns)], rows)
 
 
 def _head(column: Column) -> str:
@@ -233,16 +233,6 @@ def _head(column: Column) -> str:
 def _name(row: Row) -> str:
     done, asked = row.seeds
     return row.name if done == asked else f"{row.name} ({done} of {asked} seeds)"
-
-
-def _marked(text: str, place: int | None) -> str:
-    return {0: f"**{text}**", 1: f"<u>{text}</u>"}.get(-1 if place is None else place, text)
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    from alphatoken.compare.tables import markdown
-
-    return markdown(heads, rows)
 
 
 _STYLE = """

@@ -15,7 +15,6 @@ the longer response counts.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 from alphatoken.data import read_records
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_jsonl
 
 __all__ = ["LETTERS", "SIZES", "SOURCES", "sources_of", "write_rows"]
 
@@ -94,8 +93,7 @@ def write_rows(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name, rows in parts.items():
-        with replacing(partial / f"{name}.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        write_jsonl(partial / f"{name}.jsonl", rows)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from alphatoken.report.examples import IGNORE, ScoredExample
 from alphatoken.report.files import pyarrow_modules, read_values, value_files
-from alphatoken.support.storage import replacing, write_json
+from alphatoken.support.storage import replacing, write_json, write_text
 
 __all__ = ["CARD", "DatasetCounts", "Weigh", "write_dataset"]
 
@@ -82,8 +82,7 @@ def write_dataset(
         written.add(part)
     for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
         left.unlink()
-    with replacing(folder / "README.md") as temporary:
-        temporary.write_text(CARD.format(folder=folder.name), encoding="utf-8")
+    write_text(folder / "README.md", CARD.format(folder=folder.name))
     write_json(folder / "dataset.json", {**vars(counts), "sha256": digest.hexdigest()})
     return counts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -87,8 +87,7 @@ def svg_text(figure: Canvas) -> str:
 def save(figure: Canvas, path: Path) -> None:
     """Write the figure as an SVG file, whole or not at all, without spaces at the ends of lines."""
     lines = _document(figure).splitlines()
-    with replacing(path) as temporary:
-        temporary.write_text("\n".join(map(str.rstrip, lines)) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(map(str.rstrip, lines)) + "\n")
 
 
 def _document(figure: Canvas) -> str:

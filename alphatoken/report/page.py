@@ -22,7 +22,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.drawing import MINUS, PLUS
 from alphatoken.report.examples import visible
 from alphatoken.report.numbers import number
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -205,8 +205,7 @@ def write_page(path: str | Path, html: str) -> Path:
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
-    with replacing(path) as temporary:
-        temporary.write_text(html, encoding="utf-8")
+    write_text(path, html)
     return Path(path)
 
 

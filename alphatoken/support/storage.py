@@ -14,7 +14,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,15 @@ from alphatoken.errors import AlphaTokenError, DataError
 
 __all__ = [
     "TensorFile",
+    "flush",
+    "read_json",
     "read_tensors",
     "replacing",
     "weights_digest",
     "write_json",
+    "write_jsonl",
     "write_tensors",
+    "write_text",
 ]
 
 _BLOCK = 1 << 20
@@ -60,9 +64,9 @@ def replacing(
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, target)
-        _flush(target.parent)  # the new name is an entry of the folder, which is written by itself
+        flush(target.parent)  # the new name is an entry of the folder, which is written by itself
     except (OSError, SafetensorError) as problem:
         # safetensors reports a full disk by an error of its own.
         cause = problem if isinstance(problem, OSError) else OSError(str(problem))
@@ -98,7 +102,28 @@ def write_json(
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def _flush(path: Path) -> None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_jsonl(path: str | os.PathLike[str], records: Iterable[object]) -> None:
+    """Write one line of JSON a record, whole or not at all."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def flush(path: Path) -> None:
+    """Put a file's content, or a folder's list of names, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,9 +28,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from alphatoken.errors import AlphaTokenError, DataError
-from alphatoken.support.storage import read_tensors, write_tensors
+from alphatoken.support.storage import flush, read_tensors, write_tensors
 from alphatoken.train.identity import data_fingerprint, frozen_fingerprint, option_values
-from alphatoken.train.manifest import Manifest, flush, latest_complete, rotate, write_manifest
+from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
 from alphatoken.train.resume import (
     chosen_checkpoint,
     library_versions,

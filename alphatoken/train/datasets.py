@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from alphatoken.data import Pair, Row, Turn
+from alphatoken.data.encode import messages_of
 from alphatoken.errors import InputError
 
 __all__ = [
@@ -313,9 +314,9 @@ def sft_records(
             for i in answers
         ]
     if any(len(answers) > 1 for _, answers in found):
-        return [{"messages": _messages(said[: answers[-1] + 1])} for said, answers in found]
+        return [{"messages": messages_of(said[: answers[-1] + 1])} for said, answers in found]
     return [
-        {"prompt": _messages(said[:i]), "completion": _messages(said[i : i + 1])}
+        {"prompt": messages_of(said[:i]), "completion": messages_of(said[i : i + 1])}
         for said, answers in found
         for i in answers
     ]
@@ -332,8 +333,8 @@ def preference_records(
     pairs: Iterable[Pair], *, chat: bool, separator: str = "\n", end: str = ""
 ) -> list[dict[str, Any]]:
     """Pairs as records ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``."""
-    write = _messages if chat else (lambda turns: _plain(turns, separator, end))
-    answer = _messages if chat else (lambda turns: "\n".join(turn.text for turn in turns))
+    write = messages_of if chat else (lambda turns: _plain(turns, separator, end))
+    answer = messages_of if chat else (lambda turns: "\n".join(turn.text for turn in turns))
     return [
         {
             "prompt": write(pair.prompt),
@@ -348,10 +349,6 @@ def _answers(row: Row, turns: str) -> list[int]:
     """Indices of the assistant turns to train on."""
     found = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
     return found if turns == "all" else found[-1:]
-
-
-def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 def _plain(turns: Sequence[Turn], separator: str, end: str) -> str:

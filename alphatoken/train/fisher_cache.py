@@ -30,7 +30,7 @@ from alphatoken.errors import ConfigError, FisherError, warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
-from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.support.storage import read_json, weights_digest, write_json
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.shared_responses import Helper, SharedResponses, arithmetic_of
@@ -334,7 +334,7 @@ def _wait(
     """Work while there is something to do, and poll until the main process is done."""
     start = time.monotonic()
     while True:
-        found = _read(status)
+        found = read_json(status)
         if found is not None:
             start = time.monotonic()  # seen; a file that is replaced may be missed for a moment
         elif time.monotonic() - start > _SHARED_WITHIN:
@@ -370,7 +370,7 @@ def _died(status: Path) -> bool:
             pass
     except (NotImplementedError, OSError):  # it is held (a Timeout), or no locks exist here
         return False
-    found = _read(status)
+    found = read_json(status)
     return found is not None and found["state"] == "fitting"
 
 
@@ -393,13 +393,6 @@ def _held(path: Path) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else None
-    return None
 
 
 def _prompts_digest(prompts: Any) -> str:

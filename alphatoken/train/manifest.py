@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import DataError
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import flush, write_json
 
 __all__ = [
     "MANIFEST",
@@ -26,7 +25,6 @@ __all__ = [
     "RUN",
     "Manifest",
     "checkpoints",
-    "flush",
     "latest_complete",
     "read_manifest",
     "rotate",
@@ -200,15 +198,6 @@ def rotate(output_dir: Path, limit: int | None, newest: Path, best: str | None, 
     for path in removable[: max(surplus, 0)]:
         bin.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(path.rename(bin / path.name), ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Put a file's content, or a folder's list of names, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -136,7 +136,7 @@ def make_plan(
         ),
         memory=memory_of(adapter, scope, args, layout, command=command, dtype=dtype),
         options=dict(options or {}),
-        notes=_notes(adapter, scope, args),
+        notes=_notes(scope, args),
     )
 
 
@@ -218,7 +218,7 @@ def _steps(args: Any, per_micro_batch: int, rows: int | None) -> dict[str, Any]:
     return {"rows": rows, "epochs": args.num_train_epochs, "steps": steps}
 
 
-def _notes(adapter: DecoderAdapter, scope: Scope, args: Any) -> list[str]:
+def _notes(scope: Scope, args: Any) -> list[str]:
     notes = []
     if scope.uncovered and args.uncovered == "skip":
         notes.append(f"{len(scope.uncovered)} matrices of the scored layers are left out.")

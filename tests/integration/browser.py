@@ -8,6 +8,8 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -161,3 +163,19 @@ class Browser:
         data = self.send("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
         return path
+
+    def needs_no_sideways_scroll(self, *widths: int) -> None:
+        for width in widths:
+            self.resize(width, 800)
+            assert self.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@contextmanager
+def opened(page: Path, profile: Path, width: int = 1200) -> Iterator[Browser]:
+    """The page in a browser; what tests do on it causes no error and fetches nothing."""
+    with Browser(profile) as found:
+        found.resize(width, 900)
+        found.open(page)
+        yield found
+        assert found.errors == []
+        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []

@@ -31,8 +31,6 @@ from alphatoken.train.checkpoint import STAGING, CheckpointMixin
 from tests.integration import tiny_training as tiny
 from tests.pictures import leave_blank
 
-__all__ = ["PATIENCE", "Moment", "PlainTrainer", "Run", "fails", "finish", "kill"]
-
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["tests.integration.killed_run", "alphatoken.train.sft", "alphatoken.train.dpo"]

@@ -22,8 +22,6 @@ from torch import Tensor
 from alphatoken.data.stdlib import code_rows, text_rows
 from tests.places import models_folder
 
-__all__ = ["decoder_folder", "make_decoder", "make_tokenizer"]
-
 _STEPS = 500
 _BATCH, _LENGTH = 6, 96
 _ROWS = 700

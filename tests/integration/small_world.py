@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from alphatoken.cli import main
 from alphatoken.cli.common import FORMER
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
+from tests.rows import jsonl
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,28 @@ class World:
             "batch_size": 4,
             "shard_size": 8,
         } | changed
-        words = [
-            w for key, value in options.items() if value is not None
-            for w in (f"--{FORMER.get(key, key)}", value)
-        ]  # fmt: skip
-        return main([str(word) for word in ("score", *words, "--quiet", *more)])
+        return main(["score", *flags(options), "--quiet", *map(str, more)])
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """Options as words, under their names of today; None is left out."""
+    given = {FORMER.get(key, key): value for key, value in options.items() if value is not None}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def saved_model(folder: Path, seed: int = 0) -> Path:
+    """The demonstration's model before training, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, seed=seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
     """Rows of the demonstration's world as JSONL."""
     exchanges = draw_exchanges(count, random.Random(seed))
     rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return jsonl(path, rows)
 
 
 def make_world(folder: Path) -> World:

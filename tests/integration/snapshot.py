@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["Snapshot", "bits"]
-
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

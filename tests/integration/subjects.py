@@ -13,8 +13,6 @@ from alphatoken.data.stdlib import code_rows, text_rows
 from alphatoken.fidelity.subject import Subject
 from tests.integration.library_decoder import decoder_folder
 
-__all__ = ["RETENTION", "examples", "model", "model_folder", "subject", "tokenizer"]
-
 KINDS = {"far": "functions", "near": "topics"}
 RETENTION = ("topics", "functions", "summaries", "names")
 

@@ -27,6 +27,7 @@ from alphatoken.estimate import contraction
 from alphatoken.report import ScoredExample, read_values, value_files
 from tests.integration.browser import Browser
 from tests.integration.small_world import World, write_rows
+from tests.rows import jsonl
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -383,8 +384,7 @@ def nan_model(world: World, tmp_path: Path) -> Path:
 
 
 def lines(path: Path, *records: object) -> Path:
-    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
-    return path
+    return jsonl(path, records)
 
 
 def cut(path: Path, source: Path) -> Path:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
 from alphatoken.data.stdlib import code_pairs, write_files
-from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.model import make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.model.layer_choice import read_layers
@@ -41,7 +41,9 @@ from alphatoken.train.datasets import (
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+from tests.integration.small_world import saved_model
 from tests.places import nightly
+from tests.rows import jsonl
 
 WORDS = {"sft": "response", "dpo": "chosen"}
 
@@ -49,16 +51,7 @@ WORDS = {"sft": "response", "dpo": "chosen"}
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny decoder and its tokenizer, in a folder."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tokenizer = make_tokenizer()
-    make_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write(path: Path, records: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return saved_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
@@ -101,7 +94,7 @@ def load(
 
 
 def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
-    file = write(tmp_path / "train.jsonl", [*rows(20), *rows(3)])  # three come twice
+    file = jsonl(tmp_path / "train.jsonl", [*rows(20), *rows(3)])  # three come twice
     data = load("sft", tmp_path, "--train_file", str(file))
     assert len(data.validation) == len(data.fisher) == 2
     held = {*data.validation["prompt"], *data.fisher["prompt"]}
@@ -116,9 +109,9 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_path: Path) -> None:
     make = rows if command == "sft" else pairs
-    train = write(tmp_path / "train.jsonl", make(10))
+    train = jsonl(tmp_path / "train.jsonl", make(10))
     changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
-    held = write(tmp_path / "held.jsonl", [*make(2, 50), changed])
+    held = jsonl(tmp_path / "held.jsonl", [*make(2, 50), changed])
     words = ("--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0")
     data = load(command, tmp_path, *words, small=False)
     assert "ask 3\n" not in data.train["prompt"]
@@ -130,8 +123,8 @@ def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_pa
 
 
 def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", rows(10))
-    kept = write(tmp_path / "old.jsonl", rows(2, 9))
+    train = jsonl(tmp_path / "train.jsonl", rows(10))
+    kept = jsonl(tmp_path / "old.jsonl", rows(2, 9))
     data = load(
         "sft", tmp_path, "--train_file", str(train), "--retention_data", str(kept),
         "--retention", "data",
@@ -142,7 +135,7 @@ def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
 
 
 def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
-    file = str(write(tmp_path / "train.jsonl", rows(30)))
+    file = str(jsonl(tmp_path / "train.jsonl", rows(30)))
     top = load("sft", tmp_path, "--train_file", file)
     for policy in ("random", "all"):
         control = load("sft", tmp_path, "--train_file", file, "--policy", policy)
@@ -151,7 +144,7 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
 
 def test_bad_rows_are_dropped_before_anything_is_drawn(tmp_path: Path) -> None:
     broken = [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}]
-    file = str(write(tmp_path / "train.jsonl", [*rows(10), *broken]))
+    file = str(jsonl(tmp_path / "train.jsonl", [*rows(10), *broken]))
     words = ("--train_file", file, "--max_length", "100")
     data = load("sft", tmp_path, *words)
     assert len(data.train) == 6
@@ -168,7 +161,7 @@ def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
         {"prompt": "q", "chosen": "one", "rejected": ""},
         {"prompt": "y" * 80, "chosen": "one", "rejected": "two"},
     ]
-    file = str(write(tmp_path / "pairs.jsonl", [*pairs(10), *broken]))
+    file = str(jsonl(tmp_path / "pairs.jsonl", [*pairs(10), *broken]))
     words = ("--train_file", file, "--max_prompt_length", "50")
     data = load("dpo", tmp_path, *words)
     assert len(data.train) == 6
@@ -181,7 +174,7 @@ def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
 
 
 def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
-    file = str(write(tmp_path / "train.jsonl", rows(10)))
+    file = str(jsonl(tmp_path / "train.jsonl", rows(10)))
     with pytest.raises(ConfigError, match=r"40 of 10 rows"):  # 32 and a fifth of them watched
         load("sft", tmp_path, "--train_file", file, small=False)
 
@@ -198,7 +191,7 @@ def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
     ],
 )
 def test_sources_that_are_none(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    file = str(write(tmp_path / "train.jsonl", rows(10)))
+    file = str(jsonl(tmp_path / "train.jsonl", rows(10)))
     with pytest.raises((ConfigError, DataError), match=said):
         load("sft", tmp_path, *(word.format(rows=file) for word in words))
 
@@ -243,7 +236,7 @@ def test_chats_become_messages_or_text(tmp_path: Path) -> None:
     }
     others = [{"messages": [{"role": "user", "content": f"q{i}"},
                             {"role": "assistant", "content": "r"}]} for i in range(6)]  # fmt: skip
-    file = str(write(tmp_path / "chat.jsonl", [chat, *others]))
+    file = str(jsonl(tmp_path / "chat.jsonl", [chat, *others]))
     words = ("--train_file", file, "--validation_rows", "1", "--fisher_prompts", "1")
     tokenizer = Letters()
     plain = load("sft", tmp_path, *words, "--split_seed", "3", tokenizer=tokenizer, small=False)
@@ -389,12 +382,12 @@ def test_transcripts_and_conversations_of_real_pairs_are_read(tmp_path: Path) ->
             "chosen": {"from": "gpt", "value": good},
             "rejected": {"from": "gpt", "value": bad},
         })  # fmt: skip
-    found = read_pairs(write(tmp_path / "transcripts.jsonl", transcripts))
+    found = read_pairs(jsonl(tmp_path / "transcripts.jsonl", transcripts))
     assert [pair.prompt[2:] for pair in found] == [pair.prompt for pair in wanted]
     assert {tuple(turn.role for turn in pair.prompt) for pair in found} == {
         ("user", "assistant", "user")
     }
-    for one in (found, read_pairs(write(tmp_path / "conversations.jsonl", conversations))):
+    for one in (found, read_pairs(jsonl(tmp_path / "conversations.jsonl", conversations))):
         assert [pair.chosen for pair in one] == [pair.chosen for pair in wanted]
         assert [pair.rejected for pair in one] == [pair.rejected for pair in wanted]
 
@@ -429,7 +422,7 @@ def test_paths_are_checked_first(
         if torch.cuda.device_count() >= 4:
             pytest.skip("this machine has the GPUs that are to be missed")
         said, words = "more GPUs than there are", [*words, "--use_cpu", "false", "--bf16", "false"]
-    train = write(tmp_path / "train.jsonl", rows(4))
+    train = jsonl(tmp_path / "train.jsonl", rows(4))
     base = ["--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
             "--train_file", str(train), "--output_dir", str(tmp_path / "out")]  # fmt: skip
     assert main(["sft", *base, *words]) == 2
@@ -446,7 +439,7 @@ def test_a_folder_with_something_in_it_is_not_touched(
     (out / "checkpoint-3").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
     words = ["sft", "--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
-             "--train_file", str(write(tmp_path / "t.jsonl", rows(4))),
+             "--train_file", str(jsonl(tmp_path / "t.jsonl", rows(4))),
              "--output_dir", str(out)]  # fmt: skip
     assert main(words) == 2
     assert "the output folder is not empty" in capsys.readouterr().err
@@ -514,8 +507,8 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
         "sft": (rows, AlphaSFTConfig, AlphaSFTTrainer),
         "dpo": (pairs, AlphaDPOConfig, AlphaDPOTrainer),
     }[command]
-    train = write(tmp_path / "train.jsonl", make(20))
-    own = write(tmp_path / "own.jsonl", make(3, 50))
+    train = jsonl(tmp_path / "train.jsonl", make(20))
+    own = jsonl(tmp_path / "own.jsonl", make(3, 50))
     source = ["--fisher_prompts", "3"] if drawn else ["--fisher_data", str(own)]
     words = [
         "--model_name_or_path", str(model), "--train_file", str(train), "--row_format", "text",
@@ -749,7 +742,7 @@ def test_a_layout_that_accelerate_starts_alone(
         "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\nuse_cpu: true\n"
     )
     words = ["--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
-             "--train_file", str(write(tmp_path / "train.jsonl", rows(4))),
+             "--train_file", str(jsonl(tmp_path / "train.jsonl", rows(4))),
              "--output_dir", str(tmp_path / "out"), "--accelerate_config", str(layout)]  # fmt: skip
     assert main(["sft", *words]) == 2
     assert "by MPI only" in capsys.readouterr().err
@@ -842,12 +835,12 @@ def test_the_papers_recipes_run(
     """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""
     said = [(e.prompt, " ".join(e.response)) for e in draw_exchanges(40, random.Random(0))]
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
-    write(tmp_path / "rows.jsonl", [{"problem": a, "solution": b} for a, b in said])
-    write(tmp_path / "chats.jsonl", [
+    jsonl(tmp_path / "rows.jsonl", [{"problem": a, "solution": b} for a, b in said])
+    jsonl(tmp_path / "chats.jsonl", [
         {"prompt": "unused", "messages": [*a, *b]}
         for a, b in zip(turns[::2], turns[1::2], strict=True)
     ])  # fmt: skip
-    write(tmp_path / "pairs.jsonl", [
+    jsonl(tmp_path / "pairs.jsonl", [
         {"instruction": a, "chosen_response": b, "rejected_response": f"{b} {b}"} for a, b in said
     ])  # fmt: skip
     model = tiny(family, tmp_path / "model")

@@ -45,11 +45,13 @@ from alphatoken.compare.tables import (
     settings_text,
     to_csv,
 )
-from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies import POLICIES
 from alphatoken.support.storage import write_json
 from alphatoken.train.loading import load_with_tokenizer
+from tests.integration.small_world import saved_model
+from tests.rows import jsonl
 
 pytestmark = pytest.mark.slow  # grids of runs
 
@@ -58,17 +60,11 @@ PATIENCE = 240.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    make_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def write(path: Path, rows: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(jsonl(path, rows))
 
 
 def grid_file(folder: Path, model: Path, **changes: Any) -> Path:

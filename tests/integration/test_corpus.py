@@ -25,14 +25,10 @@ from alphatoken.direction.current import DirectionBuilder
 from alphatoken.report import value_files
 from tests.integration.small_world import World, write_rows
 from tests.integration.test_cli import load, same
+from tests.rows import jsonl
 
 ROWS = [{"prompt": f"add : {n} and 4", "response": f"the sum of {n} is 7 ."} for n in range(700)]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
-
-
-def jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
-    return path
 
 
 def parquet(path: Path, rows: list[Any], group: int = 50) -> Path:

@@ -33,6 +33,7 @@ from alphatoken.data.stdlib import code_rows
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
 from tests.integration import subjects
+from tests.rows import jsonl
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -63,8 +64,7 @@ def byte_tokenizer(template: str | None = None, *, start: bool = False) -> Any:
 
 
 def write(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
+    return jsonl(path, records)
 
 
 def chat(*texts: str) -> Row:

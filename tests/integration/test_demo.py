@@ -11,7 +11,7 @@ import torch
 
 from alphatoken.demo import run_demo
 from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.demo.run import SPOILED, _roc_area
+from alphatoken.demo.run import SPOILED
 from alphatoken.demo.world import TASKS, draw_exchanges, general_text, vocabulary
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -43,15 +43,6 @@ def test_spoiled_words_are_marked() -> None:
     first = spoiled[0]
     words = draw_exchanges(1, random.Random(2))[0].response
     assert [a != b for a, b in zip(first.response, words, strict=True)] == list(first.spoiled)
-
-
-def test_area_is_the_probability_of_the_right_order() -> None:
-    generator = np.random.default_rng(0)
-    score, positive = generator.integers(0, 5, 60).astype(float), generator.random(60) < 0.4
-    pairs = [
-        1.0 if a > b else 0.5 if a == b else 0.0 for a in score[positive] for b in score[~positive]
-    ]
-    assert _roc_area(score, positive) == pytest.approx(np.mean(pairs))
 
 
 def test_same_seed_same_model() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import os
-import random
 import re
 import runpy
 import signal
@@ -20,7 +19,6 @@ from typing import Any, Literal
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.common import FORMER
 from alphatoken.cli.diagnose import ALL, overview
 from alphatoken.cli.diagnose_options import assignments, build_parser, read_request
 from alphatoken.cli.diagnose_subject import prepare, retention_files
@@ -33,8 +31,6 @@ from alphatoken.cli.options import (
     read_options,
     shown,
 )
-from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
@@ -42,6 +38,8 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.support import machine
 from alphatoken.support.machine import Free
 from alphatoken.support.storage import weights_digest
+from tests.integration import small_world
+from tests.integration.small_world import flags, saved_model, write_rows
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -316,14 +314,8 @@ def test_a_file_whose_name_looks_like_fields_is_taken_as_it_is(tmp_path: Path) -
 # --- runs -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class World:
+class World(small_world.World):
     """A saved tiny model and data files."""
-
-    folder: Path
-
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
 
     def words(self, name: str, out: Path, *more: object, **changed: object) -> list[str]:
         """The command line on the small files; keyword arguments replace options."""
@@ -338,11 +330,7 @@ class World:
             "fisher_samples": 8,
             "tuning_steps": 4,
         } | changed
-        given = [
-            w for key, value in options.items() if value is not None
-            for w in (f"--{FORMER.get(key, key)}", value)
-        ]  # fmt: skip
-        return [str(word) for word in ("diagnose", name, *given, "--quiet", *more)]
+        return ["diagnose", name, *flags(options), "--quiet", *map(str, more)]
 
     def run(self, name: str, out: Path, *more: object, **changed: object) -> int:
         return main(self.words(name, out, *more, **changed))
@@ -352,13 +340,6 @@ class World:
         return [w for i in range(2) for w in ("--retention", str(self / f"held{i}.jsonl"))]
 
 
-def write_rows(path: Path, count: int, seed: int) -> Path:
-    exchanges = draw_exchanges(count, random.Random(seed))
-    rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
@@ -366,11 +347,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def make_world(folder: Path) -> World:
     """Two models and rows, in a folder."""
-    tokenizer = make_tokenizer()
-    make_model(tokenizer).save_pretrained(folder / "model")
-    make_model(tokenizer, seed=1).save_pretrained(folder / "other")
-    for name in ("model", "other"):
-        tokenizer.save_pretrained(folder / name)
+    saved_model(folder / "model")
+    saved_model(folder / "other", seed=1)
     write_rows(folder / "train.jsonl", 24, seed=1)
     write_rows(folder / "validation.jsonl", 8, seed=2)
     for number in range(2):

@@ -22,7 +22,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
 from alphatoken.fidelity.drawing import canvas, finish
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import MOST_ROWS, Section, render_page, write_page
-from tests.integration.browser import Browser
+from tests.integration.browser import Browser, opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
@@ -339,13 +339,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        found.resize(1400, 900)
-        found.open(page)
+    with opened(page, tmp_path_factory.mktemp("profile"), 1400) as found:
         yield found
-        # After everything the tests below have done on the page:
-        assert found.errors == []
-        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_browser_opens_the_page_as_it_was_meant(browser: Browser) -> None:
@@ -415,9 +410,7 @@ def test_browser_downloads_the_table(browser: Browser, tmp_path: Path) -> None:
 
 def test_browser_needs_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
     try:
-        for width in (320, 360, 768, 1400):
-            browser.resize(width, 800)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.needs_no_sideways_scroll(320, 360, 768, 1400)
         browser.resize(360, 800)
         # A picture is not shrunk until nobody can read it: it moves in its frame.
         wide = browser.evaluate(

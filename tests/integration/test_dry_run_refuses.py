@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -83,13 +82,9 @@ CASES: dict[str, tuple[str, list[str], str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.integration.tiny_training import model, preference_rows, sums, tokenizer
+    from tests.integration.tiny_training import saved
 
-    place = tmp_path_factory.mktemp("refused")
-    model().save_pretrained(place / "model")
-    tokenizer().save_pretrained(place / "model")
-    for name, rows in (("rows", sums(12)), ("pairs", list(preference_rows(12)))):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place = saved(tmp_path_factory.mktemp("refused"), 12)
     (place / "alone.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     (place / "full").mkdir()
     (place / "full" / "notes.txt").write_text("mine")

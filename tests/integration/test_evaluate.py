@@ -17,14 +17,14 @@ from alphatoken.compare.measures import Measures
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
 from tests.places import data_folder
+from tests.rows import jsonl
 
 ROWS = [{"prompt": f"If the object is {i},", "response": " the value is used."} for i in range(4)]
 QUESTIONS = [{"instruction": "If the object is"}, {"instruction": "The following statement is"}]
 
 
 def write(path: Path, rows: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(jsonl(path, rows))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +30,9 @@ EXPECTED = re.compile(r"^expected: about (\d+):(\d\d):(\d\d) .* at most (\S+) Gi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.integration.tiny_training import model, preference_rows, sums, tokenizer
+    from tests.integration.tiny_training import saved
 
-    place = tmp_path_factory.mktemp("expecting")
-    model().save_pretrained(place / "model")
-    tokenizer().save_pretrained(place / "model")
-    for name, rows in (("rows", sums(24)), ("pairs", list(preference_rows(12)))):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+    return saved(tmp_path_factory.mktemp("expecting"), 24)
 
 
 TRAINING = (

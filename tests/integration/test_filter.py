@@ -14,6 +14,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli import main
 from alphatoken.data import batches, encode_rows, read_rows
 from tests.integration.small_world import World
+from tests.rows import jsonl
 
 WEIGHT = 300.0
 
@@ -97,7 +98,7 @@ def test_what_is_not_valued_says_why(world: World, tmp_path: Path) -> None:
     held = lines(world / "validation.jsonl")[0]
     source = tmp_path / "rows.jsonl"
     odd = [held, {"prompt": "x", "response": ""}, *rows[:6]]
-    source.write_text("".join(json.dumps(row) + "\n" for row in odd))
+    jsonl(source, odd)
     out = tmp_path / "out.jsonl"
     assert judged(world, out, train_file=source, on_empty="skip") == 0
     found = lines(out)
@@ -184,7 +185,7 @@ def test_kept_only_leaves_out_what_was_not_valued(world: World, tmp_path: Path) 
     source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     known = lines(world / "train.jsonl")[:6]
     odd = [held, {"prompt": "x", "response": ""}, *known]
-    source.write_text("".join(json.dumps(row) + "\n" for row in odd))
+    jsonl(source, odd)
     assert judged(world, out, "--kept_only", train_file=source, on_empty="skip") == 0
     found = lines(out)
     assert found

@@ -26,6 +26,7 @@ from alphatoken.compare.judge_prompt import read_judge_prompt
 from alphatoken.compare.measures import Measures
 from alphatoken.compare.opponents import Question, read_questions, stored_answers
 from alphatoken.errors import ConfigError, DataError
+from tests.rows import jsonl
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -163,8 +164,7 @@ def test_likelihood_is_the_model_s_own(trained: tuple[Any, Any]) -> None:
 
 
 def asked(path: Path, texts: Sequence[str]) -> str:
-    path.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in texts))
-    return str(path)
+    return str(jsonl(path, [{"prompt": one} for one in texts]))
 
 
 TEXTS = ["The following statement is", "If the object is"]
@@ -236,11 +236,10 @@ def test_stored_answers_of_every_layout(layout: str, as_list: bool, tmp_path: Pa
         tmp_path / "questions.jsonl",
         tmp_path / f"answers.json{'l' * (not as_list)}",
     )
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(questions, rows)
     extra = {"instruction": "not asked", "output": "nothing", "uid": "u9"}
     turned = [extra, *reversed(stored)]
-    lines = "".join(json.dumps(row) + "\n" for row in turned)
-    answers.write_text(json.dumps(turned) if as_list else lines)
+    jsonl(answers, [json.dumps(turned)] if as_list else turned)
     found = read_questions(questions)
     assert [one.text for one in found] == TEXTS
     assert stored_answers(answers, found) == [f"to {text}" for text in TEXTS]
@@ -257,7 +256,7 @@ def test_stored_answers_to_other_questions_are_refused(tmp_path: Path) -> None:
         ([{"uid": "u", "choices": [{"turns": []}]}], "holds no stored answer"),
         ([{"instruction": TEXTS[0], "output": one} for one in "ab"], "answered twice"),
     ):
-        place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(place, rows)
         with pytest.raises(DataError, match=said):
             stored_answers(place, questions)
     place.write_text(json.dumps({"text": "no question"}) + "\n")

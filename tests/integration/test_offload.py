@@ -20,6 +20,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.report import read_values
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
+from tests.rows import jsonl
 
 PROCESS = """
 import json, sys
@@ -154,7 +155,7 @@ def test_the_score_command_reads_it_from_disk(tmp_path: Path) -> None:
             {"prompt": e.prompt, "response": " ".join(e.response)}
             for e in draw_exchanges(count, random.Random(count))
         ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        jsonl(tmp_path / f"{name}.jsonl", rows)
     fisher = tmp_path / "fisher.safetensors"
     fit = ["fisher", "--model_name_or_path", "reference", "--data", "validation.jsonl"]
     fit += ["--output_file", fisher]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
+from tests.rows import jsonl
 
 LIMITS: dict[str, Any] = {"max_prompt_length": 5, "max_response_length": 9}
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -84,7 +84,7 @@ def test_a_limit_above_max_length_leaves_max_length(tmp_path: Path) -> None:
 def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     rows = [*preference_rows(12), {"prompt": "1" * 90, "chosen": " yes", "rejected": " no"}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(file, rows)
     words = [
         "--train_file", str(file), "--use_cpu", "--bf16", "false", "--validation_rows", "2",
         "--fisher_prompts", "2", "--output_dir", str(tmp_path / "out"), "--max_length", "80",

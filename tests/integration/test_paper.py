@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import statistics
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown, with_c
 from alphatoken.paper.rows import SIZES, write_rows
 from alphatoken.train.selection_cost import measured_selection, selecting
 from tests.places import nightly
+from tests.rows import jsonl
 
 LABELS = {
     "tab:main_rq1_sft", "tab:main_rq1_dpo", "tab:ablation_rq3", "tab:app:fisher_structure",
@@ -43,15 +43,6 @@ NAMES = [exhibit.label for exhibit in RUN]
 
 def work(exhibit: Exhibit, scale: str, folder: Path, *more: str, **options: Any) -> Work:
     return Work(exhibit, PaperOptions(scale=scale, output_dir=str(folder), **options), more)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 # --- what there is ------------------------------------------------------------------------------
@@ -280,7 +271,7 @@ def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
 def test_rows_of_the_users_own_files(tmp_path: Path) -> None:
     mine = tmp_path / "mine.jsonl"
     rows = [{"question": f"What is {i}?", "answer": f"{i}, no more."} for i in range(260)]
-    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(mine, rows)
     write_rows(tmp_path / "rows", "metamath", {"train": mine, "target": mine})
     train = (tmp_path / "rows" / "train.jsonl").read_text().splitlines()
     assert len(train) == SIZES["metamath"]["train"]

@@ -36,7 +36,9 @@ from tests.integration.distributed.launch import launch
 from tests.integration.killed_run import Moment, Run, finish, kill
 from tests.integration.tiny_training import (
     ALPHA,
+    furthest,
     lora,
+    losses,
     model,
     options,
     preference_rows,
@@ -115,18 +117,8 @@ def plain_dpo(folder: Path, *, peft: bool = False, **more: Any) -> DPOTrainer:
     )
 
 
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def logged(trainer: Any, name: str) -> list[float]:
     return [entry[f"alpha/{name}"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def furthest(first: Any, second: Any) -> float:
-    one, two = weights(first.model), weights(second.model)
-    assert one.keys() == two.keys()
-    return max(float((one[n] - two[n]).abs().max()) for n in one)
 
 
 def moved(trainer: Any, start: Any) -> float:

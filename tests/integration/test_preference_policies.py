@@ -31,6 +31,7 @@ from alphatoken.policies.ti_dpo import TIDPO
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.policy import PolicyBatch
 from tests.integration.tiny_training import (
+    furthest,
     lora,
     model,
     options,
@@ -62,29 +63,24 @@ def trained(folder: Path, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
     own = {name: more.pop(name) for name in ("policy_reference",) if name in more}
     if not isinstance(more.get("policy", ""), str):
         own["policy"] = more.pop("policy")
-    torch.manual_seed(11)
-    trainer = AlphaDPOTrainer(
-        model=model(),
-        ref_model=None if peft else model(),
-        train_dataset=preference_rows(24),
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-        args=AlphaDPOConfig(**options(folder, **{**STEPS, **more})),
-        **own,
-    )
-    trainer.train()
-    return trainer
+    args = AlphaDPOConfig(**options(folder, **{**STEPS, **more}))
+    return run(AlphaDPOTrainer, args, peft, **own)
 
 
 def plain(folder: Path, peft: bool = False, **more: Any) -> DPOTrainer:
+    return run(DPOTrainer, DPOConfig(**options(folder, **{**STEPS, **more})), peft)
+
+
+def run(kind: type[Any], args: Any, peft: bool, **own: Any) -> Any:
     torch.manual_seed(11)
-    trainer = DPOTrainer(
+    trainer = kind(
         model=model(),
         ref_model=None if peft else model(),
         train_dataset=preference_rows(24),
         processing_class=tokenizer(),
         peft_config=lora() if peft else None,
-        args=DPOConfig(**options(folder, **{**STEPS, **more})),
+        args=args,
+        **own,
     )
     trainer.train()
     return trainer
@@ -92,11 +88,6 @@ def plain(folder: Path, peft: bool = False, **more: Any) -> DPOTrainer:
 
 def logged(trainer: Any, key: str = "loss") -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def furthest(first: Any, second: Any) -> float:
-    a, b = weights(first.model), weights(second.model)
-    return max(float((a[n] - b[n]).abs().max()) for n in a)
 
 
 # --- uniform weights are TRL's losses -------------------------------------------------------------

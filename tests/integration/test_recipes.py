@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 from functools import cache
 from pathlib import Path
@@ -38,15 +37,6 @@ MODELS = {"llama": 3_212_749_824, "gemma": 4_300_079_472, "qwen": 9_409_813_744}
 """Parameters of the real checkpoints, as the hub counts them."""
 
 TASKS = ("magicoder", "metamath", "ultrachat", "ultrafeedback")
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 def read(name: str, *words: str) -> Arguments:

@@ -28,7 +28,7 @@ from alphatoken.report.distributions import histogram
 from alphatoken.report.examples import visible
 from alphatoken.report.numbers import number
 from alphatoken.report.page import script_safe
-from tests.integration.browser import Browser
+from tests.integration.browser import Browser, opened
 
 pytestmark = pytest.mark.pictures
 
@@ -277,13 +277,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        found.resize(1200, 900)
-        found.open(report)
+    with opened(report, tmp_path_factory.mktemp("profile")) as found:
         yield found
-        # After everything the tests below have done on the page:
-        assert found.errors == []
-        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
 
 
 COLOURS = "[...document.querySelectorAll('.tok')].map(t => t.style.backgroundColor)"
@@ -386,9 +381,7 @@ def test_browser_download_holds_the_data(browser: Browser, tmp_path: Path) -> No
 
 def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
     try:
-        for width in (320, 390, 768):
-            browser.resize(width, 800)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.needs_no_sideways_scroll(320, 390, 768)
         browser.resize(390, 800)
         assert png_size(browser.screenshot(tmp_path / "narrow.png")) == (390, 800)
     finally:

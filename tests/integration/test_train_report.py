@@ -29,7 +29,7 @@ from alphatoken.train.report import (
     write_run_report,
 )
 from alphatoken.values import TokenValues
-from tests.integration.browser import Browser
+from tests.integration.browser import Browser, opened
 from tests.integration.tiny_training import sums, tokenizer
 
 pytestmark = pytest.mark.pictures
@@ -282,12 +282,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as found:
-        found.resize(1200, 900)
-        found.open(page)
+    with opened(page, tmp_path_factory.mktemp("profile")) as found:
         yield found
-        assert found.errors == []
-        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
 
 
 def test_browser_draws_every_chart_and_token(browser: Browser) -> None:
@@ -348,9 +344,7 @@ def test_browser_shows_the_numbers_as_a_table(browser: Browser) -> None:
 
 def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
     try:
-        for width in (320, 390, 768):
-            browser.resize(width, 800)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.needs_no_sideways_scroll(320, 390, 768)
         browser.resize(320, 800)
         small = browser.evaluate(
             "Math.min(...[...document.querySelectorAll('#curves img')]"

@@ -27,6 +27,7 @@ from tests.flash_standin import NAME, standin
 from tests.integration.tiny_training import (
     ALPHA,
     lora,
+    losses,
     mixture,
     model,
     options,
@@ -74,10 +75,6 @@ def dpo(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) ->
         validation_dataset=preference_rows(12, seed=5),
         **arguments,
     )
-
-
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

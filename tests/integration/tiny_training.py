@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from tests.rows import jsonl
 
 ALPHABET = string.ascii_lowercase + string.digits + " +=?.-"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -84,6 +87,27 @@ def sums(rows: int, seed: int = 0) -> list[dict[str, str]]:
         {"prompt": f"{a}+{b}=?", "completion": f" {a} plus {b} is {a + b}."}
         for a, b in numbers.tolist()
     ]
+
+
+def losses(trainer: Any) -> list[float]:
+    """Of all logs of a run."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def furthest(first: Any, second: Any) -> float:
+    """Largest difference between the weights of two trainers."""
+    one, two = weights(first.model), weights(second.model)
+    assert one.keys() == two.keys()
+    return max(float((one[n] - two[n]).abs().max()) for n in one)
+
+
+def saved(place: Path, count: int) -> Path:
+    """The model with its tokenizer, so many rows, and a dozen pairs."""
+    model().save_pretrained(place / "model")
+    tokenizer().save_pretrained(place / "model")
+    jsonl(place / "rows.jsonl", sums(count))
+    jsonl(place / "pairs.jsonl", preference_rows(12))
+    return place
 
 
 def sft_rows(rows: int = 48, seed: int = 0) -> Dataset:

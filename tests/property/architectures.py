@@ -17,18 +17,6 @@ from torch import Tensor, nn
 
 from tests.flash_standin import NAME, standin
 
-__all__ = [
-    "ARCHITECTURES",
-    "BY_NAME",
-    "MIXER",
-    "MIXTURES",
-    "ROPES",
-    "SOFTMAX",
-    "VOCABULARY",
-    "Architecture",
-    "plain_forward",
-]
-
 VOCABULARY = 23
 _WIDTHS = {
     "vocab_size": VOCABULARY,

@@ -16,8 +16,6 @@ from tests.property import (
     mutants_watch,
 )
 
-__all__ = ["BY_NAME", "CLAIMS", "LISTED", "MUTANTS", "ROOMS"]
-
 LISTED = mutants.LISTED
 ROOMS = {
     "Errors in further steps of the core": (*mutants.OWN, *mutants.WEIGHTS),

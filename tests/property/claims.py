@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EQUATIONS", "KINDS", "ROWS", "Row"]
-
 KINDS = ("exact", "unbiased", "approximate")
 EQUATIONS = frozenset(
     (

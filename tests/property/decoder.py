@@ -27,16 +27,6 @@ from alphatoken.model.protocol import (
     register_adapter,
 )
 
-__all__ = [
-    "Attention",
-    "Block",
-    "DecoderConfig",
-    "ReferenceAdapter",
-    "ReferenceDecoder",
-    "TransposedLinear",
-    "explicit_attention",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class DecoderConfig:

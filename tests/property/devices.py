@@ -9,7 +9,5 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["DEVICES", "on_devices"]
-
 DEVICES = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
 on_devices = pytest.mark.parametrize("device", DEVICES)

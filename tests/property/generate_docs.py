@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from tests.property.claims import Row as ClaimRow
     from tests.property.mutation import Kill, Mutant
 
-__all__ = [
-    "CLAIMS_PAGE",
-    "KILLS_PAGE",
-    "cited",
-    "claims_text",
-    "idle",
-    "kills_text",
-    "properties",
-    "reached",
-    "read_kill_matrix",
-]
-
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 CLAIMS_PAGE = DOCS / "claims.md"

@@ -8,6 +8,7 @@ so that a few examples are enough.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,9 @@ from tests.property import properties_sharded as sharding
 from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
 from tests.property.mutants_train import TRAINERS
-from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.mutation import Claim, Mutant, Words, claim, mutant
 from tests.property.properties import Setup, setups
 from tests.property.strategies import configs, contractions
-
-__all__ = [
-    "BY_NAME",
-    "LISTED",
-    "MUTANTS",
-]
-
 
 # --- cases with the structure that a mutant needs -----------------------------------------------
 
@@ -188,482 +182,425 @@ def selection(scope: str) -> Claim:
 
 # --- the mutants that were demanded --------------------------------------------------------------
 
+_listed = partial(mutant, listed=True)
+
 LISTED = (
-    Mutant(
+    _listed(
         "sum-then-outer-in-the-weight-gradient",
         "sum-then-outer over validation examples",
         (
-            Edit(
-                "estimate.contraction.outer_sum",
-                'torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))',
-                'torch.einsum("to,ti->oi", delta.to(dtype).sum(0), x.to(dtype).sum(0))',
-            ),
+            "estimate.contraction.outer_sum",
+            'torch.einsum("bto,bti->oi", delta.to(dtype), x.to(dtype))',
+            'torch.einsum("to,ti->oi", delta.to(dtype).sum(0), x.to(dtype).sum(0))',
         ),
-        (claim(algebra.check_outer_sum_is_the_weight_gradient, contractions()),),
+        claim(algebra.check_outer_sum_is_the_weight_gradient, contractions()),
     ),
-    Mutant(
+    _listed(
         "sum-then-outer-in-the-validation-gradient",
         "sum-then-outer over validation examples",
         (
-            Edit(
-                "estimate.gradients._terms",
-                "contraction.outer_sum(error, use.x)",
-                "contraction.outer_sum(error.sum(0, True), use.x.sum(0, True))",
-            ),
+            "estimate.gradients._terms",
+            "contraction.outer_sum(error, use.x)",
+            "contraction.outer_sum(error.sum(0, True), use.x.sum(0, True))",
         ),
-        (SHARDED_OF_SEVERAL,),
+        SHARDED_OF_SEVERAL,
     ),
-    Mutant(
+    _listed(
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
-        (
-            Edit(
+        [
+            (
                 "estimate.estimators.token_errors",
                 'loss, "self", consume',
                 'loss, "ordinary", consume',
             ),
-            Edit("estimate.estimators.token_errors", 'else "self"', 'else "ordinary"'),
-        ),
-        (DIRECT, GROUPS),
+            ("estimate.estimators.token_errors", 'else "self"', 'else "ordinary"'),
+        ],
+        DIRECT,
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
-        (Edit("model.batch.by_prediction", "tokens - 1, labels", "tokens, labels"),),
-        (LOSSES, LABEL),
+        ("model.batch.by_prediction", "tokens - 1, labels", "tokens, labels"),
+        LOSSES,
+        LABEL,
     ),
-    Mutant(
+    _listed(
         "label-shift-off-by-one-in-the-values",
         "label shift off by one",
-        (Edit("model.batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),),
-        (DIRECT,),
+        ("model.batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),
+        DIRECT,
     ),
-    Mutant(
+    _listed(
         "validation-prompt-dropped-from-the-gradient",
         "prompt positions of the validation sequences dropped",
-        (
-            Edit(
+        [
+            (
                 "direction.objective.stream_losses",
                 "consume(weighted, recorder)",
                 "kept = (weights != 0).roll(-1, 1).unsqueeze(-1); "
                 "recorder and vars(recorder).update(kept=kept); "
                 "consume(weighted, recorder)",
             ),
-            Edit(
+            (
                 "direction.objective.captured_parts",
                 "captured_gradients(recorder, errors,",
                 "kept = vars(recorder)['kept']; "
                 "captured_gradients(recorder, [e if e is None else e * kept for e in errors],",
             ),
-        ),
-        (SHARDED_OF_SEVERAL,),
+        ],
+        SHARDED_OF_SEVERAL,
     ),
-    Mutant(
+    _listed(
         "padding-leaks-into-the-attention-weights",
         "padding leaking in",
         (
-            Edit(
-                "model.attention.AttentionStatistics.__init__",
-                "None if call.mask is not None else CausalStructure(call)",
-                "CausalStructure(call)",
-            ),
+            "model.attention.AttentionStatistics.__init__",
+            "None if call.mask is not None else CausalStructure(call)",
+            "CausalStructure(call)",
         ),
-        (
-            claim(attending.check_log_sum_exp_and_weights, calls(mask="left")),
-            alphatoken(PADDED),
-        ),
+        claim(attending.check_log_sum_exp_and_weights, calls(mask="left")),
+        alphatoken(PADDED),
     ),
-    Mutant(
+    _listed(
         "padding-leaks-into-the-losses",
         "padding leaking in",
-        (
-            Edit(
+        [
+            (
                 "model.batch.by_prediction",
                 "mask.flatten().nonzero().squeeze(-1)",
                 "torch.arange(1, labels.numel(), device=labels.device)",
             ),
-            Edit(
+            (
                 "model.batch.by_prediction",
                 "labels.flatten()[tokens]",
                 "labels.flatten()[tokens].clamp(0)",
             ),
-            Edit("model.batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
-        ),
-        (LOSSES, PATH),
+            ("model.batch.token_losses", "losses.masked_fill(~mask, 0.0)", "losses"),
+        ],
+        LOSSES,
+        PATH,
     ),
-    Mutant(
+    _listed(
         "label-after-padding-valued",
         "padding leaking in",
         (
-            Edit(
-                "model.batch.predicted_labels",
-                "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
-                "return labels",
-            ),
+            "model.batch.predicted_labels",
+            "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
+            "return labels",
         ),
-        (claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "path", 1),),
+        claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "path", 1),
     ),
-    Mutant(
+    _listed(
         "mask-of-the-token-for-that-of-its-label-position",
         "padding leaking in",
         (
-            Edit(
-                "model.batch.predicted_labels",
-                "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
-                "attention_mask == 0",
-            ),
+            "model.batch.predicted_labels",
+            "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
+            "attention_mask == 0",
         ),
-        (claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "label", 1),),
+        claim(scoring.check_padding_holds_nothing, AFTER_PADDING, "label", 1),
     ),
-    Mutant(
+    _listed(
         "mean-for-sum-of-the-losses",
         "mean for sum",
-        (Edit("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),),
-        (PATH, DIRECT),
+        ("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),
+        PATH,
+        DIRECT,
     ),
-    Mutant(
+    _listed(
         "mean-for-sum-over-the-heads-of-a-group",
         "mean for sum",
         (
-            Edit(
-                "model.attention.propagate_values",
-                'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
-                'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :]) / e.shape[2]',
-            ),
+            "model.attention.propagate_values",
+            'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
+            'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :]) / e.shape[2]',
         ),
-        (PROPAGATION, GROUPS),
+        PROPAGATION,
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "last-token-dropped",
         "last token dropped",
-        (Edit("model.batch.by_prediction", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),),
-        (LOSSES, DIRECT),
+        ("model.batch.by_prediction", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),
+        LOSSES,
+        DIRECT,
     ),
-    Mutant(
+    _listed(
         "bias-forgotten-in-the-contraction",
         "bias forgotten (with score_bias)",
-        (
-            Edit(
-                "estimate.columns.ColumnSums.contract",
-                "names.get(linear.bias_name)",
-                "None",
-            ),
-        ),
-        (SCORED_BIAS,),
+        ("estimate.columns.ColumnSums.contract", "names.get(linear.bias_name)", "None"),
+        SCORED_BIAS,
     ),
-    Mutant(
+    _listed(
         "head-mean-for-per-head",
         "head-mean for per-head",
-        (
-            Edit(
-                "model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"
-            ),
-        ),
-        (PROPAGATION, GROUPS),
+        ("model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),
+        PROPAGATION,
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "grouped-heads-in-the-wrong-order",
         "grouped heads repeated in the wrong order",
         (
-            Edit(
-                "model.attention._group",
-                "heads.reshape(batch, groups, count // groups, *rest)",
-                "heads.reshape(batch, count // groups, groups, *rest).transpose(1, 2)",
-            ),
+            "model.attention._group",
+            "heads.reshape(batch, groups, count // groups, *rest)",
+            "heads.reshape(batch, count // groups, groups, *rest).transpose(1, 2)",
         ),
-        (claim(attending.check_self_backward_is_the_diagonal, calls()), GROUPS),
+        claim(attending.check_self_backward_is_the_diagonal, calls()),
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "alpha-with-the-value-projections-own-error",
         "alpha paired with the value projection's own error instead of the head output's",
-        (
-            Edit(
-                "estimate.estimators.token_errors", "[attention.output for", "[attention.value for"
-            ),
-            Edit(
+        [
+            ("estimate.estimators.token_errors", "[attention.output for", "[attention.value for"),
+            (
                 "estimate.estimators.token_errors",
                 "reduction =",
                 "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
                 "reduction =",
             ),
-        ),
-        (alphatoken(small()),),
+        ],
+        alphatoken(small()),
     ),
-    Mutant(
+    _listed(
         "window-one-too-short",
         "window off by one",
-        (Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),),
-        (BAND, WINDOW),
+        ("model.attention._band", "(k <= t + window)", "(k < t + window)"),
+        BAND,
+        WINDOW,
     ),
-    Mutant(
+    _listed(
         "window-one-too-long",
         "window off by one",
-        (
-            Edit("model.attention._band", "(k <= t + window)", "(k <= t + window + 1)"),
-            Edit("model.attention.propagate_values", "start - window)", "start - window - 1)"),
-        ),
-        (BAND, WINDOW),
+        [
+            ("model.attention._band", "(k <= t + window)", "(k <= t + window + 1)"),
+            ("model.attention.propagate_values", "start - window)", "start - window - 1)"),
+        ],
+        BAND,
+        WINDOW,
     ),
-    Mutant(
+    _listed(
         "alpha-of-the-wrong-direction",
         "alpha of the wrong direction (rows for columns)",
-        (
-            Edit(
+        [
+            (
                 "model.attention.propagate_values",
                 'torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])',
                 'torch.einsum("bgrkt,bgrtd->bgkd", alpha, e[..., block.columns, :])',
             ),
-            Edit(
+            (
                 "model.attention.propagate_values",
                 "result[..., block.columns, :] +=",
                 "result[..., block.rows, :] +=",
             ),
-        ),
-        (PROPAGATION, GROUPS),
+        ],
+        PROPAGATION,
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "soft-cap-factor-left-out-of-the-self-only-backward",
         "soft-cap factor or sink left out",
-        (Edit("model.attention.self_terms", "if slope is not None:", "if False:"),),
-        (
-            claim(attending.check_self_backward_is_the_diagonal, calls(softcap=1.5)),
-            claim(estimating.check_direct_is_the_diagonal, small(softcap=2.0)),
-        ),
+        ("model.attention.self_terms", "if slope is not None:", "if False:"),
+        claim(attending.check_self_backward_is_the_diagonal, calls(softcap=1.5)),
+        claim(estimating.check_direct_is_the_diagonal, small(softcap=2.0)),
     ),
-    Mutant(
+    _listed(
         "soft-cap-factor-left-out-of-the-forward-mode",
         "soft-cap factor or sink left out",
-        (
-            Edit(
-                "model.attention.forward_mode_attention", "if block.slope is not None:", "if False:"
-            ),
-        ),
-        (
-            claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),
-            claim(estimating.check_label_is_the_row_sums, small(softcap=2.0)),
-        ),
+        ("model.attention.forward_mode_attention", "if block.slope is not None:", "if False:"),
+        claim(attending.check_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),
+        claim(estimating.check_label_is_the_row_sums, small(softcap=2.0)),
     ),
-    Mutant(
+    _listed(
         "sink-left-out",
         "soft-cap factor or sink left out",
-        (
-            Edit(
-                "model.attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"
-            ),
-        ),
-        (
-            claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),
-            claim(estimating.check_direct_is_the_diagonal, small(sinks=True)),
-        ),
+        ("model.attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"),
+        claim(attending.check_log_sum_exp_and_weights, calls(sinks=True)),
+        claim(estimating.check_direct_is_the_diagonal, small(sinks=True)),
     ),
-    Mutant(
+    _listed(
         "sign-missing-on-rejected-in-the-objective",
         "missing sign on rejected",
-        (Edit("direction.objective.weighted_losses", "(1, -1)", "(1, 1)"),),
-        (PAIRS,),
+        ("direction.objective.weighted_losses", "(1, -1)", "(1, 1)"),
+        PAIRS,
     ),
-    Mutant(
+    _listed(
         "sign-missing-on-rejected-in-the-loss",
         "missing sign on rejected",
         (
-            Edit(
-                "select.losses.masked_dpo_loss",
-                "(kept_chosen - kept_rejected)",
-                "(kept_chosen + kept_rejected)",
-            ),
+            "select.losses.masked_dpo_loss",
+            "(kept_chosen - kept_rejected)",
+            "(kept_chosen + kept_rejected)",
         ),
-        (UNMASKED_DPO,),
+        UNMASKED_DPO,
     ),
-    Mutant(
+    _listed(
         "coefficient-from-the-masked-logit",
         "coefficient from the masked logit",
-        (
-            Edit("select.losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
-            Edit("select.losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
-        ),
-        (MASKED_DPO,),
+        [
+            ("select.losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
+            ("select.losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
+        ],
+        MASKED_DPO,
     ),
-    Mutant(
+    _listed(
         "square-of-the-batch-gradient",
         "square of the batch gradient for the Fisher",
-        (
-            Edit(
+        [
+            (
                 "direction.moments.DiagonalMoments.add",
                 "gradient.detach().to(wide(gradient.dtype)) ** 2",
                 "gradient.detach()",
             ),
-            Edit(
+            (
                 "direction.moments.DiagonalMoments.means",
                 "total.div_(count)",
                 "total.div_(count) ** 2",
             ),
-        ),
-        (DIAGONAL_FISHER,),
+        ],
+        DIAGONAL_FISHER,
     ),
-    Mutant(
+    _listed(
         "token-mean-scale-in-the-kronecker-factors",
         "token-mean scale in the Kronecker factors",
         (
-            Edit(
-                "direction.moments.KroneckerMoments.factors",
-                'self.sums[f"S/{key}"] / count',
-                'self.sums[f"S/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)',
-            ),
+            "direction.moments.KroneckerMoments.factors",
+            'self.sums[f"S/{key}"] / count',
+            'self.sums[f"S/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)',
         ),
-        (KRONECKER_FISHER,),
+        KRONECKER_FISHER,
     ),
-    Mutant(
+    _listed(
         "preconditioner-applied-twice",
         "preconditioner applied to the token side twice",
         (
-            Edit(
-                "direction.algebra.precondition",
-                "m * preconditioner[name].to(m)",
-                "m * preconditioner[name].to(m) ** 2",
-            ),
+            "direction.algebra.precondition",
+            "m * preconditioner[name].to(m)",
+            "m * preconditioner[name].to(m) ** 2",
         ),
-        (
-            claim(algebra.check_direction_algebra, algebra.direction_cases()),
-            claim(scoring.check_given_preconditioner, small()),
-            claim(scoring.check_adam_preconditioner, small(), 2),
-        ),
+        claim(algebra.check_direction_algebra, algebra.direction_cases()),
+        claim(scoring.check_given_preconditioner, small()),
+        claim(scoring.check_adam_preconditioner, small(), 2),
     ),
-    Mutant(
+    _listed(
         "twice-called-module-overwritten",
         "tied or twice-called module overwritten instead of accumulated",
         (
-            Edit(
-                "model.capture.Recorder.on_linear",
-                "self.linears.append(",
-                "self.linears[:] = [u for u in self.linears if u.linear is not linear]; "
-                "self.linears.append(",
-            ),
+            "model.capture.Recorder.on_linear",
+            "self.linears.append(",
+            "self.linears[:] = [u for u in self.linears if u.linear is not linear]; "
+            "self.linears.append(",
         ),
-        (claim(estimating.check_path_is_the_column_sums, TWICE),),
+        claim(estimating.check_path_is_the_column_sums, TWICE),
     ),
-    Mutant(
+    _listed(
         "tied-module-overwritten",
         "tied or twice-called module overwritten instead of accumulated",
         (
-            Edit(
-                "model.capture.Recorder.on_linear",
-                "self.linears.append(",
-                "w = linear.weight; "
-                "self.linears[:] = [u for u in self.linears if u.linear.weight is not w]; "
-                "self.linears.append(",
-            ),
+            "model.capture.Recorder.on_linear",
+            "self.linears.append(",
+            "w = linear.weight; "
+            "self.linears[:] = [u for u in self.linears if u.linear.weight is not w]; "
+            "self.linears.append(",
         ),
-        (claim(estimating.check_path_is_the_column_sums, TIED),),
+        claim(estimating.check_path_is_the_column_sums, TIED),
     ),
-    Mutant(
+    _listed(
         "stale-direction",
         "stale direction",
         (
-            Edit(
-                "direction.current.DirectionBuilder._current_stamp",
-                "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
-                "return 'always the same'",
-            ),
+            "direction.current.DirectionBuilder._current_stamp",
+            "return tuple((id(p), p._version) for p in self.adapter.model.parameters())",
+            "return 'always the same'",
         ),
-        (claim(scoring.check_direction_is_never_stale, small(), "path"),),
+        claim(scoring.check_direction_is_never_stale, small(), "path"),
     ),
-    Mutant(
+    _listed(
         "float32-in-the-contraction",
         "float32 or bf16 arithmetic inside",
         (
-            Edit(
-                "estimate.contraction.contract",
-                "delta.to(dtype), projected)",
-                "delta.float(), projected.float()).to(dtype)",
-            ),
+            "estimate.contraction.contract",
+            "delta.to(dtype), projected)",
+            "delta.float(), projected.float()).to(dtype)",
         ),
-        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
+        claim(algebra.check_projected_is_the_loop, contractions(), False),
+        PATH,
     ),
-    Mutant(
+    _listed(
         "bfloat16-in-the-contraction",
         "float32 or bf16 arithmetic inside",
         (
-            Edit(
-                "estimate.contraction.contract",
-                "delta.to(dtype), projected)",
-                "delta.bfloat16(), projected.bfloat16()).to(dtype)",
-            ),
+            "estimate.contraction.contract",
+            "delta.to(dtype), projected)",
+            "delta.bfloat16(), projected.bfloat16()).to(dtype)",
         ),
-        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH),
+        claim(algebra.check_projected_is_the_loop, contractions(), False),
+        PATH,
     ),
-    Mutant(
+    _listed(
         "float32-in-the-attention-weights",
         "float32 or bf16 arithmetic inside",
-        (
-            Edit(
-                "model.attention.AttentionStatistics.weights",
-                "block.logits -",
-                "block.logits.float() -",
-            ),
-        ),
-        (PROPAGATION, GROUPS),
+        ("model.attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"),
+        PROPAGATION,
+        GROUPS,
     ),
-    Mutant(
+    _listed(
         "bfloat16-in-the-self-only-backward",
         "float32 or bf16 arithmetic inside",
         (
-            Edit(
-                "model.attention.self_terms",
-                "value.to(dtype).unsqueeze(2) - o, e)",
-                "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)",
-            ),
+            "model.attention.self_terms",
+            "value.to(dtype).unsqueeze(2) - o, e)",
+            "(value.unsqueeze(2) - o).bfloat16().to(dtype), e)",
         ),
-        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+        claim(attending.check_self_backward_is_the_diagonal, calls()),
+        DIRECT,
     ),
-    Mutant(
+    _listed(
         "ties-all-kept",
         "ties all kept",
         (
-            Edit(
-                "select.masks._top_of",
-                "keep[candidates[order[:count]]] = True",
-                "v = values.flatten()[candidates]; "
-                "keep[candidates[v >= v[order[count - 1]]] if count else candidates] = True",
-            ),
+            "select.masks._top_of",
+            "keep[candidates[order[:count]]] = True",
+            "v = values.flatten()[candidates]; "
+            "keep[candidates[v >= v[order[count - 1]]] if count else candidates] = True",
         ),
-        (selection("batch"),),
+        selection("batch"),
     ),
-    Mutant(
+    _listed(
         "ceil-in-floating-point",
         "ceil in floating point",
         (
-            Edit(
-                "select.masks.keep_count",
-                "whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)",
-                "_ROUNDINGS[rounding](ratio * count)",
-            ),
+            "select.masks.keep_count",
+            "whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)",
+            "_ROUNDINGS[rounding](ratio * count)",
         ),
-        (
-            claim(
-                algebra.check_keep_count,
-                st.integers(1, 100),
-                st.just(100),
-                st.sampled_from([100, 50, 20]),
-                examples=100,
-            ),
+        claim(
+            algebra.check_keep_count,
+            st.integers(1, 100),
+            st.just(100),
+            st.sampled_from([100, 50, 20]),
+            examples=100,
         ),
     ),
-    Mutant(
+    _listed(
         "threshold-over-padding",
         "threshold over padding",
-        (
-            Edit(
+        [
+            (
                 "select.masks._top_of",
                 "mask.flatten().nonzero().squeeze(-1)",
                 "torch.arange(mask.numel())",
             ),
-            Edit(
+            (
                 "select.masks._top_of",
                 "return keep.view_as(mask)",
                 "return keep.view_as(mask) & mask",
             ),
-        ),
-        (selection("batch"),),
+        ],
+        selection("batch"),
     ),
 )
 
@@ -671,20 +608,15 @@ LISTED = (
 # --- and of the steps that the demand leaves out -------------------------------------------------
 
 
-def _own(name: str, sentence: str, edits: tuple[Edit, ...], claims: tuple[Claim, ...]) -> Mutant:
-    return Mutant(name, sentence, edits, claims, listed=False)
-
-
 MOVED = st.just((True, True, True))
 """Tangents of hidden states, weight and bias alike."""
 
 
-def _head(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
+def _head(name: str, sentence: str, edit: Words, *claims: Claim) -> Mutant:
     """An error in the losses that are taken at the output head."""
-    target, old, new = edit
     cases, known = at_the_head.head_cases(), st.booleans()
     whole = claim(at_the_head.check_head_losses, case=cases, known=known, examples=40)
-    return _own(name, sentence, (Edit(f"model.head.{target}", old, new),), claims or (whole,))
+    return mutant(name, sentence, edit, *(claims or (whole,)), room="model.head.")
 
 
 def observed_label(name: str, parameters: str) -> Claim:
@@ -694,776 +626,647 @@ def observed_label(name: str, parameters: str) -> Claim:
 
 
 OWN = (
-    _own(
+    mutant(
         "ceil-of-a-rounded-ratio",
         "ceil of a ratio that is no decimal, with the rounding of its float",
-        (
-            Edit(
-                "select.masks.keep_count",
-                "whole if abs(exact - whole) <= exact / 2**52 else ",
-                "",
-            ),
-        ),
-        (claim(algebra.check_keep_count, st.integers(1, 6), st.just(6), st.just(6), examples=20),),
+        ("select.masks.keep_count", "whole if abs(exact - whole) <= exact / 2**52 else ", ""),
+        claim(algebra.check_keep_count, st.integers(1, 6), st.just(6), st.just(6), examples=20),
     ),
-    _own(
+    mutant(
         "cross-mode-keeps-the-self-terms",
         "the cross backward is the ordinary one, k = t included",
-        (Edit("model.attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),),
-        (claim(attending.check_cross_backward_is_the_rest, calls()), HOP),
+        ("model.attention._Tap.backward", "dk, dv = -dk, -dv", "dk, dv = 0 * dk, 0 * dv"),
+        claim(attending.check_cross_backward_is_the_rest, calls()),
+        HOP,
     ),
-    _own(
+    mutant(
         "cross-mode-without-the-score-path",
         "same-layer hops through the values only, not through the keys",
         (
-            Edit(
-                "model.attention._Gate.backward",
-                "return None, None, dk, dv",
-                "return None, None, None, dv",
-            ),
+            "model.attention._Gate.backward",
+            "return None, None, dk, dv",
+            "return None, None, None, dv",
         ),
-        (claim(attending.check_cross_backward_is_the_rest, calls()), HOP),
+        claim(attending.check_cross_backward_is_the_rest, calls()),
+        HOP,
     ),
-    _own(
+    mutant(
         "gate-passes-dk-in-self-mode",
         "later queries reach earlier keys in the self-only backward",
         (
-            Edit(
-                "model.attention._Gate.backward",
-                "return None, dq, None, None",
-                "return None, dq, dk, None",
-            ),
+            "model.attention._Gate.backward",
+            "return None, dq, None, None",
+            "return None, dq, dk, None",
         ),
-        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+        claim(attending.check_self_backward_is_the_diagonal, calls()),
+        DIRECT,
     ),
-    _own(
+    mutant(
         "self-mode-without-dq",
         "the self-only backward stops at the query",
         (
-            Edit(
-                "model.attention._Gate.backward",
-                "return None, dq, None, None",
-                "return None, None, None, None",
-            ),
+            "model.attention._Gate.backward",
+            "return None, dq, None, None",
+            "return None, None, None, None",
         ),
-        (DIRECT,),
+        DIRECT,
     ),
-    _own(
+    mutant(
         "scale-forgotten-in-dk",
         "attention scale c left out of the self-only dk",
-        (Edit("model.attention.self_terms", "pull * statistics.scale", "pull"),),
-        (claim(attending.check_self_backward_is_the_diagonal, calls(scale=0.6)), DIRECT),
+        ("model.attention.self_terms", "pull * statistics.scale", "pull"),
+        claim(attending.check_self_backward_is_the_diagonal, calls(scale=0.6)),
+        DIRECT,
     ),
-    _own(
+    mutant(
         "softmax-mean-forgotten-in-dk",
         "v_t instead of v_t - o_t in the self-only dk",
-        (Edit("model.attention.self_terms", ".unsqueeze(2) - o", ".unsqueeze(2) - 0 * o"),),
-        (claim(attending.check_self_backward_is_the_diagonal, calls()), DIRECT),
+        ("model.attention.self_terms", ".unsqueeze(2) - o", ".unsqueeze(2) - 0 * o"),
+        claim(attending.check_self_backward_is_the_diagonal, calls()),
+        DIRECT,
     ),
-    _own(
+    mutant(
         "diagonal-ignores-the-mask",
         "alpha_tt of a masked position",
-        (
-            Edit(
-                "model.attention.AttentionStatistics.diagonal",
-                "if self.mask is not None:",
-                "if False:",
-            ),
-        ),
-        (claim(attending.check_log_sum_exp_and_weights, calls(mask="additive")),),
+        ("model.attention.AttentionStatistics.diagonal", "if self.mask is not None:", "if False:"),
+        claim(attending.check_log_sum_exp_and_weights, calls(mask="additive")),
     ),
-    _own(
+    mutant(
         "forward-mode-without-dv",
         "tangent of the values left out of the forward mode",
-        (
-            Edit(
-                "model.attention.forward_mode_attention",
-                "moved_weights + moved_values",
-                "moved_weights",
-            ),
-        ),
-        (JVP, LABEL),
+        ("model.attention.forward_mode_attention", "moved_weights + moved_values", "moved_weights"),
+        JVP,
+        LABEL,
     ),
-    _own(
+    mutant(
         "forward-mode-without-the-mean",
         "softmax tangent alpha s' without its mean",
         (
-            Edit(
-                "model.attention.forward_mode_attention",
-                "weighted = weighted.addcmul_(alpha, mean, value=-1)",
-                "pass",
-            ),
+            "model.attention.forward_mode_attention",
+            "weighted = weighted.addcmul_(alpha, mean, value=-1)",
+            "pass",
         ),
-        (JVP, LABEL),
+        JVP,
+        LABEL,
     ),
-    _own(
+    mutant(
         "forward-mode-without-the-sinks",
         "the sinks take no probability in forward mode",
-        (
-            Edit(
-                "model.attention.AttentionStatistics.softmax", "if self.sinks is None:", "if True:"
-            ),
-        ),
-        (
-            claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
-            claim(estimating.check_label_is_the_row_sums, small(sinks=True)),
-        ),
+        ("model.attention.AttentionStatistics.softmax", "if self.sinks is None:", "if True:"),
+        claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
+        claim(estimating.check_label_is_the_row_sums, small(sinks=True)),
     ),
-    _own(
+    mutant(
         "forward-mode-without-the-sinks-tangent",
         "a direction that moves the sinks is not felt",
-        (Edit("model.attention.forward_mode_attention", "mean = mean + share * moved", "pass"),),
-        (
-            claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
-            claim(estimating.check_label_over_all_parameters, small(sinks=True)),
-        ),
+        ("model.attention.forward_mode_attention", "mean = mean + share * moved", "pass"),
+        claim(attending.check_forward_mode_is_the_jvp, calls(sinks=True), ALL),
+        claim(estimating.check_label_over_all_parameters, small(sinks=True)),
     ),
-    _own(
+    mutant(
         "named-parameters-from-the-scored-layers-on",
         "the graph begins at the first scored layer, above parameters that their names choose",
         (
-            Edit(
-                "model.parameter_choice.ParameterChoice.scope",
-                "_lowest(adapter, named.values(), scope.first)",
-                "scope.first",
-            ),
+            "model.parameter_choice.ParameterChoice.scope",
+            "_lowest(adapter, named.values(), scope.first)",
+            "scope.first",
         ),
-        (
-            claim(
-                estimating.check_label_over_named_parameters,
-                setups(layers=st.just(3)),
-                st.just("layers.[12].mlp_norm.*"),
-            ),
+        claim(
+            estimating.check_label_over_named_parameters,
+            setups(layers=st.just(3)),
+            st.just("layers.[12].mlp_norm.*"),
         ),
     ),
-    _own(
+    mutant(
         "named-parameters-of-the-scored-layers-alone",
         "what names choose is left out where linears are chosen too",
         (
-            Edit(
-                "model.capture.Scope.parameters",
-                "return chosen | {name: p for name, p in self.named.items() if id(p) not in known}",
-                "return chosen or dict(self.named)",
-            ),
+            "model.capture.Scope.parameters",
+            "return chosen | {name: p for name, p in self.named.items() if id(p) not in known}",
+            "return chosen or dict(self.named)",
         ),
-        (
-            claim(
-                estimating.check_label_over_named_parameters,
-                small(),
-                st.just("linears,*norm*,embedding.weight"),
-            ),
+        claim(
+            estimating.check_label_over_named_parameters,
+            small(),
+            st.just("linears,*norm*,embedding.weight"),
         ),
     ),
-    _own(
+    mutant(
         "tied-weight-moved-in-one-place-only",
         "the dual forward moves one of the places of a tied weight",
-        (
-            Edit("estimate.forward_mode._places", "return {", "seen: set = set(); return {"),
-            Edit(
+        [
+            ("estimate.forward_mode._places", "return {", "seen: set = set(); return {"),
+            (
                 "estimate.forward_mode._places",
                 "if id(parameter) in duals",
                 "if id(parameter) in duals "
                 "and not (id(parameter) in seen or seen.add(id(parameter)))",
             ),
-        ),
-        (claim(estimating.check_label_is_the_row_sums, TIED),),
+        ],
+        claim(estimating.check_label_is_the_row_sums, TIED),
     ),
-    _own(
+    mutant(
         "context-column-at-the-label-position",
         'causal_position="context" takes the column at p instead of p + 1',
         (
-            Edit(
-                "estimate.token_values.assign_columns",
-                'columns.causal if causal_position == "context" else',
-                "",
-            ),
+            "estimate.token_values.assign_columns",
+            'columns.causal if causal_position == "context" else',
+            "",
         ),
-        (alphatoken(small(), position="context"),),
+        alphatoken(small(), position="context"),
     ),
-    _own(
+    mutant(
         "unassigned-dropped",
         "columns of prompt positions are thrown away",
         (
-            Edit(
-                "estimate.token_values.assign_columns",
-                "everything - direct.sum(-1) - causal.sum(-1)",
-                "torch.zeros_like(everything)",
-            ),
+            "estimate.token_values.assign_columns",
+            "everything - direct.sum(-1) - causal.sum(-1)",
+            "torch.zeros_like(everything)",
         ),
-        (PATH,),
+        PATH,
     ),
-    _own(
+    mutant(
         "lambda-on-the-adaptation",
         "lambda G + V instead of G + lambda V",
-        (
-            Edit(
-                "estimate.token_values.combine",
-                "g + stability_weight * v",
-                "stability_weight * g + v",
-            ),
-        ),
-        (PATH, claim(scoring.check_lambda, small(), 0.5)),
+        ("estimate.token_values.combine", "g + stability_weight * v", "stability_weight * g + v"),
+        PATH,
+        claim(scoring.check_lambda, small(), 0.5),
     ),
-    _own(
+    mutant(
         "reference-sign",
         "W_ref - W instead of W - W_ref",
         (
-            Edit(
-                "direction.algebra.diagonal_drift",
-                "weight.to(dtype) - reference.to(dtype)",
-                "reference.to(dtype) - weight.to(dtype)",
-            ),
+            "direction.algebra.diagonal_drift",
+            "weight.to(dtype) - reference.to(dtype)",
+            "reference.to(dtype) - weight.to(dtype)",
         ),
-        (PATH,),
+        PATH,
     ),
-    _own(
+    mutant(
         "fisher-forgotten-in-the-drift",
         "V = W - W_ref",
-        (
-            Edit(
-                "direction.algebra.diagonal_drift",
-                "fisher.to(dtype) * (weight",
-                "(weight",
-            ),
-        ),
-        (PATH,),
+        ("direction.algebra.diagonal_drift", "fisher.to(dtype) * (weight", "(weight"),
+        PATH,
     ),
-    _own(
+    mutant(
         "observed-labels-for-sampled-labels",
         "the Fisher of the data's labels, not of the model's own",
         (
-            Edit(
-                "direction.fisher._Fit._add",
-                "response = draw_tokens(",
-                "response = (lambda *_: given.ids[given.predicted])(",
-            ),
+            "direction.fisher._Fit._add",
+            "response = draw_tokens(",
+            "response = (lambda *_: given.ids[given.predicted])(",
         ),
-        (TOKEN_FISHER,),
+        TOKEN_FISHER,
     ),
-    _own(
+    mutant(
         "token-mean-in-the-diagonal-fisher",
         "gradient of the mean, not of the summed, log-likelihood of a response",
-        (Edit("direction.fisher._Fit._add", "chosen.sum()", "chosen.mean()"),),
-        (DIAGONAL_FISHER, TOKEN_FISHER),
+        ("direction.fisher._Fit._add", "chosen.sum()", "chosen.mean()"),
+        DIAGONAL_FISHER,
+        TOKEN_FISHER,
     ),
-    _own(
+    mutant(
         "mean-of-batch-means",
         "J_tgt as the mean of the batches' means, whatever their lengths",
-        (
-            Edit(
+        [
+            (
                 "direction.objective.stream_losses",
                 "(loss * weights.to(loss)).sum()",
                 "(loss * weights.to(loss)).sum() / tokens",
             ),
-            Edit("direction.objective.stream_losses", "count += tokens", "count += 1"),
-        ),
-        (GRADIENT_OF_BATCHES,),
+            ("direction.objective.stream_losses", "count += tokens", "count += 1"),
+        ],
+        GRADIENT_OF_BATCHES,
     ),
-    _own(
+    mutant(
         "token-weights-ignored",
         "observed values of unweighted losses",
         (
-            Edit(
-                "scoring.passes.Pass.summed_loss",
-                "losses if weights is None else losses * weights.to(losses)",
-                "losses",
-            ),
+            "scoring.passes.Pass.summed_loss",
+            "losses if weights is None else losses * weights.to(losses)",
+            "losses",
         ),
-        (
-            claim(
-                estimating.check_weighted_losses,
-                small(train=("pprrr",)),
-                st.just(torch.tensor([[1.0, 2.0, -0.5, 3.0, 0.25]], dtype=torch.float64)),
-            ),
+        claim(
+            estimating.check_weighted_losses,
+            small(train=("pprrr",)),
+            st.just(torch.tensor([[1.0, 2.0, -0.5, 3.0, 0.25]], dtype=torch.float64)),
         ),
     ),
-    _own(
+    mutant(
         "epsilon-inside-adams-root",
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
-        (
-            Edit(
+        [
+            (
                 "direction.preconditioner.frozen_preconditioner",
                 "** 0.5 + update.eps",
                 "+ update.eps).sqrt(",
             ),
-            Edit(
+            (
                 "direction.preconditioner._derivative",
                 "1 / (root + update.eps)",
                 "1 / (root.square() + update.eps).sqrt()",
             ),
-        ),
-        (
-            claim(algebra.check_frozen_preconditioner, ADAM),
-            claim(algebra.check_full_preconditioner, ADAM),
-            REAL_STEP,
-        ),
+        ],
+        claim(algebra.check_frozen_preconditioner, ADAM),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "no-bias-correction-in-adam",
         "raw moments for v^ and m^",
-        (Edit("direction.preconditioner.adam_update", "if bias_correction:", "if False:"),),
-        (
-            claim(algebra.check_frozen_preconditioner, ADAM),
-            claim(algebra.check_full_preconditioner, ADAM),
-            REAL_STEP,
-        ),
+        ("direction.preconditioner.adam_update", "if bias_correction:", "if False:"),
+        claim(algebra.check_frozen_preconditioner, ADAM),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "full-preconditioner-without-its-second-term",
         "the denominator's own dependence on the token is forgotten",
         (
-            Edit(
-                "direction.preconditioner._derivative",
-                "update.slope * scale + n * scale_slope",
-                "update.slope * scale",
-            ),
+            "direction.preconditioner._derivative",
+            "update.slope * scale + n * scale_slope",
+            "update.slope * scale",
         ),
-        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "curvature-added-in-the-full-preconditioner",
         "the second term's sign",
         (
-            Edit(
-                "direction.preconditioner._derivative",
-                "-root_slope * scale.square()",
-                "root_slope * scale.square()",
-            ),
+            "direction.preconditioner._derivative",
+            "-root_slope * scale.square()",
+            "root_slope * scale.square()",
         ),
-        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "gradient-left-out-of-the-second-moment",
         "v^ of the state before the step in the full form",
         (
-            Edit(
-                "direction.preconditioner._derivative",
-                "second = update.rest + update.share * away.square()",
-                "second = update.rest + 0.0 * away.square()",
-            ),
+            "direction.preconditioner._derivative",
+            "second = update.rest + update.share * away.square()",
+            "second = update.rest + 0.0 * away.square()",
         ),
-        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "gradient-left-out-of-the-first-moment",
         "m^ of the state before the step in the full form",
         (
-            Edit(
-                "direction.preconditioner._derivative",
-                "n = update.offset + update.slope * g",
-                "n = update.offset + 0.0 * g",
-            ),
+            "direction.preconditioner._derivative",
+            "n = update.offset + update.slope * g",
+            "n = update.offset + 0.0 * g",
         ),
-        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "coupled-decay-left-out-of-the-gradient",
         "Adam's weight decay is not part of g",
         (
-            Edit(
-                "direction.optimizers.read_update",
-                "g = g + decay * local.detach().to(g)",
-                "g = g.clone()",
-            ),
+            "direction.optimizers.read_update",
+            "g = g + decay * local.detach().to(g)",
+            "g = g.clone()",
         ),
-        (COUPLED_DECAY,),
+        COUPLED_DECAY,
     ),
-    _own(
+    mutant(
         "amsgrads-maximum-forgotten",
         "the running maximum does not hold the denominator",
         (
-            Edit(
-                "direction.preconditioner._derivative",
-                "second = torch.maximum(second, update.largest)",
-                "second = second.clone()",
-            ),
+            "direction.preconditioner._derivative",
+            "second = torch.maximum(second, update.largest)",
+            "second = second.clone()",
         ),
-        (claim(real.check_full_is_the_derivative_of_a_real_step, real.cases(AMSGRAD)),),
+        claim(real.check_full_is_the_derivative_of_a_real_step, real.cases(AMSGRAD)),
     ),
-    _own(
+    mutant(
         "clip-factor-left-out",
         "the optimizer sees a scaled token gradient",
         (
-            Edit(
-                "direction.optimizers.full_preconditioners",
-                "return p if gradient_scale == 1.0 else gradient_scale * p",
-                "return p",
-            ),
+            "direction.optimizers.full_preconditioners",
+            "return p if gradient_scale == 1.0 else gradient_scale * p",
+            "return p",
         ),
-        (claim(real.check_a_constant_clip_factor, real.cases(real.ADAMS), 0.5),),
+        claim(real.check_a_constant_clip_factor, real.cases(real.ADAMS), 0.5),
     ),
-    _own(
+    mutant(
         "stability-counted-twice",
         "the total takes lambda V twice",
         (
-            Edit(
-                "estimate.token_values.combine",
-                "g + stability_weight * v",
-                "g + 2 * stability_weight * v",
-            ),
+            "estimate.token_values.combine",
+            "g + stability_weight * v",
+            "g + 2 * stability_weight * v",
         ),
-        (SPLIT_IN_PARTS["both", "both"], PATH),
+        SPLIT_IN_PARTS["both", "both"],
+        PATH,
     ),
-    _own(
+    mutant(
         "summed-direction-without-lambda",
         "the total alone is contracted with G + V",
-        (Edit("estimate.columns.Side.of", "m + self.weight * ", "m + "),),
-        (TOTAL_ALONE,),
+        ("estimate.columns.Side.of", "m + self.weight * ", "m + "),
+        TOTAL_ALONE,
     ),
-    _own(
+    mutant(
         "summed-direction-without-stability",
         "the total alone is the adaptation",
-        (Edit("estimate.columns.Side.of", "if self.others is not None:", "if False:"),),
-        (TOTAL_ALONE,),
+        ("estimate.columns.Side.of", "if self.others is not None:", "if False:"),
+        TOTAL_ALONE,
     ),
-    _own(
+    mutant(
         "stability-in-spite-of-the-objective",
         'objective="adaptation" builds and sums the retention term as well',
         (
-            Edit(
-                "direction.current.DirectionBuilder.retains",
-                'self.config.objective != "adaptation" and',
-                "",
-            ),
+            "direction.current.DirectionBuilder.retains",
+            'self.config.objective != "adaptation" and',
+            "",
         ),
-        (SPLIT_IN_PARTS["adaptation", "both"],),
+        SPLIT_IN_PARTS["adaptation", "both"],
     ),
-    _own(
+    mutant(
         "errors-beside-the-way-forgotten",
         "a linear that no other one's error passes is not asked for by itself",
-        (Edit("model.capture.stream_errors", "if i not in seen]", "if False]"),),
-        (claim(options.check_errors_streamed_are_the_errors_kept, DEEP, True),),
+        ("model.capture.stream_errors", "if i not in seen]", "if False]"),
+        claim(options.check_errors_streamed_are_the_errors_kept, DEEP, True),
     ),
-    _own(
+    mutant(
         "streamed-errors-of-another-mode",
         "errors that are contracted in the backward are the ordinary ones",
         (
-            Edit(
-                "estimate.estimators._at",
-                "stream_errors(recorder, loss, mode,",
-                'stream_errors(recorder, loss, "ordinary",',
-            ),
+            "estimate.estimators._at",
+            "stream_errors(recorder, loss, mode,",
+            'stream_errors(recorder, loss, "ordinary",',
         ),
-        (DIRECT, GROUPS),
+        DIRECT,
+        GROUPS,
     ),
-    _own(
+    mutant(
         "direct-part-in-spite-of-the-path",
         'path="causal" sums the direct part as well',
-        (
-            Edit(
-                "estimate.estimators.token_errors",
-                'if path == "causal":',
-                "if False:",
-            ),
-        ),
-        (SPLIT_IN_PARTS["both", "causal"],),
+        ("estimate.estimators.token_errors", 'if path == "causal":', "if False:"),
+        SPLIT_IN_PARTS["both", "causal"],
     ),
-    _own(
+    mutant(
         "step-weights-ignored",
         "the full preconditioner's gradient is always that of the mean loss",
-        (Edit("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),),
-        (FULL, FULL_STEP),
+        ("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),
+        FULL,
+        FULL_STEP,
     ),
-    _own(
+    mutant(
         "gradient-missing-from-the-full-preconditioner",
         "the step is taken to see no gradient",
         (
-            Edit(
-                "direction.current.DirectionBuilder.at_step",
-                "self.optimizer, self.parameters, gradient,",
-                "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
-            ),
+            "direction.current.DirectionBuilder.at_step",
+            "self.optimizer, self.parameters, gradient,",
+            "self.optimizer, self.parameters, {n: 0 * g for n, g in gradient.items()},",
         ),
-        (FULL, FULL_STEP),
+        FULL,
+        FULL_STEP,
     ),
-    _own(
+    mutant(
         "full-preconditioner-on-one-side",
         "P scales G but not V",
-        (
-            Edit(
-                "direction.current._preconditioned",
-                "precondition(stability, p)",
-                "stability",
-            ),
-        ),
-        (FULL, FULL_STEP),
+        ("direction.current._preconditioned", "precondition(stability, p)", "stability"),
+        FULL,
+        FULL_STEP,
     ),
-    _own(
+    mutant(
         "old-validation-set",
         "set_validation leaves G as it was",
-        (
-            Edit("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
-            Edit("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
-        ),
-        (REPLACED,),
+        [
+            ("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
+            ("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
+        ],
+        REPLACED,
     ),
-    _own(
+    mutant(
         "pin-ignored",
         "a pinned direction follows the weights",
         (
-            Edit(
-                "direction.current.DirectionBuilder._current_stamp",
-                "if self._pinned is not None:",
-                "if False:",
-            ),
+            "direction.current.DirectionBuilder._current_stamp",
+            "if self._pinned is not None:",
+            "if False:",
         ),
-        (PINNED,),
+        PINNED,
     ),
-    _own(
+    mutant(
         "wrong-start-believed",
         "a dual forward starts at hidden states that lead to other losses",
-        (
-            Edit("model.partial_forward.start_at", "kwargs, start)", "kwargs, 1.5 * start)"),
-            Edit("model.partial_forward.Start.gives", "return bool(", "return True or bool("),
-        ),
-        (STARTED,),
+        [
+            ("model.partial_forward.start_at", "kwargs, start)", "kwargs, 1.5 * start)"),
+            ("model.partial_forward.Start.gives", "return bool(", "return True or bool("),
+        ],
+        STARTED,
     ),
-    _own(
+    mutant(
         "omega-not-detached",
         "the coefficient is differentiated too",
-        (Edit("select.losses.dpo_coefficient", ".detach()", ""),),
-        (UNMASKED_DPO, MASKED_DPO),
+        ("select.losses.dpo_coefficient", ".detach()", ""),
+        UNMASKED_DPO,
+        MASKED_DPO,
     ),
-    _own(
+    mutant(
         "reference-unmasked-in-the-masked-logit",
         "the mask acts on the policy's log-probabilities only",
-        (
-            Edit(
+        [
+            (
                 "select.losses.masked_dpo_coefficient",
                 "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
                 "(keep_chosen * chosen - reference_chosen).sum(-1)",
             ),
-            Edit(
+            (
                 "select.losses.masked_dpo_coefficient",
                 "(keep_rejected * (rejected - reference_rejected)).sum(-1)",
                 "(keep_rejected * rejected - reference_rejected).sum(-1)",
             ),
-        ),
-        (MASKED_LOGIT, MASKED_LOGIT_START),
+        ],
+        MASKED_LOGIT,
+        MASKED_LOGIT_START,
     ),
-    _own(
+    mutant(
         "masked-logit-of-all-tokens",
         "the ablation takes its coefficient from the unmasked logit",
         (
-            Edit(
-                "select.losses.masked_dpo_coefficient",
-                "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
-                "(chosen - reference_chosen).sum(-1)",
-            ),
+            "select.losses.masked_dpo_coefficient",
+            "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
+            "(chosen - reference_chosen).sum(-1)",
         ),
-        (MASKED_LOGIT,),
+        MASKED_LOGIT,
     ),
-    _own(
+    mutant(
         "mean-over-prompt-and-padding-too",
         "the masked loss divides by all positions",
-        (
-            Edit(
-                "select.losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"
-            ),
-        ),
-        (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
+        ("select.losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"),
+        claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),
     ),
-    _own(
+    mutant(
         "losses-outside-keep-still-pushed",
         "the mask of kept tokens is ignored",
         (
-            Edit(
-                "select.losses.masked_sft_loss",
-                "(losses * weights).sum()",
-                "(losses * (0 * weights + 1)).sum()",
-            ),
+            "select.losses.masked_sft_loss",
+            "(losses * weights).sum()",
+            "(losses * (0 * weights + 1)).sum()",
         ),
-        (claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),),
+        claim(algebra.check_sft_loss, algebra.loss_cases(), "response"),
     ),
-    _own(
+    mutant(
         "sequence-scope-ranks-the-batch",
         'scope="sequence" uses one threshold for the batch',
-        (
-            Edit(
-                "select.masks.select_top",
-                'if scope == "batch":',
-                'if scope in ("batch", "sequence"):',
-            ),
-        ),
-        (selection("sequence"),),
+        ("select.masks.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'),
+        selection("sequence"),
     ),
-    _own(
+    mutant(
         "response-mean-over-padding",
         "a response's mean is taken over the width of the batch",
         (
-            Edit(
-                "select.masks.response_values",
-                "mask.sum(-1, keepdim=True).clamp(min=1)",
-                "mask.shape[-1]",
-            ),
+            "select.masks.response_values",
+            "mask.sum(-1, keepdim=True).clamp(min=1)",
+            "mask.shape[-1]",
         ),
-        (claim(algebra.check_response_values, algebra.selection_cases(), 50),),
+        claim(algebra.check_response_values, algebra.selection_cases(), 50),
     ),
-    _own(
+    mutant(
         "state-of-another-kind-in-a-block",
         "in blocks, the momentum is read where the second moment belongs",
         (
-            Edit(
-                "direction.preconditioner.full_preconditioner",
-                "zip(entries, rest, strict=True)",
-                "zip(entries, reversed(rest), strict=True)",
-            ),
+            "direction.preconditioner.full_preconditioner",
+            "zip(entries, rest, strict=True)",
+            "zip(entries, reversed(rest), strict=True)",
         ),
-        (claim(algebra.check_full_preconditioner, ADAM), REAL_STEP),
+        claim(algebra.check_full_preconditioner, ADAM),
+        REAL_STEP,
     ),
-    _own(
+    mutant(
         "norm-of-the-error-alone",
         "the length of a token's gradient lacks that of the inputs",
         (
-            Edit(
-                "select.interaction.token_norms",
-                "squares += _product((left * right).sum(-1) for left, right in pairs)",
-                "squares += next((left * right).sum(-1) for left, right in pairs)",
-            ),
+            "select.interaction.token_norms",
+            "squares += _product((left * right).sum(-1) for left, right in pairs)",
+            "squares += next((left * right).sum(-1) for left, right in pairs)",
         ),
-        (claim(weighing.check_norms_are_of_direct_gradients, small()),),
+        claim(weighing.check_norms_are_of_direct_gradients, small()),
     ),
-    _own(
+    mutant(
         "uses-of-one-weight-taken-apart",
         "the length of a token's gradient leaves out products between two uses of one weight",
-        (
-            Edit(
-                "select.interaction.token_norms",
-                "for other in factors:",
-                "for other in [one]:",
-            ),
-        ),
-        (claim(weighing.check_norms_are_of_direct_gradients, TWICE),),
+        ("select.interaction.token_norms", "for other in factors:", "for other in [one]:"),
+        claim(weighing.check_norms_are_of_direct_gradients, TWICE),
     ),
-    _own(
+    mutant(
         "lambda-in-inverse-units",
         "V is multiplied by its length over that of G",
-        (Edit("direction.algebra.unit_of_stability", "return g / v", "return v / g"),),
-        (BALANCED,),
+        ("direction.algebra.unit_of_stability", "return g / v", "return v / g"),
+        BALANCED,
     ),
-    _own(
+    mutant(
         "jackknife-without-its-factor",
         "the standard error of a value lacks (h - 1) / h",
-        (Edit("values.standard_error", "((count - 1) / count)", "1.0"),),
-        (ERRORS,),
+        ("values.standard_error", "((count - 1) / count)", "1.0"),
+        ERRORS,
     ),
-    _own(
+    mutant(
         "validation-batches-taken-for-equal",
         "the standard error takes every validation batch for one of as many tokens",
         (
-            Edit(
-                "scoring.valuing.Valuer.values",
-                "by_batch.new_tensor(direction.shares)",
-                "by_batch.new_tensor([1 / len(parts)] * len(parts))",
-            ),
+            "scoring.valuing.Valuer.values",
+            "by_batch.new_tensor(direction.shares)",
+            "by_batch.new_tensor([1 / len(parts)] * len(parts))",
         ),
-        (ERRORS,),
+        ERRORS,
     ),
-    _own(
+    mutant(
         "part-divided-by-its-own-tokens",
         "with standard errors, G is the sum of the batches' means",
         (
-            Edit(
-                "direction.current.DirectionBuilder._parts",
-                'self._mean("validation", sums, whole)',
-                'self._mean("validation", sums, count)',
-            ),
+            "direction.current.DirectionBuilder._parts",
+            'self._mean("validation", sums, whole)',
+            'self._mean("validation", sums, count)',
         ),
-        (ERRORS,),
+        ERRORS,
     ),
-    _own(
+    mutant(
         "parts-without-the-preconditioner",
         "P scales G but not what each validation batch gives to it",
         (
-            Edit(
-                "direction.current._preconditioned",
-                "dict(precondition(part, p)) for part",
-                "part for part",
-            ),
+            "direction.current._preconditioned",
+            "dict(precondition(part, p)) for part",
+            "part for part",
         ),
-        (claim(doubting.check_standard_errors, SEVERAL_BATCHES, "direct", True),),
+        claim(doubting.check_standard_errors, SEVERAL_BATCHES, "direct", True),
     ),
-    _own(
+    mutant(
         "lower-bound-for-the-upper",
         "a token goes where it is not useful beyond doubt",
         (
-            Edit(
-                "select.confidence.select_harmless",
-                "values.double() + quantile",
-                "values.double() - quantile",
-            ),
+            "select.confidence.select_harmless",
+            "values.double() + quantile",
+            "values.double() - quantile",
         ),
-        (HARMLESS,),
+        HARMLESS,
     ),
-    _own(
+    mutant(
         "screen-of-the-likeliest",
         "the tokens go that the start model finds likeliest",
-        (Edit("policies.screen._highest", "losses.argsort(", "(-losses).argsort("),),
-        (SCREENED,),
+        ("policies.screen._highest", "losses.argsort(", "(-losses).argsort("),
+        SCREENED,
     ),
-    _own(
+    mutant(
         "token-before-the-screened-one",
         "the label before the one that is screened goes",
-        (Edit("policies.screen._without", "places[gone]]", "places[gone] - 1]"),),
-        (claim(screening.check_screen, st.integers(0, 99), 0.25, "token", examples=3),),
+        ("policies.screen._without", "places[gone]]", "places[gone] - 1]"),
+        claim(screening.check_screen, st.integers(0, 99), 0.25, "token", examples=3),
     ),
-    _own(
+    mutant(
         "one-degree-of-freedom-too-many",
         "the quantile of a token's bound has as many degrees of freedom as there are parts",
-        (Edit("select.confidence.select_harmless", "parts - 1)", "parts)"),),
-        (HARMLESS,),
+        ("select.confidence.select_harmless", "parts - 1)", "parts)"),
+        HARMLESS,
     ),
-    _own(
+    mutant(
         "last-of-equals-kept",
         "ties go to the higher index",
         (
-            Edit(
-                "select.masks._top_of",
-                "descending=True, stable=True).indices",
-                "stable=True).indices.flip(0)",
-            ),
+            "select.masks._top_of",
+            "descending=True, stable=True).indices",
+            "stable=True).indices.flip(0)",
         ),
-        (selection("batch"),),
+        selection("batch"),
     ),
-    _own(
+    mutant(
         "first-layers-for-the-last",
         "layers=K taken from the bottom of the model",
-        (Edit("model.capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),),
-        (
-            claim(
-                scoring.check_preference_validation,
-                small(layers=2, last=True, validations=BRANCHES),
-                0.5,
-                "tokens",
-            ),
+        ("model.capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),
+        claim(
+            scoring.check_preference_validation,
+            small(layers=2, last=True, validations=BRANCHES),
+            0.5,
+            "tokens",
         ),
     ),
-    _own(
+    mutant(
         "hops-into-lower-layers",
         "same-layer hops and Value-Propagation go on into the layers below",
         (
-            Edit(
-                "estimate.estimators._same_execution",
-                "if use.execution == attention.execution",
-                "if use.execution <= attention.execution",
-            ),
+            "estimate.estimators._same_execution",
+            "if use.execution == attention.execution",
+            "if use.execution <= attention.execution",
         ),
-        (
-            claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, DEEP),
-            alphatoken(DEEP),
-        ),
+        claim(estimating.check_same_layer_hop_is_one_hop_within_the_layer, DEEP),
+        alphatoken(DEEP),
     ),
-    _own(
+    mutant(
         "log-sum-exp-taken-as-a-constant",
         "the backward of the head's losses is differentiated with a frozen log-sum-exp",
         (
-            Edit(
-                "model.vocabulary._differentiable",
-                "p = torch.softmax(rows[positions].to(dtype), -1)",
-                "z = rows[positions].to(dtype); p = torch.exp(z - z.logsumexp(-1, True).detach())",
-            ),
+            "model.vocabulary._differentiable",
+            "p = torch.softmax(rows[positions].to(dtype), -1)",
+            "z = rows[positions].to(dtype); p = torch.exp(z - z.logsumexp(-1, True).detach())",
         ),
-        (claim(algebra.check_token_losses_to_second_order, algebra.loss_cases(), 8),),
+        claim(algebra.check_token_losses_to_second_order, algebra.loss_cases(), 8),
     ),
     _head(
         "target-left-in-the-heads-error",
@@ -1531,77 +1334,67 @@ OWN = (
             needs=("transformers",),
         ),
     ),
-    _own(
+    mutant(
         "capped-logits-taken-for-the-heads",
         "a model that caps its logits is taken for one that does not",
         (
-            Edit(
-                "model.response_losses._HeadInput.gives",
-                "bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())",
-                "True",
-            ),
+            "model.response_losses._HeadInput.gives",
+            "bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())",
+            "True",
         ),
-        (
-            claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),
-            observed_label("gemma2", "linears"),
-        ),
+        claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),
+        observed_label("gemma2", "linears"),
     ),
-    _own(
+    mutant(
         "tangent-of-a-bias-forgotten",
         "a linear of which only the weight moves takes its bias for fixed",
         (
-            Edit(
-                "estimate.forward_mode._OneProduct.__torch_function__",
-                "tangent if db is None else tangent + db",
-                "tangent",
-            ),
+            "estimate.forward_mode._OneProduct.__torch_function__",
+            "tangent if db is None else tangent + db",
+            "tangent",
         ),
-        (claim(estimating.check_label_is_the_row_sums, BIASED),),
+        claim(estimating.check_label_is_the_row_sums, BIASED),
     ),
-    _own(
+    mutant(
         "label-values-not-scaled-back",
         "the dual forward runs along M / ||M||, and the norm is forgotten",
         (
-            Edit(
-                "estimate.forward_mode.label_values",
-                "to(wide(derivatives.dtype)) * scale",
-                "to(wide(derivatives.dtype))",
-            ),
+            "estimate.forward_mode.label_values",
+            "to(wide(derivatives.dtype)) * scale",
+            "to(wide(derivatives.dtype))",
         ),
-        (claim(estimating.check_label_is_linear_in_m, small(), 2.0**80),),
+        claim(estimating.check_label_is_linear_in_m, small(), 2.0**80),
     ),
-    _own(
+    mutant(
         "pairs-counted-twice",
         "J_tgt of preference pairs divided by the branches instead of the pairs",
-        (Edit("direction.objective.weighted_losses", "len(omega) / 2", "len(omega)"),),
-        (claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "pairs"),),
+        ("direction.objective.weighted_losses", "len(omega) / 2", "len(omega)"),
+        claim(scoring.check_preference_validation, small(validations=BRANCHES), 0.5, "pairs"),
     ),
-    _own(
+    mutant(
         "modes-not-put-back",
         "the user's model stays in evaluation mode",
-        (Edit("model.capture.evaluation_mode", "module.training = flag", "pass"),),
-        (claim(scoring.check_model_is_left_alone, small(), "direct"),),
+        ("model.capture.evaluation_mode", "module.training = flag", "pass"),
+        claim(scoring.check_model_is_left_alone, small(), "direct"),
     ),
-    _own(
+    mutant(
         "self-only-mode-not-put-back",
         "training's own backward through a scored graph stays self-only",
-        (Edit("model.attention.BackwardSwitch.to", "self.mode = before", "pass"),),
-        (
-            claim(attending.check_the_mode_is_read_at_backward_time, calls()),
-            claim(scoring.check_observed_equals_scored, small(), "direct"),
-        ),
+        ("model.attention.BackwardSwitch.to", "self.mode = before", "pass"),
+        claim(attending.check_the_mode_is_read_at_backward_time, calls()),
+        claim(scoring.check_observed_equals_scored, small(), "direct"),
     ),
-    _own(
+    mutant(
         "one-part-in-a-billion",
         "a contraction that is off by 1e-9 of itself",
         (
-            Edit(
-                "estimate.contraction.contract",
-                'return torch.einsum("bto,bto->bt",',
-                'return (1 + 1e-9) * torch.einsum("bto,bto->bt",',
-            ),
+            "estimate.contraction.contract",
+            'return torch.einsum("bto,bto->bt",',
+            'return (1 + 1e-9) * torch.einsum("bto,bto->bt",',
         ),
-        (claim(algebra.check_projected_is_the_loop, contractions(), False), PATH, DIRECT),
+        claim(algebra.check_projected_is_the_loop, contractions(), False),
+        PATH,
+        DIRECT,
     ),
 )
 
@@ -1632,203 +1425,174 @@ def gram_of(**pins: Any) -> Claim:
 
 
 WEIGHTS = (
-    _own(
+    mutant(
         "cap-forgotten",
         "one token takes any weight",
-        (Edit("select.weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),),
-        (PROPORTIONAL, CHANCES),
+        ("select.weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),
+        PROPORTIONAL,
+        CHANCES,
     ),
-    _own(
+    mutant(
         "rounding-not-shared-out",
         "the total of the weights is short by what was rounded off",
-        (Edit("select.weights._fill", "part + (i < left)", "part"),),
-        (PROPORTIONAL, CHANCES),
+        ("select.weights._fill", "part + (i < left)", "part"),
+        PROPORTIONAL,
+        CHANCES,
     ),
-    _own(
+    mutant(
         "size-of-a-value-for-its-positive-part",
         "tokens that do harm weigh as much as those that help",
-        (Edit("select.weights._shared", ".clamp(min=0)", ".abs()"),),
-        (PROPORTIONAL, CHANCES),
+        ("select.weights._shared", ".clamp(min=0)", ".abs()"),
+        PROPORTIONAL,
+        CHANCES,
     ),
-    _own(
+    mutant(
         "chances-without-floor",
         "a token that is never kept, or weighs without bound",
-        (
-            Edit(
-                "select.weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"
-            ),
-        ),
-        (CHANCES,),
+        ("select.weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"),
+        CHANCES,
     ),
-    _own(
+    mutant(
         "chances-not-inverted",
         "all kept tokens weigh n / m, whatever their chance",
         (
-            Edit(
-                "select.weights._unbiased",
-                "_CHANCE / chances.double()",
-                "len(values) / count + 0 * chances.double()",
-            ),
+            "select.weights._unbiased",
+            "_CHANCE / chances.double()",
+            "len(values) / count + 0 * chances.double()",
         ),
-        (DRAW, MEAN),
+        DRAW,
+        MEAN,
     ),
-    _own(
+    mutant(
         "start-not-drawn",
         "systematic sampling from a fixed start",
         (
-            Edit(
-                "select.weights._unbiased",
-                "start = int(torch.randint(_CHANCE, (), generator=generator))",
-                "start = 0",
-            ),
+            "select.weights._unbiased",
+            "start = int(torch.randint(_CHANCE, (), generator=generator))",
+            "start = 0",
         ),
-        (MEAN,),
+        MEAN,
     ),
-    _own(
+    mutant(
         "order-not-drawn",
         "neighbours of equal value are never kept together",
         (
-            Edit(
-                "select.weights._unbiased",
-                "torch.randperm(len(values), generator=generator)",
-                "torch.arange(len(values))",
-            ),
+            "select.weights._unbiased",
+            "torch.randperm(len(values), generator=generator)",
+            "torch.arange(len(values))",
         ),
-        (claim(weighing.check_equal_chances_are_a_simple_random_sample, 4, 400, examples=1),),
+        claim(weighing.check_equal_chances_are_a_simple_random_sample, 4, 400, examples=1),
     ),
-    _own(
+    mutant(
         "hits-rounded-the-other-way",
         "a token is hit by a start at its end instead of at its beginning",
-        (Edit("select.weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),),
-        (ENUMERATION,),
+        ("select.weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),
+        ENUMERATION,
     ),
-    _own(
+    mutant(
         "random-weights-by-value",
         "the control of soft weights is the policy itself",
         (
-            Edit(
-                "select.weights.token_weights",
-                'if policy == "random":\n            group',
-                "if False:\n            group",
-            ),
+            "select.weights.token_weights",
+            'if policy == "random":\n            group',
+            "if False:\n            group",
         ),
-        (claim(weighing.check_random_is_unbiased, 3, 400, examples=1),),
+        claim(weighing.check_random_is_unbiased, 3, 400, examples=1),
     ),
-    _own(
+    mutant(
         "one-total-for-all-sequences",
         'scope="sequence" weighs the batch as a whole',
-        (Edit("select.weights._per_scope", 'if scope == "sequence" else', "if False else"),),
-        (
-            claim(weighing.check_proportional_weights, LONG, "sequence", "top"),
-            claim(weighing.check_scope_is_row_by_row, LONG, "unbiased"),
-        ),
+        ("select.weights._per_scope", 'if scope == "sequence" else', "if False else"),
+        claim(weighing.check_proportional_weights, LONG, "sequence", "top"),
+        claim(weighing.check_scope_is_row_by_row, LONG, "unbiased"),
     ),
-    _own(
+    mutant(
         "schedule-over-the-whole-run",
         "the share of the run over which a number moves is ignored",
-        (Edit("select.schedule.scheduled", "(_decimal(share) * total)", "total"),),
-        (SCHEDULE,),
+        ("select.schedule.scheduled", "(_decimal(share) * total)", "total"),
+        SCHEDULE,
     ),
-    _own(
+    mutant(
         "schedule-in-floating-point",
         "half of the way from 1.0 to 0.2 is 0.6000000000000001",
-        (Edit("select.schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),),
-        (claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),),
+        ("select.schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),
+        claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),
     ),
-    _own(
+    mutant(
         "products-between-uses-forgotten",
         "a weight used twice counts as two weights",
-        (
-            Edit(
-                "select.interaction._add_products",
-                "for other in factors:",
-                "for other in [one]:",
-            ),
-        ),
-        (GRAM_OF_INTEGERS, gram_of(repeated_linear=True)),
+        ("select.interaction._add_products", "for other in factors:", "for other in [one]:"),
+        GRAM_OF_INTEGERS,
+        gram_of(repeated_linear=True),
     ),
-    _own(
+    mutant(
         "tied-weights-told-apart",
         "two modules around one weight have products of their own only",
-        (Edit("select.interaction._by_identity", "id(parameter)", "id(use.linear.module)"),),
-        (GRAM_OF_INTEGERS, gram_of(tied_linears=True, mlp="gated")),
+        ("select.interaction._by_identity", "id(parameter)", "id(use.linear.module)"),
+        GRAM_OF_INTEGERS,
+        gram_of(tied_linears=True, mlp="gated"),
     ),
-    _own(
+    mutant(
         "gram-at-the-position-of-the-token",
         "gradients taken where the token is read, not where it is predicted",
         (
-            Edit(
-                "select.interaction._predicting",
-                "by_position.detach()[:, :-1][mask[:, 1:]]",
-                "by_position.detach()[mask]",
-            ),
+            "select.interaction._predicting",
+            "by_position.detach()[:, :-1][mask[:, 1:]]",
+            "by_position.detach()[mask]",
         ),
-        (GRAM_OF_INTEGERS, gram_of()),
+        GRAM_OF_INTEGERS,
+        gram_of(),
     ),
-    _own(
+    mutant(
         "gram-without-mirror",
         "only the upper triangle of blocks is filled",
         (
-            Edit(
-                "select.interaction._add_products",
-                "gram[start + block :, rows] += part[:, block:].T",
-                "pass",
-            ),
+            "select.interaction._add_products",
+            "gram[start + block :, rows] += part[:, block:].T",
+            "pass",
         ),
-        (GRAM_OF_INTEGERS, gram_of()),
+        GRAM_OF_INTEGERS,
+        gram_of(),
     ),
-    _own(
+    mutant(
         "stored-layout-ignored",
         "a weight that is tied to its own transpose",
-        (
-            Edit(
-                "select.interaction._weight_factors",
-                "if use.linear.transposed else",
-                "if False else",
-            ),
-        ),
-        (GRAM_OF_INTEGERS,),
+        ("select.interaction._weight_factors", "if use.linear.transposed else", "if False else"),
+        GRAM_OF_INTEGERS,
     ),
-    _own(
+    mutant(
         "bias-forgotten-in-the-gram-matrix",
         "bias gradients take no part in the products of tokens",
-        (Edit("select.interaction._factors", "if score_bias else []", "if False else []"),),
-        (GRAM_OF_INTEGERS, gram_of(bias=True)),
+        ("select.interaction._factors", "if score_bias else []", "if False else []"),
+        GRAM_OF_INTEGERS,
+        gram_of(bias=True),
     ),
-    _own(
+    mutant(
         "own-square-forgotten",
         "a token's own part of the penalty left out",
-        (
-            Edit(
-                "select.interaction._greedy", "weight / 2 * gram.diagonal()", "0 * gram.diagonal()"
-            ),
-        ),
-        (GREEDY,),
+        ("select.interaction._greedy", "weight / 2 * gram.diagonal()", "0 * gram.diagonal()"),
+        GREEDY,
     ),
-    _own(
+    mutant(
         "half-of-the-interaction",
         "w / 2 instead of w on the products of two tokens",
-        (Edit("select.interaction._greedy", "gains -= weight *", "gains -= weight / 2 *"),),
-        (
-            GREEDY,
-            claim(
-                weighing.check_gain_is_the_decrease_of_a_quadratic,
-                weighing.diverse_cases(rows=2, length=5),
-            ),
+        ("select.interaction._greedy", "gains -= weight *", "gains -= weight / 2 *"),
+        GREEDY,
+        claim(
+            weighing.check_gain_is_the_decrease_of_a_quadratic,
+            weighing.diverse_cases(rows=2, length=5),
         ),
     ),
-    _own(
+    mutant(
         "penalty-of-the-last-token-only",
         "repetition of all but the last token added is forgotten",
         (
-            Edit(
-                "select.interaction._greedy",
-                "gains -= weight * gram[best].double()",
-                "gains = torch.where(keep, -torch.inf, values - weight / 2 * "
-                "gram.diagonal().double() - weight * gram[best].double())",
-            ),
+            "select.interaction._greedy",
+            "gains -= weight * gram[best].double()",
+            "gains = torch.where(keep, -torch.inf, values - weight / 2 * "
+            "gram.diagonal().double() - weight * gram[best].double())",
         ),
-        (GREEDY,),
+        GREEDY,
     ),
 )
 

@@ -6,14 +6,9 @@ import functools
 from typing import Any
 
 from tests.property import properties_adapters as adapting
-from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.mutation import Claim, claim, mutant
 
-__all__ = ["MUTANTS"]
-
-
-def _adapter(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    target, old, new = edit
-    return Mutant(name, sentence, (Edit(f"model.{target}", old, new),), claims, listed=False)
+_adapter = functools.partial(mutant, room="model.")
 
 
 def linears(name: str, layers: tuple[int, ...]) -> Claim:
@@ -58,11 +53,7 @@ MUTANTS = (
     _adapter(
         "adapter-scores-frozen-weights",
         "linears that do not train are in scope",
-        (
-            "transformers.TransformersAdapter.scored_linears",
-            "and weight.requires_grad",
-            "and True",
-        ),
+        ("transformers.TransformersAdapter.scored_linears", "and weight.requires_grad", "and True"),
         linears("llama", (1, 2)),
     ),
     _adapter(
@@ -115,11 +106,7 @@ MUTANTS = (
     _adapter(
         "attention-scale-not-passed-on",
         "the call's scale is 1 / sqrt(d) whatever the model says",
-        (
-            "dispatch._translated",
-            "float(scale) if scale is not None else query",
-            "query",
-        ),
+        ("dispatch._translated", "float(scale) if scale is not None else query", "query"),
         call("gemma3", query_pre_attn_scalar=9),
     ),
     _adapter(
@@ -144,11 +131,7 @@ MUTANTS = (
     _adapter(
         "dropout-not-passed-on",
         "a training pass with attention dropout looks like one without",
-        (
-            "dispatch._translated",
-            'dropout=float(named.get("dropout") or 0.0)',
-            "dropout=0.0",
-        ),
+        ("dispatch._translated", 'dropout=float(named.get("dropout") or 0.0)', "dropout=0.0"),
         call("llama", dropout=0.5),
     ),
     _adapter(
@@ -179,23 +162,22 @@ MUTANTS = (
         ),
         REGISTRY,
     ),
-    Mutant(
+    mutant(
         "exit-takes-all-overrides",
         "leaving one context takes the other overrides of its modules as well",
-        (
-            Edit(
+        [
+            (
                 "model.dispatch.dispatched",
                 "for one in dispatch.active[module] if one is not entered",
                 "for one in ()",
             ),
-            Edit(
+            (
                 "model.dispatch.dispatched",
                 "del dispatch.active[module]",
                 "dispatch.active.pop(module, None)",
             ),
-        ),
-        (REGISTRY,),
-        listed=False,
+        ],
+        REGISTRY,
     ),
     _adapter(
         "no-limit-of-positions",
@@ -210,21 +192,13 @@ MUTANTS = (
     _adapter(
         "cached-decoding-one-position-late",
         "positions of generated tokens start at one",
-        (
-            "transformers.TransformersAdapter.next_token_logits",
-            ".cumsum(-1) - 1)",
-            ".cumsum(-1))",
-        ),
+        ("transformers.TransformersAdapter.next_token_logits", ".cumsum(-1) - 1)", ".cumsum(-1))"),
         DECODING,
     ),
     _adapter(
         "labels-reach-the-model",
         "what shapes a trainer's loss is passed on to a scoring forward",
-        (
-            "transformers.TransformersAdapter.arguments",
-            "if k not in _LOSS_KEYWORDS",
-            "if True",
-        ),
+        ("transformers.TransformersAdapter.arguments", "if k not in _LOSS_KEYWORDS", "if True"),
         DECODING,
     ),
 )

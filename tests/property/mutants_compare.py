@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from tests.property import properties_length as length
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
-__all__ = ["MUTANTS"]
-
 MAXIMUM = claim(length.check_against_bisection, length.comparisons())
 PLAIN = claim(
     length.check_without_covariance_it_is_plain,

@@ -8,8 +8,6 @@ from tests.property import properties_corpus as corpora
 from tests.property.mutants import small
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
-__all__ = ["MUTANTS"]
-
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
 SHARE = claim(
     corpora.check_top_threshold,

@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from tests.property import properties_delta as rule
 from tests.property import properties_hybrids as hybrids
-from tests.property.mutation import Claim, Edit, Mutant, claim
+from tests.property.mutation import claim, mutant
 from tests.property.properties_delta import delta_cases
 from tests.property.properties_hybrids import FULL, LINEAR, HybridCase
-
-__all__ = ["MUTANTS"]
 
 LONG = delta_cases(
     t=st.sampled_from([5, 8]), d=st.integers(2, 4), silent=st.just(0), strong=st.just(False)
@@ -62,37 +60,32 @@ PUT_BACK = claim(hybrids.check_overrides_of_delta_nets_leave_nothing_behind, "qw
 CACHED = claim(hybrids.check_a_state_to_begin_with_is_told, 3, examples=1)
 
 
-def _delta(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    target, old, new = edit
-    return Mutant(name, sentence, (Edit(target, old, new),), claims, listed=False)
-
-
 _TERMS = "model.delta_rule.self_terms"
 _READ = "model.delta_rule.DeltaStatistics.read_back"
 _CARRIED = "model.delta_rule.DeltaStatistics.carried"
 _CHUNKS = "model.delta_rule.DeltaStatistics.chunks"
 
 MUTANTS = (
-    _delta(
+    mutant(
         "delta-own-write-left-out-of-the-read",
         "the value at a position gets nothing from the output there",
         (_TERMS, "dvalue = beta * s * e", "dvalue = 0 * e"),
         SELF,
         DIRECT,
     ),
-    _delta(
+    mutant(
         "delta-own-write-left-out-of-the-key",
         "the key gets the correction's part only",
         (_TERMS, "beta * (p * query - s * w)", "-beta * s * w"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-correction-left-out-of-the-key",
         "the key's part in what the state predicts is forgotten",
         (_TERMS, "beta * (p * query - s * w)", "beta * p * query"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-prediction-left-out-of-beta",
         "beta is taken to write the value, not what is new in it",
         (
@@ -102,31 +95,31 @@ MUTANTS = (
         ),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-beta-gets-nothing",
         "the strength of the write has no error of its own",
         (_TERMS, "dbeta = s * p", "dbeta = 0 * s * p"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-decay-gets-nothing",
         "gates are taken for constants",
         (_TERMS, "((query - beta * s * key) * w)", "(0 * query * w)"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-decay-forgets-the-correction",
         "the decayed state is read, and not corrected",
         (_TERMS, "((query - beta * s * key) * w)", "(query * w)"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-query-reads-the-incoming-state-only",
         "the query's error lacks what its own position wrote",
         (_TERMS, "dquery = w + beta * p * key", "dquery = w"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-length-taken-as-a-constant",
         "the Jacobian of a unit vector is one over its length",
         (
@@ -137,13 +130,13 @@ MUTANTS = (
         SELF,
         DIRECT,
     ),
-    _delta(
+    mutant(
         "delta-scale-of-the-query-forgotten",
         "d^(-1/2) enters the forward and not the error",
         (_TERMS, "scale = statistics.width**-0.5", "scale = 1.0"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-heads-in-the-wrong-order",
         "value head h reads key head h mod g",
         (
@@ -154,25 +147,25 @@ MUTANTS = (
         GROUPS,
         DIRECT,
     ),
-    _delta(
+    mutant(
         "delta-state-of-the-position-itself",
         "the incoming state holds what the position writes",
         (_READ, "chunks.ratio.tril(-1)", "chunks.ratio"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-incoming-state-not-decayed",
         "the position's own decay is left off the state that it reads",
         (_CHUNKS, "self.cut(self.decay).cumsum(-1)", "self.cut(self.decay).cumsum(-1).roll(1, -1)"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-state-lost-between-chunks",
         "each chunk begins with an empty state",
         (_READ, "state = state * chunks.whole_decay[:, :, n]", "state = 0 * state"),
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-gates-shared-across-positions",
         "every position decays as the first one of its chunk",
         (
@@ -183,26 +176,26 @@ MUTANTS = (
         SELF,
         DIRECT,
     ),
-    _delta(
+    mutant(
         "delta-projection-left-out-within-a-chunk",
         "what one write takes from another is forgotten",
         (_CHUNKS, "lower = (key @ key.mT) * ratio", "lower = 0 * (key @ key.mT) * ratio"),
         CARRIED,
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-projection-left-out-between-chunks",
         "a state passes a chunk decayed, and not corrected",
         (_CARRIED, "unit - ends @ chunks.decayed_key", "unit"),
         CARRIED,
     ),
-    _delta(
+    mutant(
         "delta-read-of-a-chunk-not-corrected",
         "a query reads an earlier chunk's state as it was",
         (_CARRIED, " - inner @ chunks.decayed_key", ""),
         CARRIED,
     ),
-    _delta(
+    mutant(
         "delta-decay-product-off-by-one",
         "the coefficient from t to k contains the decay at t",
         (
@@ -214,7 +207,7 @@ MUTANTS = (
         CARRIED,
         SELF,
     ),
-    _delta(
+    mutant(
         "delta-window-off-by-one",
         "a position more than the window",
         (
@@ -224,7 +217,7 @@ MUTANTS = (
         ),
         PROPAGATED,
     ),
-    _delta(
+    mutant(
         "delta-window-from-the-value",
         "the window begins at the value that a tap reaches",
         (
@@ -234,34 +227,34 @@ MUTANTS = (
         ),
         PROPAGATED,
     ),
-    _delta(
+    mutant(
         "delta-own-position-propagated",
         "the read of the own write counts as direct and as causal",
         ("model.capture.DeltaUse.propagated", "(int(j == 0),", "(0,"),
         PROPAGATED,
         VALUES,
     ),
-    _delta(
+    mutant(
         "delta-write-of-a-tap-left-out",
         "what a tap brings to a later position is not read there",
         ("model.capture.DeltaUse.propagated", "(int(j == 0),", "(1,"),
         PROPAGATED,
     ),
-    _delta(
+    mutant(
         "delta-propagation-by-the-last-tap",
         "values move by the rule, and not by the convolution",
         ("model.convolution.ConvolutionStatistics.gathered", "errors[:length]", "errors[:1]"),
         PROPAGATED,
         VALUES,
     ),
-    _delta(
+    mutant(
         "delta-taps-in-reverse",
         "the tap that lies j back is taken from the other end",
         ("model.convolution.ConvolutionStatistics.gathered", "-1 - back, None", "back, None"),
         TAPS,
         PROPAGATED,
     ),
-    _delta(
+    mutant(
         "delta-slope-of-the-wrong-position",
         "a tap's activation is that of the position it leaves",
         (
@@ -271,7 +264,7 @@ MUTANTS = (
         ),
         PROPAGATED,
     ),
-    _delta(
+    mutant(
         "delta-heads-averaged-where-they-are-not",
         "per-head coefficients become their mean",
         (_CARRIED, "if mean:", "if True:"),
@@ -282,13 +275,13 @@ MUTANTS = (
             False,
         ),
     ),
-    _delta(
+    mutant(
         "delta-heads-not-averaged",
         "the paper's scalar coefficient is one a head",
         (_CARRIED, "if mean:", "if False:"),
         MEAN,
     ),
-    _delta(
+    mutant(
         "convolution-keeps-all-taps",
         "self mode sends errors to earlier positions by the convolution",
         (
@@ -299,19 +292,19 @@ MUTANTS = (
         TAPS,
         DIRECT,
     ),
-    _delta(
+    mutant(
         "convolution-keeps-its-first-tap",
         "the tap that lies farthest back is taken for the own one",
         ("model.convolution.ConvolutionStatistics.own", "self.taps[:, -1:]", "self.taps[:, :1]"),
         TAPS,
     ),
-    _delta(
+    mutant(
         "convolution-forgets-its-activation",
         "the slope of the activation is taken for one",
         ("model.convolution.ConvolutionStatistics.own", "* self.slope() *", "*"),
         TAPS,
     ),
-    _delta(
+    mutant(
         "convolution-forgets-its-bias",
         "the activation's slope is taken without the bias",
         ("model.convolution.ConvolutionStatistics.slope", "self.bias, groups", "None, groups"),
@@ -320,56 +313,56 @@ MUTANTS = (
             delta_cases(bias=st.just(True), activation=st.just(True)),
         ),
     ),
-    Mutant(
+    mutant(
         "delta-rule-passes-everything",
         "self mode is the ordinary backward of the rule",
-        (
-            Edit("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "True"),
-            Edit("model.delta_rule._Gate.backward", 'ctx.switch.mode != "self"', "True"),
-        ),
-        (SELF, MODES, DIRECT),
-        listed=False,
+        [
+            ("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "True"),
+            ("model.delta_rule._Gate.backward", 'ctx.switch.mode != "self"', "True"),
+        ],
+        SELF,
+        MODES,
+        DIRECT,
     ),
-    _delta(
+    mutant(
         "delta-rule-passes-itself-always",
         "training through the same graph gets self-only gradients of the rule",
         ("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "False"),
         ORDINARY,
         MODES,
     ),
-    _delta(
+    mutant(
         "delta-hops-without-the-self-only-part",
         "hops within a delta net contain what stays at its position",
         ("estimate.estimators.hop_errors", "e - own[i] if i in own else e", "e"),
         HOPS,
     ),
-    _delta(
+    mutant(
         "delta-names-left-replaced",
         "a modeling file keeps our function when the last override is left",
         ("model.delta_dispatch._remove", "if not reroute.users:", "if False:"),
         PUT_BACK,
     ),
-    Mutant(
+    mutant(
         "delta-override-takes-another-ones",
         "leaving a context ends every override of the module",
-        (
-            Edit(
+        [
+            (
                 "model.delta_dispatch._entering",
                 "in _ACTIVE[module] if one is not entered)",
                 "in _ACTIVE.get(module, ()) if False)",
             ),
-            Edit("model.delta_dispatch._entering", "del _ACTIVE[module]", "_ACTIVE.pop(module, 0)"),
-        ),
-        (PUT_BACK,),
-        listed=False,
+            ("model.delta_dispatch._entering", "del _ACTIVE[module]", "_ACTIVE.pop(module, 0)"),
+        ],
+        PUT_BACK,
     ),
-    _delta(
+    mutant(
         "delta-layer-never-left",
         "an error inside a layer leaves its thread in it",
         ("model.delta_dispatch.rerouted", "always_call=True", "always_call=False"),
         PUT_BACK,
     ),
-    _delta(
+    mutant(
         "delta-state-of-a-cache-not-noticed",
         "a pass that goes on from a state is valued",
         ("model.delta_dispatch._step", "cached=initial_state is not None", "cached=False"),

@@ -6,8 +6,6 @@ from tests.property import properties_experts as mixing
 from tests.property.mutation import Claim, Edit, Mutant, claim
 from tests.property.properties_experts import MixtureCase
 
-__all__ = ["MUTANTS"]
-
 CASE = MixtureCase("mixtral", ("..pprr",), ("prr",), experts=4, chosen=2, seed=21)
 BIASED = MixtureCase("gpt_oss", ("pprr..",), ("prr",), experts=3, chosen=2, seed=22)
 

@@ -7,8 +7,6 @@ from tests.property import properties_kernels as kernels
 from tests.property.mutants import calls
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
-__all__ = ["MUTANTS"]
-
 
 def weights(mask: str) -> Claim:
     """Weights and log-sum-exps of calls whose kernel is told ``mask``."""

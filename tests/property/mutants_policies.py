@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hypothesis import Phase, settings
 
-from tests.property.mutation import Claim, Edit, Mutant, claim
-
-__all__ = ["MUTANTS"]
+from tests.property.mutation import Claim, claim, mutant
 
 FOLDER = object()
 """An argument that stands for an empty folder of the test's own."""
@@ -57,9 +56,7 @@ def by(test: str, *values: Any) -> Claim:
     return replace(claim(check, examples=1, needs=("trl", "peft")), late=late)
 
 
-def _policy(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    target, old, new = edit
-    return Mutant(name, sentence, (Edit(f"policies.{target}", old, new),), claims, listed=False)
+_policy = partial(mutant, room="policies.")
 
 
 STM_BY_HAND = by("test_policies_static::test_stm_by_hand")
@@ -200,11 +197,7 @@ MUTANTS = (
     _policy(
         "a-reference-of-the-runs-options",
         "the options of the run go before those of the reference's own training",
-        (
-            "trained_weights.trained_copy",
-            "{**stage.run, **options}",
-            "{**options, **stage.run}",
-        ),
+        ("trained_weights.trained_copy", "{**stage.run, **options}", "{**options, **stage.run}"),
         TRAINED_ONCE,
     ),
     _policy(
@@ -312,12 +305,11 @@ MUTANTS = (
         ("cft.final_answer", "found[-1]", "found[0]"),
         CFT_ANSWER,
     ),
-    Mutant(
+    mutant(
         "prompt-loses-its-end",
         "a long prompt keeps its beginning, and the question goes",
-        (Edit("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]"),),
-        (CUT,),
-        listed=False,
+        ("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]"),
+        CUT,
     ),
     _policy(
         "eaft-in-nats",

@@ -5,15 +5,15 @@ A proof that is made vacuous lets the trap through that it is there for.
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import strategies as st
 
 from tests.property import properties_drift as drifting
 from tests.property import properties_proofs as proving
 from tests.property import properties_sharded as sharding
 from tests.property.mutants import SEVERAL, small
-from tests.property.mutation import Claim, Edit, Mutant, claim
-
-__all__ = ["MUTANTS"]
+from tests.property.mutation import Claim, claim, mutant
 
 SEEDS = st.integers(0, 2**16)
 
@@ -53,16 +53,8 @@ CUT = claim(
 ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.booleans())
 
 
-def _proof(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    target, old, new = edit
-    edits = (Edit(f"estimate.proofs.{target}", old, new),)
-    return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
-
-
-def _slice(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    target, old, new = edit
-    edits = (Edit(f"model.batch_slice.{target}", old, new),)
-    return Mutant(name, sentence, edits, claims, listed=False, of_proofs=True)
+_proof = partial(mutant, room="estimate.proofs.", of_proofs=True)
+_slice = partial(mutant, room="model.batch_slice.", of_proofs=True)
 
 
 SLICES = (
@@ -261,12 +253,8 @@ def sharded(retention: str) -> Claim:
     return claim(check, small(validations=SEVERAL), "path", retention, examples=4)
 
 
-def _drift(name: str, sentence: str, edit: tuple[str, str, str], *claims: Claim) -> Mutant:
-    return Mutant(name, sentence, (Edit(*edit),), claims, listed=False)
-
-
 DRIFT = (
-    _drift(
+    mutant(
         "fisher-squared-again",
         "V = F^2 o (W - W_ref)",
         (
@@ -276,7 +264,7 @@ DRIFT = (
         ),
         V,
     ),
-    _drift(
+    mutant(
         "reference-not-subtracted",
         "V = F o W",
         (
@@ -287,7 +275,7 @@ DRIFT = (
         V,
         V_KRONECKER,
     ),
-    _drift(
+    mutant(
         "kronecker-sides-exchanged",
         "V = A_F (W - W_ref) S_F",
         (
@@ -297,7 +285,7 @@ DRIFT = (
         ),
         V_KRONECKER,
     ),
-    _drift(
+    mutant(
         "kronecker-sides-of-a-transposed-weight",
         "a weight stored as (d_in, d_out) is multiplied as one stored as (d_out, d_in)",
         (
@@ -307,7 +295,7 @@ DRIFT = (
         ),
         V_KRONECKER,
     ),
-    _drift(
+    mutant(
         "fisher-of-another-parameter",
         "every weight is multiplied with the first one's Fisher",
         (
@@ -317,13 +305,13 @@ DRIFT = (
         ),
         V,
     ),
-    _drift(
+    mutant(
         "bias-named-as-a-weight",
         "an entry of a bias goes to a weight of its name",
         ("direction.drift._parameter_name", '(".weight", ".bias")', '".weight"'),
         V,
     ),
-    _drift(
+    mutant(
         "weights-of-an-earlier-step",
         "V that is formed later is taken of whatever the weights are then",
         (
@@ -333,7 +321,7 @@ DRIFT = (
         ),
         STALE,
     ),
-    _drift(
+    mutant(
         "change-seen-by-its-version-only",
         "a weight that is written to through .data is taken for the one of before",
         (
@@ -343,7 +331,7 @@ DRIFT = (
         ),
         STALE,
     ),
-    _drift(
+    mutant(
         "half-precision-reference",
         "the reference weights are rounded to half precision",
         (
@@ -354,7 +342,7 @@ DRIFT = (
         V,
         V_KRONECKER,
     ),
-    _drift(
+    mutant(
         "factors-exchanged-in-the-file",
         "left is written where right is read",
         (
@@ -364,7 +352,7 @@ DRIFT = (
         ),
         FILES,
     ),
-    _drift(
+    mutant(
         "reference-read-for-the-fisher",
         "an opened file gives its reference weights for its Fisher",
         (
@@ -374,13 +362,13 @@ DRIFT = (
         ),
         FILES_DIAGONAL,
     ),
-    _drift(
+    mutant(
         "any-distance-accepted",
         "a Fisher of unrelated weights is used",
         ("direction.drift.check_distance", "if not middle <= most:", "if False:"),
         DISTANCE,
     ),
-    _drift(
+    mutant(
         "distance-of-the-reference-from-zero",
         "the relative drift is 1 whatever has moved",
         (
@@ -390,13 +378,13 @@ DRIFT = (
         ),
         DISTANCE,
     ),
-    _drift(
+    mutant(
         "any-architecture-accepted",
         "a Fisher of another model of equal shapes is used",
         ("direction.drift.FisherDrift.check_identity", "if differing:", "if False:"),
         FOREIGN,
     ),
-    _drift(
+    mutant(
         "any-shape-accepted",
         "a Fisher of other shapes is broadcast",
         (
@@ -406,7 +394,7 @@ DRIFT = (
         ),
         FOREIGN,
     ),
-    _drift(
+    mutant(
         "part-of-the-fisher-forgotten",
         "where weights are sharded, V = W - W_ref",
         (
@@ -416,7 +404,7 @@ DRIFT = (
         ),
         sharded("diagonal"),
     ),
-    _drift(
+    mutant(
         "kronecker-v-of-the-reference",
         "where weights are sharded, the Kronecker V is that of weights twice as far away",
         (

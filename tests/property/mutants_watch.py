@@ -8,8 +8,6 @@ from tests.property import properties_watch as watched
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
-__all__ = ["MUTANTS"]
-
 LOOKED = claim(
     watched.check_weights_and_deviations_of_pairs,
     DecoderConfig(layers=2, heads=4, kv_heads=2),

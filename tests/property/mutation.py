@@ -41,19 +41,6 @@ from tests.property import profiles  # noqa: F401  (loaded before anything is dr
 from tests.property.sources import Definition, definition, place, source_of
 from tests.property.tolerance import unrecorded
 
-__all__ = [
-    "Claim",
-    "Edit",
-    "Kill",
-    "Mutant",
-    "applied",
-    "claim",
-    "function_of",
-    "hunt",
-    "replaced",
-    "without_proofs",
-]
-
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
 TESTS = Path(__file__).parents[1]
@@ -153,6 +140,25 @@ class Mutant:
     def needs(self) -> tuple[str, ...]:
         """Packages without which it cannot be tried."""
         return tuple(dict.fromkeys(need for one in self.claims for need in one.needs))
+
+
+Words = tuple[str, str, str]
+"""Target, old and new of an edit."""
+
+
+def mutant(
+    name: str,
+    sentence: str,
+    edits: Words | list[Words],
+    *claims: Claim,
+    room: str = "",
+    listed: bool = False,
+    of_proofs: bool = False,
+) -> Mutant:
+    """A mutant of one edit or several, whose targets lie in ``room`` ("model.")."""
+    several = edits if isinstance(edits, list) else [edits]
+    made = tuple(Edit(f"{room}{target}", old, new) for target, old, new in several)
+    return Mutant(name, sentence, made, claims, listed, of_proofs)
 
 
 # --- applying it ---------------------------------------------------------------------------------

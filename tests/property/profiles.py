@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
-
-__all__ = ["RANDOM", "budget"]
 
 RANDOM = ("random", "nightly")
 """Profiles that draw anew."""
@@ -41,6 +39,15 @@ settings.register_profile("nightly", max_examples=5000, derandomize=False, datab
 # There is no setting for this; test_profiles.py fails where the name is another.
 providers._get_local_constants = lambda: providers._local_constants  # empty
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "dev")
+
+REACH = settings(
+    max_examples=2000,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+"""For looking for a case that must be drawn at all."""
 
 
 def budget(fraction: float, least: int = 10) -> settings:

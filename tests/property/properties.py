@@ -30,23 +30,6 @@ from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder
 from tests.property.strategies import Case, cases
 from tests.property.tolerance import allowed, close
 
-__all__ = [
-    "CONTRACTION",
-    "LAMBDA",
-    "MODEL",
-    "Columns",
-    "Setup",
-    "Truth",
-    "forward_of",
-    "make_scorer",
-    "of_tokens",
-    "propagated",
-    "quiet_score",
-    "setups",
-    "summed_gradient",
-    "truth",
-]
-
 CONTRACTION = allowed("contraction", torch.float64)
 """Float64, one contraction, relative to the sum of absolute terms."""
 MODEL = allowed("model", torch.float64)

@@ -23,16 +23,6 @@ from tests.property.decoder import explicit_attention
 from tests.property.properties_proofs import refusal
 from tests.property.tolerance import close
 
-__all__ = [
-    "check_a_call_is_what_the_model_computes",
-    "check_decoding_is_the_forward",
-    "check_layers_without_softmax_are_named",
-    "check_overrides_leave_nothing_behind",
-    "check_rows_beyond_the_limit_are_refused",
-    "check_scored_linears_are_the_linears_of_these_layers",
-    "check_what_is_not_scored_is_named",
-]
-
 CAST = 1e-6
 """transformers computes softmax and norms in float32 inside, whatever the model's dtype."""
 

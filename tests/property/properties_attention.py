@@ -25,8 +25,6 @@ from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
-__all__ = ["MASKS", "AttentionCase", "attention_cases"]
-
 EXACT = 1e-12
 MASKS = ("none", "causal", "window", "left", "packed", "broadcast", "blind", "additive", "by_head")
 STRUCTURES = ("documents", "holes", "sliding", "sliding documents", "sliding holes")

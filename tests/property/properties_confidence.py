@@ -23,15 +23,6 @@ from tests.property.properties import (
 )
 from tests.property.tolerance import close
 
-__all__ = [
-    "RuleCase",
-    "check_errors_are_unbiased",
-    "check_harmless",
-    "check_standard_errors",
-    "rule_cases",
-    "student",
-]
-
 
 def check_standard_errors(setup: Setup, estimator: str, scaled: bool = False) -> None:
     """Values with errors are the values without; the error is the delete-one jackknife's.

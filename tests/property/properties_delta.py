@@ -19,18 +19,6 @@ from alphatoken.oracle import delta_net
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
-__all__ = [
-    "DeltaCase",
-    "check_carried_errors_are_the_coefficients",
-    "check_one_forward_serves_both_backwards",
-    "check_propagation_goes_through_the_taps",
-    "check_the_convolution_alone",
-    "check_the_ordinary_backward_is_the_kernels",
-    "check_the_self_backward_holds_the_incoming_state",
-    "check_what_is_left_out_is_bounded",
-    "delta_cases",
-]
-
 TOLERANCE = 1e-10
 _NAMES = ("query", "key", "value", "decay", "beta")
 _MODULE = nn.Identity()

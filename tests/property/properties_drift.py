@@ -14,14 +14,6 @@ from alphatoken.direction.drift import check_distance
 from tests.property.properties_proofs import refusal
 from tests.property.tolerance import close
 
-__all__ = [
-    "check_a_fisher_of_something_else_is_refused",
-    "check_drift_is_the_relative_distance",
-    "check_files_give_the_same_drift",
-    "check_v_is_of_the_weights_as_they_are",
-    "check_v_is_the_definition",
-]
-
 EXACT = 1e-14
 
 

@@ -30,8 +30,6 @@ from tests.property.architectures import BY_NAME, MIXTURES, VOCABULARY, plain_fo
 from tests.property.strategies import MODES, SEEDS, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
-__all__ = ["ESTIMATORS", "MixtureCase", "mixture_cases"]
-
 ESTIMATORS = ("direct", "path", "label")
 """Those that are exact; what the others add is no error at an expert."""
 LAMBDA = 0.7

@@ -25,21 +25,6 @@ from tests.property.properties_algebra import EXACT
 from tests.property.strategies import SEEDS, make_batch
 from tests.property.tolerance import close
 
-__all__ = [
-    "BATCH",
-    "HeadCase",
-    "built",
-    "caps",
-    "check_head_losses",
-    "check_head_tangents",
-    "check_losses_asked_twice",
-    "check_observed_label_values",
-    "check_own_forward",
-    "check_tangents_at_other_hidden_states",
-    "head_cases",
-    "observed",
-]
-
 
 @dataclass(frozen=True)
 class HeadCase:

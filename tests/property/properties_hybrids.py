@@ -25,20 +25,6 @@ from tests.property.properties_proofs import refusal
 from tests.property.strategies import Rows, make_batch
 from tests.property.tolerance import allowed, close
 
-__all__ = [
-    "FAMILIES",
-    "HybridCase",
-    "check_a_cache_that_begins_changes_no_value",
-    "check_a_cached_pass_is_refused",
-    "check_a_state_to_begin_with_is_told",
-    "check_direct_is_the_diagonal_of_a_hybrid",
-    "check_one_forward_of_a_hybrid_serves_both",
-    "check_overrides_of_delta_nets_leave_nothing_behind",
-    "check_propagation_is_exact_for_the_value_rows",
-    "check_the_certificate_of_a_hybrid",
-    "hybrid_cases",
-]
-
 CACHE = (
     "cache"
     if "cache" in inspect.signature(Qwen3_5ForCausalLM.forward).parameters

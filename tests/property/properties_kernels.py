@@ -26,8 +26,6 @@ from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import allowed, close
 
-__all__ = ["KINDS", "PACKING", "KernelCase", "kernel_cases", "packed_batch"]
-
 KINDS = ("sdpa", "sdpa, mask", "rows", "documents", "padding")
 PACKING = ("bounds", "positions", "mask")
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -16,17 +16,6 @@ from hypothesis import strategies as st
 
 from alphatoken.compare.length_control import RIDGE, length_controlled_rate
 
-__all__ = [
-    "Comparisons",
-    "check_against_bisection",
-    "check_exchange_of_models",
-    "check_length_alone_is_even",
-    "check_without_covariance_it_is_plain",
-    "comparisons",
-    "lengths",
-]
-
-
 MANY = 40
 """How often each comparison is made where the ridge must weigh little."""
 

@@ -25,19 +25,6 @@ from alphatoken.model.batch_slice import around_documents, around_responses
 from tests.property.decoder import ReferenceAdapter
 from tests.property.strategies import Case, make_batch, make_case
 
-__all__ = [
-    "LONG",
-    "TRAPS",
-    "check_a_gradient_that_is_not_explained_is_named",
-    "check_a_slice_is_a_part_of_its_batch",
-    "check_a_slice_shows_what_its_batch_shows",
-    "check_a_slice_shows_which_documents_see_each_other",
-    "check_a_trap_is_refused",
-    "check_documents_that_see_each_other_are_refused",
-    "check_isolation_is_claimed_only_where_it_was_shown",
-    "refusal",
-]
-
 PLAIN = (("pprrr",), (("pprr",),))
 TRAPS: dict[str, tuple[Case, str, type[AlphaTokenError], str]] = {
     "hidden use": (

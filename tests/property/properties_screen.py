@@ -13,8 +13,6 @@ from alphatoken.oracle.gradients import token_losses
 from tests.property.properties_trainer import _arguments, _tokenizer, made_model, made_rows
 from tests.property.reference_step import Asked
 
-__all__ = ["check_screen", "screened_by_hand"]
-
 
 def screened_by_hand(
     model: Any, rows: list[dict[str, Any]], share: float, unit: str

@@ -33,14 +33,6 @@ from tests.property.reference_step import (
 )
 from tests.property.tolerance import close
 
-__all__ = [
-    "Seen",
-    "check_random_masks",
-    "check_the_trainer_is_the_reference",
-    "compared",
-    "trained",
-]
-
 MODEL = 1e-10
 """Float64, through a whole model and up to three optimizer steps, relative to the sum of absolute
 terms."""

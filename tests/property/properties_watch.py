@@ -19,8 +19,6 @@ from tests.property.test_fidelity_value_propagation import (
 )
 from tests.property.tolerance import close
 
-__all__ = ["cell", "drawn"]
-
 
 def drawn(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights in (1e-10, 1], some of them 0, and deviations over twelve powers of ten."""

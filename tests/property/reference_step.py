@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.properties_confidence import student
 
-__all__ = ["Asked", "Document", "Micro", "Replay", "Step", "Told", "plain_attention", "scored"]
-
 FLOOR = 1e-16
 """Lower limit of Adam's second moment in a preconditioner, as docs/optimizers.md states it."""
 

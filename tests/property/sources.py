@@ -11,8 +11,6 @@ import functools
 import textwrap
 from pathlib import Path
 
-__all__ = ["PACKAGE", "Definition", "definition", "place", "source_of"]
-
 PACKAGE = Path(__file__).parents[2] / "alphatoken"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -23,20 +23,6 @@ from torch import Tensor
 
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 
-__all__ = [
-    "BATCH_PINS",
-    "MODES",
-    "Case",
-    "ContractionCase",
-    "Factors",
-    "cases",
-    "configs",
-    "contractions",
-    "make_batch",
-    "make_case",
-    "rows",
-]
-
 Rows = tuple[str, ...]
 
 MODES = ("plain", "right", "left", "ragged", "packed")

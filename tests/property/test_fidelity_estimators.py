@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.data import Example, Row
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
@@ -28,21 +26,9 @@ from alphatoken.oracle import gradients as oracle
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
+from tests.rows import random_rows as rows_of
 
 QUICK = diagnostic.Options(layers=(1, 3), windows=(0, 2), draws=20, repeats=1)
-
-
-def rows_of(
-    lengths: Sequence[int], *, vocabulary: int = 11, prompt: int = 2, seed: int = 7
-) -> list[Example]:
-    """Rows of random ids; all but the first ``prompt`` tokens are response."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(1, vocabulary, (length,), generator=generator).tolist()
-        labels = [-100] * prompt + ids[prompt:]
-        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
-    return found
 
 
 def subject_of(model: nn.Module, **changes: object) -> Subject:

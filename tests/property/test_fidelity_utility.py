@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.data import Example, Row
 from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity import utility as diagnostic
@@ -26,20 +25,11 @@ from alphatoken.oracle import utility as oracle
 from alphatoken.oracle.evaluate import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
+from tests.rows import random_rows as rows_of
 
 QUICK = diagnostic.Options(
     groups=8, warmup=2, sweep_tokens=3, step_sizes=(1e-6, 1e-3, 1.0), draws=20, learning_rate=1e-4
 )
-
-
-def rows_of(lengths: Sequence[int], *, prompt: int = 2, seed: int = 7) -> list[Example]:
-    """Rows of random ids; all but the first ``prompt`` tokens are response."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(1, 11, (length,), generator=generator).tolist()
-        found.append(Example(Row(number, f"row {number}", ()), ids, [-100] * prompt + ids[prompt:]))
-    return found
 
 
 def decoder_of(**config: object) -> ReferenceDecoder:

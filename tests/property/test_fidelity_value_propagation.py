@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.data import Example, Row
+from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.fidelity import causal_parts
 from alphatoken.fidelity import value_propagation as diagnostic
@@ -34,6 +34,7 @@ from tests.property import decoder
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
+from tests.rows import random_rows
 
 EXACT, MODEL = 1e-10, 1e-11
 TINY = diagnostic.Options(pairs=100_000, bins=6, draws=10)
@@ -41,13 +42,7 @@ TINY = diagnostic.Options(pairs=100_000, bins=6, draws=10)
 
 def rows_of(config: DecoderConfig, lengths: Sequence[int], prompt: int = 1) -> list[Example]:
     """Rows of random ids; all but the first ``prompt`` tokens are response."""
-    generator = torch.Generator().manual_seed(7)
-    found = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(1, config.vocabulary, (length,), generator=generator).tolist()
-        labels = [-100] * prompt + ids[prompt:]
-        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
-    return found
+    return random_rows(lengths, vocabulary=config.vocabulary, prompt=prompt)
 
 
 def subject_of(model: nn.Module, rows: Sequence[Example], **changes: object) -> Subject:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, find, given, settings
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from alphatoken.oracle.gradients import known_labels, response_tokens
 from tests.property.decoder import DecoderConfig
-from tests.property.profiles import budget
+from tests.property.profiles import REACH, budget
 from tests.property.strategies import (
     MODES,
     Case,
@@ -30,13 +30,6 @@ from tests.property.strategies import (
     rows,
 )
 
-REACH = settings(
-    max_examples=2000,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 SHRINK = settings(REACH, phases=[Phase.generate, Phase.shrink])
 
 

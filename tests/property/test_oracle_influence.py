@@ -496,28 +496,6 @@ def test_gap_1_the_total_needs_the_prompt_positions() -> None:
     assert float((direct.sum() - expected).abs()) > 1e-3 * float(scale)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 3])
-def test_gap_2_the_gradient_of_one_loss_has_rank_up_to_t(position: int) -> None:
-    """Rank 1 only in the last layer's position-wise maps; below, one use per earlier position."""
-    case = make_case(Structure(layers=2, heads=4, groups=4), length=5)
-    token = (0, position + 1)
-    parameters = dict(case.model.named_parameters())
-    (gradient,) = gradients.per_token_gradients(
-        case.model, case.model, case.batch, parameters, [token]
-    )
-
-    def rank(name: str) -> int:
-        return int(torch.linalg.matrix_rank(gradient[name], rtol=1e-9))
-
-    distinct = len({*case.batch["input_ids"][0, : position + 1].tolist()})
-    assert rank("layers.1.up.weight") == 1
-    assert rank("layers.1.down.weight") == 1
-    assert rank("layers.0.down.weight") == position + 1
-    # at the first layer the value projection reads embeddings: repeated tokens share an input
-    assert rank("layers.0.v.weight") == distinct
-    assert rank("layers.1.v.weight") == min(position + 1, WIDTH)
-
-
 @settings(deadline=None)
 @given(
     structure=structures,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -40,7 +40,7 @@ from tests.property.architectures import (
     plain_forward,
 )
 from tests.property.devices import on_devices
-from tests.property.profiles import budget
+from tests.property.profiles import REACH, budget
 from tests.property.strategies import MODES, SEEDS, ContractionCase, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
@@ -54,13 +54,6 @@ pytestmark = [
 
 LAMBDA = 0.7
 LENGTH = 8
-REACH = settings(
-    max_examples=2000,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 LEAKING = ("gpt_oss", "qwen3_5")
 """Packed documents see each other there: no mask by positions, a recurrent state that runs on. A
 flash kernel keeps gpt_oss's apart, by their bounds."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PROPERTY", "Record", "allowed", "begin", "close", "finish", "summary", "unrecorded"]
-
 PROPERTY = "worst_error_over_tolerance"
 """Key under which a test's records travel in ``user_properties`` (also between processes)."""
 

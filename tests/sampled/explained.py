@@ -6,8 +6,6 @@ holes of the tests that are left, or are seen by a test of a slower tier.
 
 from __future__ import annotations
 
-__all__ = ["EXPLAINED"]
-
 EXPLAINED: dict[str, str] = {
     "select.losses._by_response:body0/value/orelse/args0:0": (
         "Equivalent: the tensor has two axes there, so 1 is the last one."

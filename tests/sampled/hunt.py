@@ -25,8 +25,6 @@ from _pytest.runner import runtestprotocol
 from tests.sampled.operators import Site, fingerprint, mutated
 from tests.sampled.reach import write_whole
 
-__all__ = ["Hunt"]
-
 Entry = dict[str, Any]
 
 

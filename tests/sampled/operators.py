@@ -18,8 +18,6 @@ from pathlib import Path
 
 from tests.property.sources import PACKAGE, Definition, definition, source_of
 
-__all__ = ["Site", "fingerprint", "functions", "mutated", "sites"]
-
 Path_ = tuple[tuple[str, int | None], ...]
 """Way from a function's node to one inside: fields, and places in lists."""
 

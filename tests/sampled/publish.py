@@ -14,8 +14,6 @@ from typing import Any
 
 from tests.sampled.explained import EXPLAINED
 
-__all__ = ["FOUND", "paragraphs", "summary", "wilson"]
-
 FOUND = Path(__file__).with_name("found.json")
 
 

@@ -18,8 +18,6 @@ import pytest
 from tests.property.sources import PACKAGE, definition
 from tests.sampled.operators import fingerprint, functions
 
-__all__ = ["Reach", "write_whole"]
-
 EVERY = 20
 """Tests between two writes of the file."""
 

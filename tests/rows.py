@@ -1,0 +1,30 @@
+"""Rows of tests: their files, and encoded ones of random ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from alphatoken.data import Example, Row
+
+
+def jsonl(path: Path, rows: Iterable[object]) -> Path:
+    """One line a row; a text is the line itself, whatever it says."""
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
+    return path
+
+
+def random_rows(
+    lengths: Sequence[int], *, vocabulary: int = 11, prompt: int = 2, seed: int = 7
+) -> list[Example]:
+    """Rows of random ids; all but the first ``prompt`` tokens are response."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
+    return found
