@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from alphatoken.compare.folder import GridFolder
 from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.compare.methods import PLAIN, START
 from alphatoken.compare.page import collect
