@@ -374,8 +374,7 @@ def _compared(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> lis
         difference = bootstrap(lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes")
         own = ", ".join(f"{m} {found.sets[m][name]['relative_shift']}" for m in found.sets)
         sentences.append(
-            f"Mean shift of a probe of {name}: {own}; {last} moves it by {difference} more than "
-            f"{first} (below zero: less)."
+            f"Mean shift of a probe of {name}: {own}; {last} minus {first} {difference}."
         )
     return sentences
 

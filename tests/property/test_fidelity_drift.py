@@ -337,7 +337,9 @@ def test_the_space_is_fitted_once_a_set_on_every_model(monkeypatch: pytest.Monke
 def test_the_answer_compares_the_last_model_with_the_first(three: Diagnosis):
     first = three.answer[0]
     assert first.startswith("Mean shift of a probe of first: near 0.00 [0.00, 0.00], far ")
-    assert "far moves it by" in first
+    moved = first.split("far ")[1].split(" [")[0]
+    assert float(moved) > 0  # and near has not moved at all
+    assert f"; far minus near {moved} [" in first
     assert any(sentence.startswith("far: Most moved") for sentence in three.answer)
 
 
