@@ -357,7 +357,7 @@ def keep_best(
     if not np.isfinite(score).all():
         token = int((~np.isfinite(score)).argmax())
         raise NumericalError("the score of a token is not finite", got=f"{score[token]} at {token}")
-    sizes = table.sizes if scope == "sequence" else np.asarray([table.tokens])
+    sizes = table.sizes if scope == "sequence" else np.asarray([table.tokens], np.int64)
     groups = np.repeat(np.arange(len(sizes)), sizes)
     # lexsort is stable: within ties the order of the table stays.
     order = np.lexsort((-score, groups))

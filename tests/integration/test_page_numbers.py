@@ -74,7 +74,7 @@ IN_RECIPES = (
         ],
     ),
     (
-        r"'\{\"reference_epochs\": 6.0\}', (\S+) on wrong words .* all, (\S+) on wrong words",
+        r"3.0e-5\}', (\S+) on wrong words .* all, (\S+) on wrong words",
         [GAIN.format(WORDS.format(m)) + "/mean" for m in ("rho-1", "full-step-all")],
     ),
 )
