@@ -600,7 +600,7 @@ def test_a_status_that_is_missed_for_a_moment_is_no_other_folder(
     fitted = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
     (entry,) = tmp_path.glob("*.safetensors")
     seen = iter([{"state": "fitting"}] * 8 + [None] + [{"state": "fitting"}] * 2)
-    monkeypatch.setattr(fisher_cache, "_read", lambda path: next(seen, {"state": "done"}))
+    monkeypatch.setattr(fisher_cache, "read_json", lambda path: next(seen, {"state": "done"}))
     monkeypatch.setattr(fisher_cache, "_died", lambda status: False)
     found = fisher_cache._wait(tmp_path, entry.stem, tmp_path / "x.json", lambda found: False)
     assert equal(found, fitted)
