@@ -74,6 +74,7 @@ def run(words: Sequence[str]) -> int:
     options, more = parse(words)
     if options.cell is not None:
         return _cell(Path(options.cell), allow_code=options.allow_code_execution)
+    from alphatoken.cli.folder import require_writable
     from alphatoken.compare.folder import GridFolder
     from alphatoken.compare.grid import all_cells
 
@@ -83,6 +84,7 @@ def run(words: Sequence[str]) -> int:
     if options.dry_run:
         return _show(cells, folder)
     if not options.report:
+        require_writable(folder.path)
         check_named_files(cells)
         run_cells(options, cells, folder)
     return _report(grid, cells, folder)
@@ -108,7 +110,11 @@ def _show(cells: Sequence[Cell], folder: Any) -> int:
 
 
 def check_named_files(cells: Sequence[Cell]) -> None:
-    """See that whatever is named by a path is there, before any cell runs; judges read theirs."""
+    """See that whatever is named by a path is there, before any cell runs.
+
+    Rows that are measured are read, and what judges are asked.
+    """
+    from alphatoken.compare.evaluate import check_rows
     from alphatoken.compare.measures import Measures
     from alphatoken.compare.scores import read_sets
 
@@ -120,9 +126,11 @@ def check_named_files(cells: Sequence[Cell]) -> None:
             )
             if path and not value.startswith("@") and not Path(value).is_file():
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
-    for measures in {cell.task: cell.measures for cell in cells}.values():
-        if measures is not None:
-            read_sets(Measures(**measures))
+    for cell in {cell.task: cell for cell in cells}.values():
+        if cell.measures is not None:
+            measures = Measures(**cell.measures)
+            check_rows(measures, cell.command)
+            read_sets(measures)
 
 
 def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:

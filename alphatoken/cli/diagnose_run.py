@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,14 @@ from alphatoken.cli.diagnose_plan import (
     without_room,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.cli.folder import collected_warnings, read_manifest, refuse_foreign, same_settings
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError, ModelError
+from alphatoken.cli.folder import (
+    collected_warnings,
+    read_manifest,
+    refuse_foreign,
+    require_writable,
+    same_settings,
+)
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.fidelity.budget import clock
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
@@ -216,15 +221,8 @@ def _check_libraries() -> None:
 
 def _check_out(path: Path, options: DiagnoseOptions) -> None:
     """See that the folder can be written, and holds nothing that would be mixed up."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise DataError(
-            "the output folder cannot be written",
-            got=str(error),
-            remedy="give another --output_dir",
-        ) from error
+    require_writable(path)
+    path.mkdir(parents=True, exist_ok=True)
     refuse_foreign(path / _MANIFEST, options, [path / entry.name for entry in DIAGNOSTICS])
 
 

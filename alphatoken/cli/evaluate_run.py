@@ -13,7 +13,8 @@ from typing import Any
 
 from alphatoken.cli.compare_grid import expanded, require_known
 from alphatoken.cli.evaluate import EvaluateOptions
-from alphatoken.compare.evaluate import measure, require_template
+from alphatoken.cli.folder import require_writable
+from alphatoken.compare.evaluate import check_rows, measure, require_template
 from alphatoken.compare.measures import OPPONENT, Measures
 from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
 from alphatoken.compare.tables import markdown, setting_text
@@ -56,6 +57,7 @@ def run(options: EvaluateOptions) -> None:
     command = _command(measures)
     parts = _find(options)
     _require_start(measures, command, parts)
+    check_rows(measures, command)
     ready = prepare(measures, allow_code=options.allow_code_execution)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)
@@ -94,6 +96,7 @@ def _check_output(out: Path, options: EvaluateOptions) -> None:
             got=str(out),
             remedy="--overwrite_output to replace it, or another --output_dir",
         )
+    require_writable(out)
 
 
 def _load(name: str, options: EvaluateOptions, adapter: str | None = None) -> Any:
@@ -139,7 +142,7 @@ def _measures(options: EvaluateOptions) -> Measures:
         )
     if measures.judge and not measures.sets:
         raise ConfigError("a judge has nothing to judge", got="no --judge_set")
-    for name in ("target_file", "retention_file", "code_file"):
+    for name in ("target_file", "choosing_file", "retention_file", "code_file"):
         path = getattr(measures, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name} is not there", got=path)

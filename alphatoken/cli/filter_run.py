@@ -14,7 +14,12 @@ import torch
 from alphatoken import FisherDrift, Scorer
 from alphatoken.cli.expecting import expect_scoring
 from alphatoken.cli.filter import FilterOptions
-from alphatoken.cli.folder import examples_digest, file_digest, same_settings
+from alphatoken.cli.folder import (
+    examples_digest,
+    file_digest,
+    require_writable,
+    same_settings,
+)
 from alphatoken.cli.reading import (
     encode_some,
     encoding,
@@ -125,13 +130,14 @@ def _check(options: FilterOptions, out: Path) -> None:
         raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
     if not out.parent.is_dir():
         raise ConfigError("the folder of --output_file is not there", got=str(out.parent))
-    if out.resolve() == Path(options.train_file).resolve():
-        raise ConfigError(
-            "--output_file is the input",
-            got=str(out),
-            why="the rows that were judged would be gone",
-            remedy="another file",
-        )
+    for given in (options.train_file, options.validation_file, options.fisher_file):
+        if given is not None and out.resolve() == Path(given).resolve():
+            raise ConfigError(
+                "--output_file is the input",
+                got=str(out),
+                why="what the rows are judged by, or the rows themselves, would be gone",
+                remedy="another file",
+            )
     if out.is_dir():
         raise ConfigError("--output_file is a folder", got=str(out), remedy="name a file in it")
     goes_on = options.resume and _journal(out).exists()
@@ -141,6 +147,7 @@ def _check(options: FilterOptions, out: Path) -> None:
             got=str(out),
             remedy="--overwrite_output to replace it, or another --output_file",
         )
+    require_writable(out.parent, "--output_file")
 
 
 def _records(options: FilterOptions) -> list[Mapping[str, Any]]:

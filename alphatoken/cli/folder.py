@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,28 @@ __all__ = [
     "file_digest",
     "read_manifest",
     "refuse_foreign",
+    "require_writable",
     "same_settings",
 ]
+
+
+def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
+    """See that a folder, there or still to be made, can be written; nothing is left behind.
+
+    Raises:
+        DataError: it cannot.
+    """
+    path = Path(folder).absolute()
+    there = next(one for one in (path, *path.parents) if one.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise DataError(
+            "the output folder cannot be written",
+            got=f"{option} {folder}: {error.strerror or error}",
+            why="the results would be lost when they are there",
+            remedy=f"give another {option}",
+        ) from error
 
 
 def examples_digest(examples: Sequence[Example]) -> str:

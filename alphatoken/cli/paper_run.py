@@ -25,6 +25,9 @@ def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
     work = Work(exhibit, options, tuple(more))
     if options.dry_run:
         return _show(work)
+    from alphatoken.cli.folder import require_writable
+
+    require_writable(work.root)
     if options.scale == LAPTOP:
         _prepare_rows(work)
     if not options.report:
@@ -153,25 +156,32 @@ def _prepare_rows(work: Work) -> None:
     """Write the rows of the laptop scale, unless they are there and made of the same files.
 
     Raises:
-        ConfigError: they are there, and were made of others.
+        ConfigError: they are there, were made of others, and are to be trained on.
     """
+    from alphatoken.cli.folder import file_digest
     from alphatoken.paper.rows import SOURCES, write_rows
 
     asked = {name: getattr(work.options, f"{name}_file") for name in SOURCES[work.family]}
-    files = {name: str(Path(path).absolute()) for name, path in asked.items() if path}
+    files = {name: Path(path).absolute() for name, path in asked.items() if path}
+    for path in files.values():
+        if not path.is_file():
+            raise ConfigError("a file of rows is not there", got=str(path))
+    # With a digest, or a file that was changed since would be taken for what is there.
+    now = {name: f"{path}, sha256 {file_digest(path)}" for name, path in files.items()}
     record = work.rows / "sources.json"
     if work.rows.is_dir():
         before = read_json(record) or {}
-        if files and before != files:
+        if before != now and not work.options.report:
+            own = "the standard library"
             raise ConfigError(
                 "the rows of this folder are of other files",
-                got=f"{before or 'the standard library'}, not {files}",
+                got=f"{before or own}, not {now or own}",
                 why="cells of one table would have been trained on different rows",
-                remedy="another --output_dir",
+                remedy="the same files, or another --output_dir",
             )
         return
     write_rows(work.rows, work.family, files)
-    write_json(record, files)
+    write_json(record, now)
 
 
 def _run_cells(work: Work) -> None:

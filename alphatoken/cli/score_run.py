@@ -18,6 +18,7 @@ from alphatoken.cli.folder import (
     collected_warnings,
     read_manifest,
     refuse_foreign,
+    require_writable,
     same_settings,
 )
 from alphatoken.cli.score import ScoreOptions
@@ -55,6 +56,9 @@ def run(options: ScoreOptions) -> None:
     here = launched()
     score_config(options)
     keep_count(options.ratio, 1)  # its error now, not after the first batch
+    require_writable(options.output_dir)
+    if options.write_dataset is not None:
+        require_writable(options.write_dataset, "--write_dataset")
     _check_dataset(options)
     check_engine(options, here)
     options = here.on_device(replace(options, format=_kind(options)))

@@ -140,16 +140,18 @@ def check_output(arguments: Any) -> None:
     """Refuse an output folder with something in it, unless it is to be resumed or overwritten.
 
     Raises:
-        ConfigError: it is not empty.
+        ConfigError: it is not empty, or a file. DataError: it cannot be written.
     """
+    from alphatoken.cli.folder import require_writable
+
     folder = Path(arguments.training.output_dir)
-    if not _first() or not folder.exists():
+    if not _first():
         return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise ConfigError("output_dir is a file", got=str(folder), remedy="name a folder")
     run = arguments.run
     going_on = run.resume or arguments.training.resume_from_checkpoint or run.overwrite_output
-    if os.listdir(folder) and not going_on:
+    if folder.exists() and os.listdir(folder) and not going_on:
         raise ConfigError(
             "the output folder is not empty",
             got=str(folder),
@@ -157,6 +159,7 @@ def check_output(arguments: Any) -> None:
             remedy="--resume to continue the run in it, --overwrite_output to start anew, or "
             "another --output_dir",
         )
+    require_writable(folder)
 
 
 def clear_output(arguments: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from alphatoken.compare.evaluate import measure
+from alphatoken.compare.evaluate import check_rows, measure
 from alphatoken.compare.folder import CellFolder, exclusive_lock
 from alphatoken.compare.measures import Measures
 from alphatoken.compare.scores import prepare
@@ -64,6 +64,7 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     measures = None if spec["measures"] is None else Measures(**spec["measures"])
     ready = None  # what is asked of the model is read before it is trained
     if measures is not None and _first():
+        check_rows(measures, spec["command"])
         ready = prepare(measures, allow_code=allow_code)
     if spec["kind"] == "train":
         model, tokenizer, found = _train(spec, folder, build, loaded)

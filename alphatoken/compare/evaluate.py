@@ -40,6 +40,7 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import ProgressSink, Tracker
 
 __all__ = [
+    "check_rows",
     "mean_response_loss",
     "measure",
     "preference_losses",
@@ -54,6 +55,44 @@ PairExamples = tuple[list[Example], list[Example]]
 
 
 # --- rows ---------------------------------------------------------------------------------------
+
+
+def _files(measures: Measures) -> dict[str, str]:
+    """Files of rows whose losses are measured, by what they are for, in the order of measuring."""
+    named = {n: getattr(measures, f"{n}_file") for n in ("retention", "choosing", "target")}
+    return {name: path for name, path in named.items() if path is not None}
+
+
+def _has_pairs(name: str, command: str) -> bool:
+    """Whether a file for this holds preference pairs, and not responses."""
+    return command == "dpo" and name != "retention"
+
+
+def check_rows(measures: Measures, command: str) -> None:
+    """Read every file of rows once, without a tokenizer: before a model is loaded or trained.
+
+    Args:
+        measures: what is asked for.
+        command: "sft" or "dpo": what target rows are.
+
+    Raises:
+        DataError: a file cannot be read, a row is none, or no row has a response.
+    """
+    for name, path in _files(measures).items():
+        answered = False
+        for i, (place, record) in enumerate(read_records(path)):
+            if _has_pairs(name, command):
+                pair_of(record, i, place)
+                answered = True
+            else:
+                row = text_or_row(record, i, place, Fields())
+                answered = answered or bool(row.response.strip())
+        if not answered:
+            raise DataError(
+                f"{name}_file has no response to measure",
+                got=path,
+                remedy="rows of which one at least has a response",
+            )
 
 
 def read_examples(
@@ -228,20 +267,19 @@ def measure(
     ready = prepare(measures, allow_code=allow_code) if prepared is None else prepared
     before: Callable[[], nn.Module] = cache(start)
     batch_size = measures.batch_size
-    files = {n: getattr(measures, f"{n}_file") for n in ("retention", "choosing", "target")}
-    files = {name: path for name, path in files.items() if path is not None}
+    files = _files(measures)
     parts = len(files) + len(ready.tasks) + bool(measures.code_file) + len(ready.sets)
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
     each: dict[str, Each] = {}
     for name, path in files.items():
         reading = (path, tokenizer, measures.max_length)
-        if command == "sft" or name == "retention":
-            rows = read_examples(*reading, chat=measures.chat)
-            each[name] = _row_losses(model, rows, batch_size)
-        else:
+        if _has_pairs(name, command):
             pairs = read_pair_examples(*reading, chat=measures.chat)
             each[name] = _pair_losses(model, before(), pairs, beta, batch_size)
+        else:
+            rows = read_examples(*reading, chat=measures.chat)
+            each[name] = _row_losses(model, rows, batch_size)
         tracker.report(next(finished))
     details = {
         f"{name}_{figure}": value

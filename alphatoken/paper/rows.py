@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data import read_records
+from alphatoken.data import Fields, pair_of, read_records, text_or_row
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import write_jsonl
@@ -72,14 +72,15 @@ def write_rows(
         seed: of the draw.
 
     Raises:
-        DataError: a source has too few rows that are short enough.
+        DataError: a file cannot be read, a row of it is no row (pair), or a source has too few
+            rows that are short enough.
     """
     generator = random.Random(f"paper {grid} {seed}")
     given = {name: path for name, path in (files or {}).items() if name in SOURCES[grid]}
     drawn: dict[str, list[Record]] = {}
     for name in SOURCES[grid]:
         if name in given:
-            drawn[name] = _fitting(map(_plain, read_records(given[name])), generator)
+            drawn[name] = _fitting(_users(given[name], name, grid), generator)
         elif name in (own := sources_of(grid)):
             drawn[name] = _fitting(own[name](), generator)
     sizes = dict(SIZES[grid])
@@ -98,9 +99,15 @@ def write_rows(
     partial.rename(folder)
 
 
-def _plain(found: Any) -> Record:
-    """A record of a user's file, without its place."""
-    return dict(found[1])
+def _users(path: str | Path, name: str, grid: str) -> Iterator[Record]:
+    """Records of a user's file, each of which can be read as the cells will read it."""
+    pairs = grid == "dpo" and name in ("train", "target")
+    for i, (place, record) in enumerate(read_records(path)):
+        if pairs:
+            pair_of(record, i, place)
+        else:
+            text_or_row(record, i, place, Fields())
+        yield dict(record)
 
 
 def _cut(rows: Sequence[Record], sizes: Mapping[str, int], source: Any) -> dict[str, list[Record]]:

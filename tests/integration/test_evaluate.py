@@ -31,7 +31,15 @@ def write(path: Path, rows: Sequence[Any]) -> str:
 def files(tmp_path: Path) -> dict[str, str]:
     stored = [{**one, "output": " zq vxjq zq vxjq"} for one in QUESTIONS]
     pairs = [{"prompt": "ask", "chosen": " the value", "rejected": " zq vx"}] * 2
+    (tmp_path / "broken.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS[:2]) + '{"prompt": "If'
+    )
+    silent = [{"prompt": "If the object is", "response": " "}]
     return {
+        "broken": str(tmp_path / "broken.jsonl"),
+        "empty": write(tmp_path / "empty.jsonl", []),
+        "silent": write(tmp_path / "silent.jsonl", silent),
+        "mixed": write(tmp_path / "mixed.jsonl", [*pairs, ROWS[0]]),
         "rows": write(tmp_path / "rows.jsonl", ROWS),
         "pairs": write(tmp_path / "pairs.jsonl", pairs),
         "questions": write(tmp_path / "questions.jsonl", QUESTIONS),
@@ -129,6 +137,16 @@ def test_pairs_are_measured_against_the_start(
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
+    "a broken row": (["--target_file", "{broken}"], "broken JSON line. Got: broken.jsonl, line 3"),
+    "a broken row of a later file": (
+        ["--retention_file", "{rows}", "--target_file", "{broken}"], "broken JSON line",
+    ),
+    "no row": (["--retention_file", "{empty}"], "retention_file has no response to measure"),
+    "no response": (["--target_file", "{silent}"], "target_file has no response to measure"),
+    "other columns": (["--target_file", "{questions}"], "the row has no response field"),
+    "one row that is no pair": (
+        ["--target_file", "{mixed}", "--start", "m"], "the row has no chosen response",
+    ),
     "nothing": ([], "nothing is to be measured"),
     "no file": (["--target_file", "no.jsonl"], "target_file is not there"),
     "no code": (["--code_file", "no.jsonl"], "code_file is not there"),
@@ -162,6 +180,12 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer than none": (["--tasks", "mmlu", "--shots", "mmlu=-1"], "whole numbers from 0"),
     "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
+    "a folder in a file": (
+        ["--target_file", "{rows}", "--output_dir", "{rows}/out"], "folder cannot be written",
+    ),
+    "a folder that is no place": (
+        ["--target_file", "{rows}", "--output_dir", "/proc/out"], "folder cannot be written",
+    ),
     "a file for a folder": (["--target_file", "{rows}", "--output_dir", "{rows}"], "is a file"),
 }  # fmt: skip
 
@@ -182,11 +206,40 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     more, said = REFUSED[name]
     words = ["evaluate", str(library_decoder), "--output_dir", files["out"]]
     words += [word.format(**files) for word in more] + (["--dry_run"] if dry else [])
-    assert main(words) == 2
+    assert main(words) == (1 if "cannot be written" in said else 2)
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
     assert not Path(files["out"]).exists()
+
+
+@pytest.mark.parametrize("command", ["score", "filter", "sft", "compare", "paper", "diagnose"])
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(
+    command: str, library_decoder: Path, files: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A file stands where a folder would have to be; no model is loaded, and no cell begins."""
+    from alphatoken.train import loading
+
+    monkeypatch.setattr(loading, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
+    model = ["--model_name_or_path", str(library_decoder)]
+    rows = ["--train_file", files["rows"], "--validation_file", files["rows"]]
+    grid = tmp_path / "grid.yaml"
+    task = {"command": "sft", "measures": {"target_file": files["rows"]}}
+    content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
+    grid.write_text(yaml.safe_dump(content))
+    within = f"{files['rows']}/out"
+    words = {
+        "filter": [*model, *rows, "--output_file", f"{within}/kept.jsonl"],
+        "compare": ["--config", str(grid), "--output_dir", within],
+        "paper": ["ablation_rq3", "--scale", "laptop", "--output_dir", within],
+        "diagnose": ["coverage", *model, *rows, "--output_dir", within],
+    }.get(command, [*model, *rows, "--output_dir", within])
+    assert main([command, *words]) in (1, 2)
+    error = capsys.readouterr().err
+    said = "of --output_file is not there" if command == "filter" else "folder cannot be written"
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_an_adapter_without_its_base_is_refused(
@@ -226,6 +279,8 @@ def test_a_cell_reads_what_it_measures_before_it_trains(
     judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
     for measures, said in (
         (Measures(code_file=files["rows"]), "without --allow_code_execution"),
+        (Measures(target_file=files["broken"]), "broken JSON line"),
+        (Measures(target_file=files["rows"], choosing_file=files["mixed"]), "no response field"),
         (
             Measures(
                 judge_sets={"a": {"questions": files["questions"], "opponent": files["others"]}},
@@ -252,6 +307,19 @@ def test_a_grid_reads_its_judge_sets_before_any_cell(
     assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
     assert "stored answers are to other questions" in capsys.readouterr().err
     assert not list(Path(files["out"]).glob("*/*"))
+
+
+def test_a_grid_reads_the_rows_that_it_measures_before_any_cell(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = tmp_path / "grid.yaml"
+    for measured, said in (("broken", "broken JSON line"), ("empty", "no response to measure")):
+        task = {"command": "sft", "measures": {"target_file": files[measured]}}
+        content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
+        grid.write_text(yaml.safe_dump(content))
+        assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
+        assert said in capsys.readouterr().err
+        assert not list(Path(files["out"]).glob("*/*"))
 
 
 def test_cells_measured_before_there_were_shots_stay_valid() -> None:

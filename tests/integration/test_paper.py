@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import os
 import re
 import statistics
 from pathlib import Path
@@ -76,6 +79,97 @@ def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None
     counts = {len(line.printed) for group in exhibit.groups for line in group.lines}
     assert counts <= {0, len(exhibit.columns["full"])}
     assert exhibit.kind == "figure" or counts == {len(exhibit.columns["full"])}
+
+
+NAMED = {
+    "Pre-trained": "start", "Base": "start", "Standard FT": "standard", "Full AlphaToken":
+    "alphatoken", "Top-ρ": "alphatoken", "Random-ρ": "random", "Bottom-ρ": "bottom",
+    "No Fisher proxy": "adaptation-only", "Diagonal Fisher": "alphatoken",
+    "Kronecker Fisher": "kronecker", "Shared τ_ρ for y⁺/y⁻": "shared-threshold",
+    "Masked DPO logit": "masked-logit",
+}  # fmt: skip
+"""Rows that are not called as their methods are."""
+
+SETTINGS = {
+    "ρ": ("keep_ratio",), "λ": ("stability_weight",), "W": ("window",), "layers": ("score_layers",),
+    "B_val": ("validation_rows", "validation_batch_size"), "β": ("beta",),
+}  # fmt: skip
+"""Last word of a group of settings -> the options that its rows set."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "adaptation-only": {"objective": "adaptation"},
+    "stability-only": {"objective": "stability"},
+    "direct-only": {"path": "direct"},
+    "causal-only": {"path": "causal"},
+    "kronecker": {"retention": "kronecker"},
+    "shared-threshold": {"shared_threshold": True},
+    "masked-logit": {"masked_logit": True, "precompute_ref_log_probs": False},
+    "random": {"policy": "random"},
+    "bottom": {"policy": "bottom"},
+}
+"""How variants differ from AlphaToken, and in nothing else."""
+
+
+@pytest.mark.parametrize("exhibit", [one for one in RUN if one.groups], ids=lambda one: one.name)
+def test_a_row_is_made_by_the_method_that_it_names(exhibit: Exhibit) -> None:
+    """Settings are numbers, which the next test compares."""
+    for group in exhibit.groups:
+        for line in group.lines:
+            if group.title.split()[-1] not in SETTINGS:
+                known = line.name.partition(" (")[0]
+                assert NAMED.get(known, known.lower().replace(" ", "-")) == line.method
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("label", ["fig:sensitivity", "tab:app:dpo_sensitivity"])
+def test_a_row_of_a_setting_trains_with_the_number_that_it_names(
+    label: str, scale: str, tmp_path: Path
+) -> None:
+    """And differs from AlphaToken's own cell in that option alone."""
+    here = work(find(label), scale, tmp_path)
+    cells = {(cell.task, cell.policy): cell.options for cell in here.cells if cell.seed == 0}
+    for group in here.exhibit.groups:
+        names = SETTINGS[group.title.split()[-1]]
+        task = "laptop" if scale == "laptop" else group.task
+        for line in group.lines:
+            options, base = cells[task, line.method], cells[task, "alphatoken"]
+            differing = {k for k in {*options, *base} if options.get(k) != base.get(k)} - {"policy"}
+            taken = {*names[-1:], *differing, *(names if scale == "full" else ())}
+            assert differing <= set(names)
+            assert bool(differing) == (line.method != "alphatoken")
+            for name in taken:
+                default = {"beta": 0.1}.get(name)
+                assert float(options.get(name, default)) == float(line.name), (line.method, name)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_variant_differs_from_alphatoken_in_what_it_names(scale: str, tmp_path: Path) -> None:
+    seen = set()
+    for exhibit in RUN:
+        here = work(exhibit, scale, tmp_path)
+        cells = {(cell.task, cell.policy): cell.options for cell in here.cells if cell.seed == 0}
+        for (task, method), options in cells.items():
+            if method in CHANGES:
+                base, change = cells[task, "alphatoken"], CHANGES[method]
+                differing = {k: options.get(k) for k in {*options, *base}
+                             if options.get(k) != base.get(k)}  # fmt: skip
+                neutral = {"policy", "keep_scope", "kept_normalization"} - set(change)
+                assert {k: v for k, v in differing.items() if k not in neutral} == change
+                seen.add(method)
+    assert seen == set(CHANGES)
+
+
+def test_a_table_is_of_three_seeds_and_a_diagnosed_figure_of_one(tmp_path: Path) -> None:
+    for exhibit in RUN:
+        for scale in SCALES:
+            found = {c.seed for c in work(exhibit, scale, tmp_path).cells if c.measures is not None}
+            assert found == ({0, 1, 2} if exhibit.groups else {0}), exhibit.label
+
+
+def test_reading_a_grid_leaves_the_environment(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    assert work(find("ablation_rq3"), "laptop", tmp_path).grid.tasks
+    assert dict(os.environ) == before
 
 
 def test_the_paper_s_means_are_means_of_what_it_prints() -> None:
@@ -259,12 +353,16 @@ def test_grids_that_cannot_be_read(tmp_path: Path) -> None:
 def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows", family)
     seen: dict[str, str] = {}
+    ends: dict[str, str] = {}
     for path in sorted((tmp_path / "rows").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(rows) >= 8
         for row in rows:
             key = row.get("prompt", row.get("text"))
             assert seen.setdefault(key, path.name) == path.name
+            # A paragraph may be the text of one row and the end of another's response.
+            body = row.get("text") or row.get("response") or row["chosen"]
+            assert ends.setdefault(body[-60:], path.name) == path.name
     assert set(SIZES[family]) <= {path.stem for path in (tmp_path / "rows").glob("*.jsonl")}
 
 
@@ -280,6 +378,111 @@ def test_rows_of_the_users_own_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 rows of at most 480 letters"):
         write_rows(tmp_path / "rows", "metamath", {"train": mine})
     assert len((tmp_path / "rows" / "train.jsonl").read_text().splitlines()) == len(train)
+
+
+def test_rows_are_drawn_from_the_whole_file_the_same_each_time(tmp_path: Path) -> None:
+    """Not its first ones: a file may be sorted. Of a pair the longer response counts."""
+    pairs = [
+        {"prompt": f"q{i}", "chosen": f"yes {i}", "rejected": "no " * (200 if i % 2 else 1)}
+        for i in range(800)
+    ]
+    mine = tmp_path / "pairs.jsonl"
+    mine.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    prose = tmp_path / "prose.jsonl"
+    prose.write_text("".join(json.dumps({"text": f"so {i}"}) + "\n" for i in range(300)))
+    files = {"train": mine, "warm": prose, "retention": prose, "target": mine}
+    for name in "ab":
+        write_rows(tmp_path / name, "dpo", files)
+    first, again = ((tmp_path / n / "train.jsonl").read_text() for n in "ab")
+    assert first == again
+    numbers = [int(json.loads(line)["prompt"][1:]) for line in first.splitlines()]
+    assert len(numbers) == SIZES["dpo"]["train"]
+    assert not any(i % 2 for i in numbers)
+    assert max(numbers) > 400
+    assert numbers != sorted(numbers)
+
+
+def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
+    """Nor those of a user's file for the standard library's; what is there can be laid out."""
+    from alphatoken.cli.paper_run import _prepare_rows
+
+    mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
+    rows = [{"prompt": f"What is {i}?", "response": f"{i}, no more."} for i in range(260)]
+    for path in (mine, other):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {f"{name}_file": str(mine) for name in ("train", "target", "retention")}
+
+    def prepared(**files: Any) -> None:
+        _prepare_rows(work(find("metamathqa-gemma4b"), "laptop", tmp_path / "out", **files))
+
+    prepared(**given)
+    prepared(**given)
+    with pytest.raises(ConfigError, match="of other files"):
+        prepared(**{**given, "train_file": str(other)})
+    with pytest.raises(ConfigError, match="not the standard library"):
+        prepared()
+    prepared(report=True)
+    mine.write_text(mine.read_text().replace("no more", "no less"))
+    with pytest.raises(ConfigError, match="of other files"):  # it was changed since
+        prepared(**given)
+
+
+def test_rows_that_no_cell_could_read_are_not_written(tmp_path: Path) -> None:
+    """Or a file that is mended later would be met by the rows of before."""
+    wrong = tmp_path / "wrong.jsonl"
+    for rows, grid, said in (
+        ([{"foo": f"a{i}"} for i in range(300)], "sft", "line 1 has 'foo'"),
+        ([{"prompt": f"q{i}", "response": "r"} for i in range(300)], "dpo", "no chosen response"),
+    ):
+        wrong.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(DataError, match=said):
+            write_rows(tmp_path / "rows", grid, {"train": wrong})
+        assert not (tmp_path / "rows").exists()
+
+
+# --- what a figure's diagnostic is given --------------------------------------------------------
+
+
+def test_rows_for_validation_are_no_training_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    from alphatoken.cli.paper_figures import _export
+
+    here = work(find("fig:component_attribution"), "full", tmp_path)
+    (task,) = here.grid.tasks
+    names = [task.options[f"{kind}_column"] for kind in ("prompt", "response")]
+    rows = [{name: f"{name} {i}" for name in names} for i in range(90)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    _export(here, task, tmp_path / "rows")
+    train, held = (
+        [json.loads(line) for line in (tmp_path / f"rows/{n}.jsonl").read_text().splitlines()]
+        for n in ("train", "validation")
+    )
+    assert (len(train), len(held)) == (58, 32)
+    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held)
+    assert {tuple(sorted(row)) for row in (*train, *held)} == {("prompt", "response")}
+
+
+def test_a_diagnostic_is_given_the_models_of_the_methods(tmp_path: Path) -> None:
+    here = work(find("fig:app:representation_stability"), "laptop", tmp_path)
+    asked = here.exhibit.diagnosis
+    assert asked is not None
+    assert asked.others
+    from alphatoken.cli.paper_figures import words_of
+
+    words = words_of(here, asked, here.grid.tasks[0], tmp_path / "out")
+    given = {flag: words[i + 1] for i, flag in enumerate(words) if flag.startswith("--")}
+    cells = {cell.policy: cell for cell in here.cells if cell.task == "laptop"}
+    folder = {name: str(here.folder.of(cell).model) for name, cell in cells.items()}
+    assert given["--model_name_or_path"] == folder[asked.model]
+    assert asked.reference is not None
+    start = here.backbone_of(cells[asked.model])
+    assert given["--reference"] == {**folder, "start": start}[asked.reference]
+    beside = [words[i + 1] for i, flag in enumerate(words) if flag == "--beside"]
+    assert beside == [f"{name}={folder[name]}" for name in asked.others]
+    assert len({*beside, given["--model_name_or_path"]}) == len(asked.others) + 1
 
 
 # --- the layout ---------------------------------------------------------------------------------
@@ -311,6 +514,11 @@ def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
     assert '<td class="best">0.900</td>' in page
     assert '<th colspan="3" class="over">Loss (nats)</th>' in page
     assert "Objective,Adaptation-only,adaptation-only" in to_csv(table)
+    lines = [one for one in csv.DictReader(io.StringIO(to_csv(table))) if one["column"] and
+             one["method"] == "alphatoken"]  # fmt: skip
+    assert [float(one["deviation"]) for one in lines] == pytest.approx(
+        [0.0, deviation, statistics.stdev([1.5, 1.6])]
+    )
 
 
 def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
@@ -351,6 +559,16 @@ def test_figures_of_a_grid_are_drawn(label: str) -> None:
         len(exhibit.groups) if exhibit.picture == "lines" else 1
     )
     assert len(figure.data.rows) == sum(len(group.lines) for group in exhibit.groups)
+
+
+def test_a_bar_is_the_mean_and_reaches_over_the_seeds() -> None:
+    from alphatoken.paper.layout import Row
+    from alphatoken.paper.pictures import _over_seeds
+
+    row = Row("a", "a", ((1.0, 1.0, 4.0), (2.0,), ()), (), (3, 3))
+    found = _over_seeds(row, 0)
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 4.0)
+    assert (_over_seeds(row, 1), _over_seeds(row, 2)) == (2.0, None)
 
 
 # --- what choosing costs ------------------------------------------------------------------------

@@ -167,6 +167,8 @@ def test_eaft_by_hand() -> None:
     assert found == pytest.approx([two / math.log(3), 1.0, 0.0])
     square = on_tokens(EAFT(k=3, alpha=2.0).weights(of), of)[0]
     assert square == pytest.approx([x**2 for x in found])
+    # Of the three alike two count: an entropy of all three, over log 2, would be above 1.
+    assert on_tokens(EAFT(k=2).weights(of), of)[0] == pytest.approx([two / math.log(2), 1.0, 0.0])
     kept = EAFT(PolicySettings("budget", 0.3), k=3).weights(of)
     assert on_tokens(kept, of) == [[0, 1, 0]]
     assert EAFT().k == 20

@@ -41,6 +41,8 @@ def one_at_a_time(
     row: Row, model: Any, tokenizer: Any, alternatives: int, most: int
 ) -> list[float]:
     """Share of wrong ends of each response token, by transformers' own greedy generation."""
+    ends, limit = model.generation_config.eos_token_id, model.config.max_position_embeddings
+    ends = ends if isinstance(ends, list) else [ends]
     ids, labels = row["input_ids"], row["labels"]
     start = next(i for i, label in enumerate(labels) if label != -100)
 
@@ -56,13 +58,13 @@ def one_at_a_time(
         fails = 0
         for other in others:
             prefix = [*ids[:t], other]
-            ended = other == tokenizer.eos_token_id
+            room = 0 if other in ends else min(most, limit - len(prefix))
             whole = prefix
-            if not ended:
+            if room > 0:
                 given = torch.tensor([prefix])
                 whole = model.generate(
                     input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
-                    max_new_tokens=most, pad_token_id=0, eos_token_id=tokenizer.eos_token_id,
+                    max_new_tokens=room, pad_token_id=0, eos_token_id=ends,
                 )[0].tolist()  # fmt: skip
             fails += said(whole[start:]) != target
         shares.append(fails / alternatives)
@@ -97,6 +99,46 @@ def test_critical_tokens_are_those_of_one_continuation_at_a_time(
     np.testing.assert_array_equal(table.columns["wrong"], np.concatenate(wanted))
     assert {0.0, 1.0} <= set(table.columns["wrong"].tolist()), "one kind of token only"
     assert bool((table.columns["answered"] == 1).all())
+
+
+@pytest.mark.parametrize("what", ["end token", "limit"])
+def test_nothing_follows_an_end_token_or_the_models_limit(tmp_path: Path, what: str) -> None:
+    """Some replacements of a batch are not continued or less far: the answer is what is there."""
+    model, tokenizer = tiny.model().eval(), tiny.tokenizer()
+    own = own_answer(model, tokenizer)
+    rows = rows_of([*TEXTS, own] if what == "end token" else [own], tokenizer)
+    free = [one_at_a_time(row, model, tokenizer, 3, 3) for row in rows]
+    if what == "end token":  # one that the model often finds likely
+        model.generation_config.eos_token_id = [2, tokenizer.convert_tokens_to_ids("s")]
+    else:  # the row fills the model
+        model.config.max_position_embeddings = len(rows[0]["input_ids"])
+    wanted = [one_at_a_time(row, model, tokenizer, 3, 3) for row in rows]
+    assert wanted != free, "all are continued"
+    policy = CFT(alternatives=3, max_new_tokens=3, batch=7)
+    table = policy.measured(stage(tmp_path, rows, model, tokenizer))
+    np.testing.assert_allclose(table.columns["wrong"], np.concatenate(wanted), atol=1e-6)
+
+
+def test_a_number_of_the_prompt_is_no_answer(tmp_path: Path) -> None:
+    """A response without one has none, whatever stands before it, in this turn or an earlier."""
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    answered, silent = rows_of([TEXTS[0], ("5+5=", " who knows")], tokenizer)
+    both = {name: answered[name] + silent[name] for name in answered}
+    found = CFT(max_new_tokens=2).measured(stage(tmp_path, [both], model, tokenizer))
+    tokens = [sum(label != -100 for label in row["labels"]) for row in (answered, silent)]
+    assert found.columns["answered"].tolist() == [1.0] * tokens[0] + [0.0] * tokens[1]
+
+
+@pytest.mark.parametrize(
+    "other", [{"alternatives": 1}, {"max_new_tokens": 2}, {"answer": r"\d"}, {"batch": 5}]
+)
+def test_a_pass_with_other_options_is_made_anew(tmp_path: Path, other: dict[str, Any]) -> None:
+    """All but the size of its batches, which changes nothing."""
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    here = stage(tmp_path, rows_of(TEXTS[2:], tokenizer), model, tokenizer)
+    for options in ({"max_new_tokens": 1}, {"max_new_tokens": 1, **other}):
+        CFT(**options).measured(here)
+    assert len(list(tmp_path.glob("cft-*.safetensors"))) == (1 if "batch" in other else 2)
 
 
 def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
