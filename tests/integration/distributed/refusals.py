@@ -17,7 +17,11 @@ ASKED: dict[str, tuple[dict[str, Any], ...]] = {
         {"preconditioner": "frozen"},
     ),
     "zero2": ({"scoring_forward": "shared"}, {"preconditioner": "full"}),
-    "zero3": ({"scoring_forward": "shared"}, {"estimator": "label"}),
+    "zero3": (
+        {"scoring_forward": "shared"},
+        {"estimator": "label"},
+        {"value_parameters": "linears,experts"},
+    ),
 }
 
 
