@@ -241,16 +241,8 @@ def _refused_options(
             else "a global threshold is known only when the whole step has been scored",
             remedy="scoring_forward='auto'; it costs about a third of a step",
         )
-    choice = ParameterChoice.read(options.value_parameters, "value_parameters")
-    if kind == "zero3" and choice.experts:
-        yield ConfigError(
-            "values over experts cannot be had under ZeRO-3",
-            got=f"value_parameters={options.value_parameters!r}, layout {kind}",
-            why="DeepSpeed ends with an assertion of its own when such a mixture trains: it counts "
-            "the gradient of one tensor twice",
-            remedy="FSDP2, which has weights in parts too; or DDP, ZeRO-1 or 2",
-        )
-    if kind in SHARDED and (options.estimator == "label" or not choice.captured):
+    captured = ParameterChoice.read(options.value_parameters, "value_parameters").captured
+    if kind in SHARDED and (options.estimator == "label" or not captured):
         yield ConfigError(
             "this estimator cannot run on sharded weights",
             got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "
