@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
     local = kind(include_path=include_path, include_defaults=False)
     if plain <= set(local.all_tasks):
         return local
-    manager = kind(include_path=include_path)
+    manager = _all_tasks(kind) if include_path is None else kind(include_path=include_path)
     unknown = [name for name in names if name in plain and name not in manager.all_tasks]
     if unknown:
         raise ConfigError(
@@ -167,6 +168,12 @@ def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
             remedy="task_path: FOLDER with its YAML file, or the path of that file",
         )
     return manager
+
+
+@cache
+def _all_tasks(kind: Any) -> Any:
+    """lm-eval's own, read once: each group of tasks asks for them, and they take ten seconds."""
+    return kind()
 
 
 def _is_file(name: str) -> bool:

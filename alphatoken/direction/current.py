@@ -42,7 +42,7 @@ from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, Scope, record, used_outside
 from alphatoken.model.parameter_choice import ParameterChoice
-from alphatoken.model.protocol import DecoderAdapter, ScoredExperts
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.precision import wide
 
@@ -256,14 +256,6 @@ class DirectionBuilder:
                 why="it moves whole weights along M within one forward, and no process has them",
                 remedy=f"estimator={others}; or a layout in which each process has the weights "
                 "(DDP, ZeRO-1 or 2)",
-            )
-        if any(isinstance(linear, ScoredExperts) for linear in self.scope.linears):
-            raise UnsupportedError(
-                "experts cannot be captured on sharded weights",
-                got=f"parameters={self.config.parameters!r}",
-                why="M would be gathered a whole 3-D tensor at a time, which no run has tried",
-                remedy="parameters='linears' with uncovered='skip'; or a layout in which each "
-                "process has the weights (DDP, ZeRO-1 or 2)",
             )
         if self._used_outside:
             raise UnsupportedError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from alphatoken.estimate import contraction
 from alphatoken.estimate.columns import uses_by_weight
 from alphatoken.model.capture import LinearUse, Recorder
+from alphatoken.model.protocol import ScoredExperts
 from alphatoken.support.precision import full_precision
 
 __all__ = ["captured_gradients", "gradient_of"]
@@ -63,18 +64,17 @@ def _terms(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, gradient, sum of the norms of its terms) for a use's weight, then its bias."""
     linear, experts = use.linear, use.experts
-    if experts is None:
+    if not isinstance(linear, ScoredExperts) or experts is None:
         gradient = contraction.outer_sum(error, use.x)
     else:
-        count = linear.weight.shape[0]
-        gradient = contraction.expert_outer_sums(error, use.x, experts, count)
+        gradient = contraction.expert_outer_sums(error, use.x, experts, linear.count)
     # A term delta (x) x has rank 1, so its Frobenius norm is ||delta|| ||x||.
     sizes = error.to(gradient).norm(dim=-1)
     size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
     yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size
     if linear.bias_name in names:
-        if experts is None:
+        if not isinstance(linear, ScoredExperts) or experts is None:
             summed = error.flatten(0, -2).to(gradient).sum(0)
         else:
-            summed = contraction.expert_sums(error, experts, count)
+            summed = contraction.expert_sums(error, experts, linear.count)
         yield names[linear.bias_name], summed, sizes.sum()

@@ -501,16 +501,53 @@ class Recorder:
 
     def on_call(
         self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
-    ) -> None:
+    ) -> Tensor | None:
         """After a scored linear ran; the forward hook that ``record`` puts on it."""
-        if isinstance(output, Tensor) and args:
-            self.on_linear(linear, args[0], output)
+        if not isinstance(output, Tensor) or not args:
+            return None
+        return self.on_linear(linear, args[0], output)
 
-    def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> None:
-        """Keep one use if it is in a graph; generation and reference models leave no trace."""
-        if s.requires_grad:
+    def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> Tensor | None:
+        """Keep one use if it is in a graph; generation and reference models leave no trace.
+
+        Shared experts are called on (b t, i), the positions of all rows one after the other. Such
+        a use is kept as (b, t, i), and errors are asked for at a view that the model goes on with.
+
+        Returns:
+            That view in the shape of ``s``; None where the model goes on with ``s`` itself.
+
+        Raises:
+            ModelError: the linear was not called once on every position of the batch.
+        """
+        if not s.requires_grad:
+            return None
+        if s.ndim == 3:
             self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
+            return None
+        shape = self._positions(linear.name, s.shape[:-1])
+        self._keep()
+        x, rows = x.detach().reshape(*shape, -1), s.view(*shape, -1)
+        self.linears.append(LinearUse(linear, x, rows, self.execution))
+        return rows.view(s.shape)
+
+    def _positions(self, name: str, rows: torch.Size) -> torch.Size:
+        """(b, t) of the pass that runs, all of whose positions these rows are, one after the other.
+
+        Raises:
+            ModelError: they are more or fewer, or lie in more than one dimension.
+        """
+        hidden = None if self.begun is None else self.begun.hidden
+        shape = torch.Size() if hidden is None else hidden.shape[:2]
+        if len(shape) != 2 or rows != (shape.numel(),):
+            raise ModelError(
+                "a part of a decoder layer was not called once on every position",
+                got=f"{name}: {tuple(rows)} rows of a batch of {tuple(shape)}",
+                why="its rows cannot be assigned to positions",
+                remedy="estimator='label', which follows any weight; experts can be left out by "
+                "parameters='linears' with uncovered='skip'",
+            )
+        return shape
 
     def on_experts(
         self, module: nn.Module, parameter: str, x: Tensor, s: Tensor, experts: Tensor
@@ -523,15 +560,7 @@ class Recorder:
         tensor = self.tensors.get((module, parameter))
         if tensor is None or not s.requires_grad:
             return s
-        hidden = None if self.begun is None else self.begun.hidden
-        shape = torch.Size() if hidden is None else hidden.shape[:2]
-        if len(shape) != 2 or shape.numel() != s.shape[0]:
-            raise ModelError(
-                "a mixture of experts was not called once on every position",
-                got=f"{tensor.name}: {s.shape[0]} rows of a batch of {tuple(shape)}",
-                why="its rows cannot be assigned to positions",
-                remedy="parameters='linears' with uncovered='skip', or estimator='label'",
-            )
+        shape = self._positions(tensor.name, s.shape[:1])
         self._keep()
         # What is kept lies between the experts' product and all that follows, so that errors can
         # be asked for at it.

@@ -120,9 +120,15 @@ class ScoredExperts(ScoredLinear):
         return bias if isinstance(bias, Tensor) else None
 
     @property
+    def count(self) -> int:
+        """Number of experts; of a tensor that ZeRO-3 leaves in parts, of the whole one."""
+        weight = self.weight
+        return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+    @property
     def active(self) -> float:
         """The part of the tensor that works on one token."""
-        return min(1.0, self.chosen / self.weight.shape[0])
+        return min(1.0, self.chosen / self.count)
 
 
 @dataclass(frozen=True)

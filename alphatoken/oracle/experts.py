@@ -67,12 +67,14 @@ def _holding(module: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, the module holds these tensors in place of its parameters."""
     kept = dict(module._parameters)
     try:
-        module._parameters.clear()
+        for parameter in fresh:  # what is None stays
+            del module._parameters[parameter]
         module.__dict__.update(fresh)
         yield
     finally:
         for parameter in fresh:
             del module.__dict__[parameter]
+        module._parameters.clear()  # so that they come back in their order
         module._parameters.update(kept)
 
 

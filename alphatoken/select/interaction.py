@@ -24,6 +24,7 @@ from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError, require_choice
 from alphatoken.model.capture import LinearUse
+from alphatoken.model.protocol import ScoredExperts
 from alphatoken.select.masks import check_values, keep_count
 from alphatoken.support.precision import full_precision, wide
 
@@ -200,8 +201,9 @@ def _weight_factors(use: LinearUse, error: Tensor, mask: Tensor, like: Tensor) -
 
 def _experts_met(use: LinearUse, mask: Tensor, like: Tensor) -> Tensor:
     """(n, c, e): 1 at the expert that each row of a token was sent to."""
+    assert isinstance(use.linear, ScoredExperts)
     assert use.experts is not None
-    one_hot = torch.nn.functional.one_hot(use.experts, use.linear.weight.shape[0])
+    one_hot = torch.nn.functional.one_hot(use.experts, use.linear.count)
     return _predicting(one_hot, mask, like)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from alphatoken.errors import ConfigError
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.sharding import Sharding
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
@@ -20,6 +21,7 @@ __all__ = [
     "check_layout",
     "check_same_weights",
     "layout",
+    "name_wrapped_layers",
     "needs_own_forward",
     "sharding_of",
 ]
@@ -69,6 +71,22 @@ def check_same_weights(accelerator: Any, model: nn.Module) -> None:
             remedy="load one model in all of them, where it must be with "
             "fsdp_cpu_ram_efficient_loading: false",
         )
+
+
+def name_wrapped_layers(accelerator: Any, model: nn.Module) -> None:
+    """Have FSDP gather weights by those layer classes that this model has, before it is wrapped.
+
+    Accelerate takes all classes that the model's family names, and ends at the first one that is
+    not there: the blocks of a vision tower, in a model of the same family for text alone. What the
+    user's own configuration names stays.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or getattr(plugin, "transformer_cls_names_to_wrap", None) is not None:
+        return
+    there = {type(module).__name__ for module in model.modules()}
+    named = [name for name in getattr(model, "_no_split_modules", None) or () if name in there]
+    if named:
+        plugin.transformer_cls_names_to_wrap = named
 
 
 def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
@@ -223,15 +241,15 @@ def _refused_options(
             else "a global threshold is known only when the whole step has been scored",
             remedy="scoring_forward='auto'; it costs about a third of a step",
         )
-    if kind in SHARDED and (options.estimator == "label" or options.value_parameters != "linears"):
+    captured = ParameterChoice.read(options.value_parameters, "value_parameters").captured
+    if kind in SHARDED and (options.estimator == "label" or not captured):
         yield ConfigError(
             "this estimator cannot run on sharded weights",
             got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "
             f"layout {kind}",
-            why="it moves whole weights along a direction in a forward of its own, or (experts) "
-            "would gather whole 3-D tensors",
-            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path' over 'linears'; "
-            "or DDP, ZeRO-1 or 2",
+            why="it moves whole weights along a direction in a forward of its own",
+            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path' over 'linears' or "
+            "'linears,experts'; or DDP, ZeRO-1 or 2",
         )
     if options.preconditioner is not None and kind not in ("single", "ddp"):
         yield ConfigError(

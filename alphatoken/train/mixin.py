@@ -38,7 +38,7 @@ from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import TokenGate
 from alphatoken.train.given import by_name, own_config
-from alphatoken.train.layouts import check_same_weights
+from alphatoken.train.layouts import check_same_weights, name_wrapped_layers
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
@@ -124,6 +124,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
         super().__init__(**given)
+        name_wrapped_layers(self.accelerator, self.model)
         self.refuse_base()
         options = self.args
         self._policy = chosen_policy(

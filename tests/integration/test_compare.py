@@ -50,6 +50,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.policies import POLICIES
 from alphatoken.support.storage import write_json
 from alphatoken.train.loading import load_with_tokenizer
+from tests.integration.forked_cells import forked_cells
 from tests.integration.small_world import saved_model
 from tests.rows import jsonl
 
@@ -414,7 +415,8 @@ def test_start_and_merge_are_loaded_as_trained_cells_are(model: Path, tmp_path: 
     make_tokenizer().save_pretrained(half)
     grid = grid_file(tmp_path, half, policies=["start", "standard", "wise-ft"], modes=["native"])
     words = ["--config", str(grid), "--output_dir", str(tmp_path / "out"), "--quiet"]
-    assert main(["compare", *words, "--learning_rate", "0.0"]) == 0
+    with forked_cells():
+        assert main(["compare", *words, "--learning_rate", "0.0"]) == 0
     results = [
         json.loads(path.read_text()) for path in (tmp_path / "out").glob("small/*/result.json")
     ]

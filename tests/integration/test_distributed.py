@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.integration.distributed.compare import (
     same_weights,
 )
 from tests.integration.distributed.launch import WORLD, launch, saved
-from tests.integration.tiny_training import lora, model
+from tests.integration.tiny_training import hybrid, lora, mixture, model
 from tests.places import nightly
 
 pytestmark = [
@@ -36,7 +37,8 @@ pytestmark = [
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
-               "trainers.sft_bf16", "trainers.sft_many", "trainers.masters"),
+               "trainers.sft_bf16", "trainers.sft_many", "trainers.masters",
+               "trainers.hybrid_global", "trainers.experts_global"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
             "trainers.reused", "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
@@ -45,15 +47,17 @@ JOBS = {
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed", "refusals.refusals",
-              "trainers.sft_bf16"),
+              "trainers.sft_bf16", "trainers.hybrid_global", "trainers.experts_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
-              "refusals.refusals", "trainers.sft_bf16"),
+              "refusals.refusals", "trainers.sft_bf16", "trainers.hybrid_global",
+              "trainers.experts_global"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.reused", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.masters"),
+              "refusals.refusals", "trainers.sft_bf16", "trainers.masters",
+              "trainers.hybrid_global"),
 }  # fmt: skip
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
@@ -139,16 +143,29 @@ def test_sft_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str)
     compare_global(runs, layout, "sft_global", branches=1)
 
 
+@with_job("hybrid_global")
+def test_a_hybrid_of_attention_and_delta_nets(runs: Callable[[str], Ranks], layout: str) -> None:
+    compare_global(runs, layout, "hybrid_global", branches=1, start=hybrid())
+
+
+@with_job("experts_global")
+def test_values_over_experts(runs: Callable[[str], Ranks], layout: str) -> None:
+    """Tensors of experts in parts too: one of them is whole at a time."""
+    compare_global(runs, layout, "experts_global", branches=1, start=mixture())
+
+
 @with_job("dpo_global")
 def test_dpo_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str) -> None:
     compare_global(runs, layout, "dpo_global", branches=2)
 
 
-def compare_global(runs: Callable[[str], Ranks], layout: str, job: str, *, branches: int) -> None:
+def compare_global(
+    runs: Callable[[str], Ranks], layout: str, job: str, *, branches: int, start: Any = None
+) -> None:
     one, ranks = runs("single"), runs(layout)
     expected, found = decided(one, job), decided(ranks, job)
     same_decisions(expected, found)
-    same_weights(one[0][job], ranks, job, model())
+    same_weights(one[0][job], ranks, job, model() if start is None else start)
     counts = kept_of(found)
     assert len(counts) == 3 * branches
     for kept, tokens in counts.values():
@@ -292,7 +309,11 @@ SAYS = {
     "ddp": ["static_graph"],
     "fsdp2": ["estimator='label'", "value_parameters='all'", "preconditioner='frozen'"],
     "zero2": ["scoring_forward='shared'", "preconditioner='full'"],
-    "zero3": ["scoring_forward='shared'", "estimator='label'"],
+    "zero3": [
+        "scoring_forward='shared'",
+        "estimator='label'",
+        "value_parameters='linears,experts'",
+    ],
 }
 
 

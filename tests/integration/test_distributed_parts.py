@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
+from alphatoken.train import AlphaSFTConfig
+from alphatoken.train.checks import Given, check_run
+from alphatoken.train.cost import Layout
 from alphatoken.train.distributed import (
     Ranks,
     check_layout,
@@ -27,9 +31,11 @@ from alphatoken.train.distributed import (
     needs_own_forward,
     sharding_of,
 )
+from alphatoken.train.layouts import name_wrapped_layers
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Zero3Sharding
 from tests.integration.distributed.compare import Decided, close, same_decisions, same_weights
+from tests.integration.tiny_training import ALPHA, hybrid, mixture, options
 
 SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
 
@@ -294,6 +300,36 @@ def test_activation_checkpointing_of_fsdp(accelerator: Accelerator) -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=True)
     refuse(accelerator, "activation_checkpointing", "gradient_checkpointing=True")
+
+
+def test_a_mixture_that_trains_is_refused_under_zero_3(tmp_path: Path) -> None:
+    """By trainers and plans alike; frozen experts are none that train."""
+    args = AlphaSFTConfig(**options(tmp_path), **ALPHA, uncovered="skip")
+    model = mixture()
+    check_run(model, Layout("fsdp2", 2).accelerator(), args, None, Given())
+    with pytest.raises(ConfigError, match="under ZeRO-3") as caught:
+        check_run(model, Layout("zero3", 2).accelerator(), args, None, Given())
+    assert "model.layers.0.mlp.experts" in str(caught.value)
+    assert "FSDP2" in str(caught.value)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    check_run(model, Layout("zero3", 2).accelerator(), args, None, Given())
+
+
+def test_fsdp_wraps_the_layers_that_a_model_has() -> None:
+    """Its family names a vision tower's blocks too, which a model for text does not have."""
+    model = hybrid()
+    assert "Qwen3_5VisionBlock" in model._no_split_modules
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    name_wrapped_layers(accelerator, model)
+    assert plugin.transformer_cls_names_to_wrap == ["Qwen3_5DecoderLayer"]
+    plugin.transformer_cls_names_to_wrap = ["Mine"]  # the user's
+    name_wrapped_layers(accelerator, model)
+    assert plugin.transformer_cls_names_to_wrap == ["Mine"]
+    plugin.transformer_cls_names_to_wrap = None
+    name_wrapped_layers(accelerator, nn.Linear(2, 2))  # which names none
+    assert plugin.transformer_cls_names_to_wrap is None
 
 
 def test_float32_parts_of_zero_3_are_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,23 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.tiny_training import ALPHA, ALPHABET, options, sft_rows, tokenizer, weights
+from tests.integration.tiny_training import (
+    ALPHA,
+    hybrid,
+    options,
+    sft_rows,
+    tokenizer,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
-
-
-def hybrid() -> Any:
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=4 + len(ALPHABET), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, layer_types=["linear_attention"] * 2 + ["full_attention"],
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return Qwen3_5ForCausalLM(config)
 
 
 def trainer(folder: Path, *, alpha: bool = True, peft: Any = None, **more: Any) -> Any:

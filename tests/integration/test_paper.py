@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 import statistics
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.cli import main
 from alphatoken.cli.compare import parse as parse_compare
@@ -24,9 +26,10 @@ from alphatoken.compare.grid import all_cells
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.paper.exhibits import SCALES, Exhibit, every, find
 from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
-from alphatoken.paper.rows import SIZES, write_rows
+from alphatoken.paper.rows import OTHER, SIZES, write_rows
 from alphatoken.train.selection_cost import measured_selection, selecting
-from tests.places import nightly
+from tests.integration.forked_cells import forked_cells
+from tests.integration.library_decoder import make_tokenizer
 from tests.rows import jsonl
 
 LABELS = {
@@ -607,43 +610,68 @@ def test_the_selections_peak_is_told_apart_from_the_trainings() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all exhibits, so that each cell is trained once."""
     return tmp_path_factory.mktemp("paper")
 
 
-IN_SMALL = (
-    "tab:ablation_rq3", "tab:app:pref_ablation_dpo", "tab:runtime_po", "fig:intervention_rq2",
-    "fig:app:vp_fidelity", "fig:app:representation_stability",
-)  # fmt: skip
-"""Run in the slow tier; the others take minutes more of the same."""
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random decoder that is as deep as the most layers that a table scores."""
+    folder = tmp_path_factory.mktemp("eight") / "model"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=8,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+OF_TRAINING = ("hours_per_epoch", "selection_gb", "relative_time")
+"""Columns in which a model that is not trained has no number."""
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the cells ask for, and no more."""
+    small = {"train": 16, "validation": 64, "fisher": 16, "curated": 8, "target": 8, "oracle": 8}
+    for sizes in (*SIZES.values(), OTHER):
+        for name in sizes:
+            size = small.get(name, 16)
+            monkeypatch.setitem(sizes, name, min(sizes[name], size))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "exhibit",
-    [
-        pytest.param(one, id=one.label, marks=() if one.label in IN_SMALL else nightly)
-        for one in RUN
-    ],
-)
-def test_every_exhibit_runs_in_small(exhibit: Exhibit, runs: Path, library_decoder: Path) -> None:
-    """Two steps a cell on the library's decoder; cells of earlier exhibits are found."""
-    words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(runs), "--quiet"]
-    words += ["--model", str(library_decoder), "--seeds", "0", "--budget", "none"]
-    words += ["--processes", "2"]
-    words += ["--max_steps", "2", "--max_length", "320", "--bf16", "false"]
-    words += ["--validation_batch_size", "4"]
-    assert main(words) == 0
+@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+def test_every_exhibit_runs_in_small(
+    exhibit: Exhibit, runs: Path, eight_layers: Path, few_rows: None
+) -> None:
+    """Two steps a cell on a tiny decoder; cells of earlier exhibits are found."""
+    words = ["--model", str(eight_layers), "--seeds", "0", "--budget", "none", "--quiet"]
+    more = ["--max_steps", "2", "--max_length", "320", "--bf16", "false", "--fisher_samples", "4",
+            "--fisher_max_new_tokens", "4"]  # fmt: skip
+    common = ["--scale", "laptop", "--output_dir", str(runs), *words, "--processes", "2", *more]
+    with forked_cells():
+        assert main(["paper", exhibit.label, *common]) == 0
     place = runs / "laptop"
     text = (place / f"{exhibit.name}.md").read_text()
     if exhibit.diagnosis is not None:
-        assert re.search(r"!\[.*\]\(.*\.svg\)", text)
-        assert all((place / name).is_file() for name in re.findall(r"\((\S+\.svg)\)", text))
+        pictures = re.findall(r"!\[.*\]\((\S+\.svg)\)", text)
+        assert len(pictures) >= 1
+        assert all((place / name).is_file() for name in pictures)
         return
-    html = (place / f"{exhibit.name}.html").read_text()
-    rows = [line for group in exhibit.groups_of("laptop") for line in group.lines]
-    assert html.count("<td>–</td>") < len(rows)  # the start has no cost
-    assert "seeds)" not in text
+    lines = [line for group in exhibit.groups_of("laptop") for line in group.lines]
+    places = [(line.method, column.key) for line in lines for column in exhibit.columns["laptop"]]
+    printed = list(csv.DictReader((place / f"{exhibit.name}.csv").read_text().splitlines()))
+    for (method, key), found in zip(places, printed, strict=True):
+        assert found["method"] == method
+        if not (method == "start" and key in OF_TRAINING):
+            assert math.isfinite(float(found["mean"])), (method, key, found)
 
 
 # --- the page -----------------------------------------------------------------------------------

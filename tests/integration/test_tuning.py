@@ -17,6 +17,7 @@ from alphatoken.compare.grid import Cell, all_cells
 from alphatoken.compare.page import collect
 from alphatoken.compare.tables import lines_of
 from alphatoken.support.storage import write_json
+from tests.integration.forked_cells import forked_cells
 from tests.integration.test_compare import grid_file, write
 
 RATES = [1e-3, 1e-2]
@@ -78,7 +79,8 @@ def test_the_best_of_the_choosing_rows_is_taken(
 ) -> None:
     names = ["standard", "wise-ft"]
     grid, out = tuned_grid(tmp_path, model, policies=names), tmp_path / "out"
-    assert main(["compare", "--config", str(grid), "--output_dir", str(out), "--quiet"]) == 0
+    with forked_cells():
+        assert main(["compare", "--config", str(grid), "--output_dir", str(out), "--quiet"]) == 0
     cells, folder = cells_of(grid), GridFolder(out)
     results = {name: folder.of(name).result() or {} for name in cells}
     tries = cells["one/standard-native-seed4"].tries

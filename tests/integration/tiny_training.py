@@ -16,6 +16,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from tests.rows import jsonl
@@ -74,6 +76,19 @@ def mixture(seed: int = 0) -> MixtralForCausalLM:
         eos_token_id=2,
     )
     return MixtralForCausalLM(config)
+
+
+def hybrid(seed: int = 0) -> Qwen3_5ForCausalLM:
+    """The same with gated delta nets in two of three layers."""
+    torch.manual_seed(seed)
+    config = Qwen3_5TextConfig(
+        vocab_size=4 + len(ALPHABET), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention"] * 2 + ["full_attention"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
 
 
 def lora() -> LoraConfig:

@@ -305,3 +305,15 @@ MIXER = Architecture(
 SOFTMAX = tuple(a.name for a in ARCHITECTURES if a.name != "qwen3_5")
 """Every layer mixes positions by softmax attention only."""
 MIXTURES = tuple(a.name for a in ARCHITECTURES if a.experts)
+_SHARED = {
+    **BY_NAME["qwen3_5"].options, "num_hidden_layers": 2, "num_experts": 3,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 5,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+SHARED = {
+    "qwen3_next": Architecture("qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", _SHARED),
+    "qwen3_5_moe": Architecture(
+        "qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _SHARED
+    ),
+}
+"""Families whose mixtures have an expert for all tokens, called on positions in one dimension."""

@@ -7,6 +7,7 @@ from tests.property.mutation import Claim, Edit, Mutant, claim
 from tests.property.properties_experts import MixtureCase
 
 CASE = MixtureCase("mixtral", ("..pprr",), ("prr",), experts=4, chosen=2, seed=21)
+SHARED = MixtureCase("qwen3_next", ("..pprr", "prrr.."), ("prr",), (1,), seed=23)
 BIASED = MixtureCase("gpt_oss", ("pprr..",), ("prr",), experts=3, chosen=2, seed=22)
 
 
@@ -19,7 +20,7 @@ LOOP = claim(mixing.check_contraction_is_the_loop, mixing.rows_cases(), examples
 OUTPUT = claim(mixing.check_rows_make_the_models_own_output, CASE, examples=1)
 EXPLAINED = claim(mixing.check_weights_are_explained, BIASED, examples=1)
 GRAM = claim(mixing.check_gram_over_experts, BIASED, examples=1)
-SHARED = claim(mixing.check_one_forward_serves_both, CASE, examples=1)
+SERVES = claim(mixing.check_one_forward_serves_both, CASE, examples=1)
 
 
 def _mixture(name: str, sentence: str, target: str, old: str, new: str, *claims: Claim) -> Mutant:
@@ -28,6 +29,7 @@ def _mixture(name: str, sentence: str, target: str, old: str, new: str, *claims:
 
 _CONTRACT = "estimate.contraction.contract_experts"
 _ROUTED = "model.experts.routed_experts"
+_LINEAR = "model.capture.Recorder.on_linear"
 _PRODUCTS = "model.experts._products"
 
 MUTANTS = (
@@ -69,40 +71,56 @@ MUTANTS = (
     _mixture(
         "router-weight-left-out",
         "experts are added without the router's weights, so no error has them",
-        _ROUTED, "(s * weights.unsqueeze(-1))", "(s + 0 * weights.unsqueeze(-1))", OUTPUT, SHARED,
+        _ROUTED, "(s * weights.unsqueeze(-1))", "(s + 0 * weights.unsqueeze(-1))", OUTPUT, SERVES,
     ),
     _mixture(
         "router-weight-twice",
         "errors at the experts have the router's weight twice",
-        _ROUTED, "weights.unsqueeze(-1)", "weights.unsqueeze(-1) ** 2", OUTPUT, SHARED,
+        _ROUTED, "weights.unsqueeze(-1)", "weights.unsqueeze(-1) ** 2", OUTPUT, SERVES,
     ),
     _mixture(
         "router-cut-off",
         "no error reaches the layers below, or the router, through its weights",
         _ROUTED, "weights.unsqueeze(-1)", "weights.detach().unsqueeze(-1)",
-        OUTPUT, SHARED, values(CASE),
+        OUTPUT, SERVES, values(CASE),
     ),
     _mixture(
         "gate-for-up",
         "the halves of a gate's input are taken for one another",
         _ROUTED, "act(s.flatten(0, 1))", "act(s.flatten(0, 1).roll(s.shape[-1] // 2, -1))",
-        OUTPUT, SHARED,
+        OUTPUT, SERVES,
     ),
     _mixture(
         "rows-left-in-the-order-of-experts",
         "products come back in the order of the experts",
-        _PRODUCTS, "torch.cat(order).argsort()", "torch.cat(order)", OUTPUT, SHARED,
+        _PRODUCTS, "torch.cat(order).argsort()", "torch.cat(order)", OUTPUT, SERVES,
     ),
     _mixture(
         "matrix-of-the-expert-before",
         "each row is multiplied with the matrix of the expert before its own",
-        _PRODUCTS, "matrices[expert]", "matrices[expert - 1]", OUTPUT, SHARED,
+        _PRODUCTS, "matrices[expert]", "matrices[expert - 1]", OUTPUT, SERVES,
     ),
     _mixture(
         "rows-that-nothing-follows-from",
         "errors are asked for at a view of the rows that the model does not go on with",
         "model.capture.Recorder.on_experts", "return rows.view(s.shape)", "return s",
         values(CASE), EXPLAINED,
+    ),
+    Mutant(
+        "rows-of-a-shared-expert-position-by-position",
+        "a shared expert's rows are taken to go through the positions first, and then the rows",
+        (
+            Edit(_LINEAR, "reshape(*shape, -1)", "reshape(*shape[::-1], -1).transpose(0, 1)"),
+            Edit(_LINEAR, "s.view(*shape, -1)", "s.view(*shape[::-1], -1).transpose(0, 1)"),
+            Edit(_LINEAR, "rows.view(s.shape)", "rows.transpose(0, 1).reshape(s.shape)"),
+        ),
+        (values(SHARED), values(SHARED, "path")),
+        listed=False,
+    ),
+    _mixture(
+        "shared-expert-whose-view-nothing-follows-from",
+        "errors of a shared expert are asked for at a view that the model does not go on with",
+        _LINEAR, "return rows.view(s.shape)", "return None", values(SHARED),
     ),
     _mixture(
         "gradient-of-the-expert-before",
@@ -141,6 +159,6 @@ MUTANTS = (
         "model.dispatch._ExpertsDispatch.__call__",
         "self.active.get(module, ())",
         "self.active.get(module, next(iter(self.active.values())))",
-        SHARED,
+        SERVES,
     ),
 )  # fmt: skip

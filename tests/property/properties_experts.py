@@ -26,7 +26,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.experts import copied_per_position, expert_influence
 from alphatoken.select.interaction import token_gram, token_norms
-from tests.property.architectures import BY_NAME, MIXTURES, VOCABULARY, plain_forward
+from tests.property.architectures import BY_NAME, MIXTURES, SHARED, VOCABULARY, plain_forward
 from tests.property.strategies import MODES, SEEDS, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
@@ -52,10 +52,10 @@ class MixtureCase:
     seed: int = 1
 
     def model(self) -> nn.Module:
-        number = "num_experts" if self.name == "qwen3_moe" else "num_local_experts"
+        family = {**BY_NAME, **SHARED}[self.name]
+        number = "num_experts" if self.name.startswith("qwen") else "num_local_experts"
         options = {number: self.experts, "num_experts_per_tok": self.chosen}
-        implementation = BY_NAME[self.name].implementations[0]
-        return BY_NAME[self.name].build(self.seed, implementation=implementation, **options)
+        return family.build(self.seed, implementation=family.implementations[0], **options)
 
     def batch(self, lines: Rows, salt: int = 0) -> dict[str, Tensor]:
         return make_batch(lines, vocabulary=VOCABULARY, seed=self.seed + salt)
@@ -111,7 +111,9 @@ class Truth:
         self.batch = case.batch(case.train)
         prefixes = tuple(f"model.layers.{layer}." for layer in case.layers)
         named = {n: m for n, m in self.model.named_modules() if n.startswith(prefixes)}
-        self.linears = {n: m for n, m in named.items() if isinstance(m, nn.Linear)}
+        every = {n: m for n, m in named.items() if isinstance(m, nn.Linear)}
+        self.linears = {n: m for n, m in every.items() if ".shared_expert" not in n}
+        self.shared = {n: m for n, m in every.items() if n not in self.linears}
         self.mixtures = {n: m for n, m in named.items() if n.endswith(".experts")}
         self.routers = [f"{n}.weight" for n in named if n.endswith((".mlp.gate", ".mlp.router"))]
         kinds = ("weight", "bias") if case.score_bias else ("weight",)
@@ -123,7 +125,7 @@ class Truth:
         }
         self.of_experts = {
             f"{n}.{kind}": p
-            for n, m in self.mixtures.items()
+            for n, m in {**self.mixtures, **self.shared}.items()
             for kind, p in m.named_parameters()
             if case.score_bias or not kind.endswith("_bias")
         }
@@ -148,9 +150,13 @@ class Truth:
         return FisherDrift(fisher, reference, exact_names=True)
 
     def influence(self, direction: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Psi over all, the sum of absolute terms, and Psi over the experts alone."""
+        """Psi over all, the sum of absolute terms, and Psi over the experts alone.
+
+        Shared experts are run row by row, with copies of their own, as the others are.
+        """
+        copied = {**self.mixtures, **self.shared}
         experts = expert_influence(
-            self.forward, self.batch, self.mixtures, {n: direction[n] for n in self.of_experts}
+            self.forward, self.batch, copied, {n: direction[n] for n in self.of_experts}
         )
         whole, scale = experts.matrix, experts.absolute_scale
         if self.linears:

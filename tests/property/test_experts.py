@@ -51,6 +51,36 @@ def test_values_over_linears_and_experts(estimator: str, case: MixtureCase) -> N
     claims.check_values_over_experts(case, estimator)
 
 
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [("qwen3_next", "direct"), ("qwen3_5_moe", "direct"), ("qwen3_next", "path"),
+     ("qwen3_5_moe", "label")],
+)  # fmt: skip
+def test_a_shared_expert_is_valued_at_its_own_positions(name: str, estimator: str) -> None:
+    """It is called on (b t, i), the rows of the batch one after the other."""
+    case = MixtureCase(name, ("..ppr", "prrr."), ("pprr",), (0, 1), seed=31)
+    claims.check_values_over_experts(case, estimator)
+
+
+def test_rows_that_are_not_all_positions_are_refused() -> None:
+    """A part of a layer that sees some of the tokens only, whichever they are."""
+    case = MixtureCase("qwen3_next", seed=32)
+    model: Any = case.model()
+    block = model.model.layers[1].mlp
+    own = block.shared_expert.forward
+
+    def without_the_last(hidden: Tensor) -> Tensor:
+        output: Tensor = own(hidden[:-1])
+        return torch.cat([output, torch.zeros_like(output[:1])])
+
+    block.shared_expert.forward = without_the_last
+    with pytest.raises(ModelError, match="not called once on every position") as caught:
+        case.scorer(model, "path").score(case.batch(case.train))
+    assert "shared_expert" in str(caught.value)
+    assert "estimator='label'" in str(caught.value)
+    case.scorer(model, "label").score(case.batch(case.train))
+
+
 def test_some_expert_of_the_examples_sees_no_token() -> None:
     with claims.mixture_calls(model := IDLE.model()) as calls, torch.no_grad():
         model(input_ids=IDLE.batch(IDLE.train)["input_ids"])

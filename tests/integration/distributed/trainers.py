@@ -25,7 +25,9 @@ from tests.integration.distributed.launch import CLIP, WORLD, processes
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
     ALPHA,
+    hybrid,
     lora,
+    mixture,
     model,
     options,
     preference_rows,
@@ -159,6 +161,18 @@ def sft_batch(layout: str, folder: Path) -> dict[str, Any]:
 
 def lora_global(layout: str, folder: Path) -> dict[str, Any]:
     return run(sft(layout, folder, peft=True, keep_scope="global", policy="top"))
+
+
+def hybrid_global(layout: str, folder: Path) -> dict[str, Any]:
+    """Gated delta nets and attention, all of them scored by the paper's values."""
+    more = {"estimator": "alphatoken", "score_layers": "3", "uncovered": "skip"}
+    return run(sft(layout, folder, loaded=hybrid(), keep_scope="global", **more))
+
+
+def experts_global(layout: str, folder: Path) -> dict[str, Any]:
+    """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
+    more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}
+    return run(sft(layout, folder, loaded=mixture(), keep_scope="global", **more))
 
 
 def half_empty() -> Any:

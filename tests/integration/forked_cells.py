@@ -1,0 +1,97 @@
+"""Cells of a grid as forks of one process that has the libraries, for tests of many small cells.
+
+The command line starts an interpreter for each cell, which computes for six seconds to import
+torch, transformers and trl, and then, on the tests' models, for one or two on the cell. Here a
+server imports them once, and each cell is a fork of it: still a process of its own, with its log
+and its exit status, that runs the same command. Kills, crashes, queues and launchers are tested
+with the processes that users get.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken.compare.launchers import PARENT
+
+__all__ = ["ForkedLauncher", "forked_cells"]
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["alphatoken.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]
+)
+_COMMAND = [sys.executable, "-m", "alphatoken.cli"]
+
+
+class ForkedLauncher:
+    """``Launcher`` that forks.
+
+    Args:
+        processes: cells at a time.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+        self._jobs: list[_Fork] = []
+
+    def room(self) -> int:
+        """Places that no cell has."""
+        return self._processes - sum(job.poll() is None for job in self._jobs)
+
+    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Any]:
+        """One fork each."""
+        started = [_Fork(words, log) for words, log in cells]
+        self._jobs += started
+        return started
+
+
+class _Fork:
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        assert list(words[:3]) == _COMMAND, "a launcher's processes cannot be forked"
+        environment = {key: value for key, value in os.environ.items() if key != PARENT}
+        self._process = _SERVER.Process(
+            target=_run, args=(list(words[3:]), str(log), environment), daemon=True
+        )
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def stop(self) -> None:
+        self._process.terminate()
+
+    def finish(self, patience: float) -> None:
+        self._process.join(patience)
+        self._process.kill()
+
+
+def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
+    """In the fork: what ``python -m alphatoken.cli`` does with these words."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    from alphatoken.cli import main
+
+    torch.set_num_threads(1)
+    sys.exit(main(words))
+
+
+@contextmanager
+def forked_cells() -> Iterator[None]:
+    """Inside, grids that are started in this process fork their cells."""
+    from alphatoken.cli import compare
+
+    with pytest.MonkeyPatch.context() as within:
+        within.setattr(compare, "_launcher", lambda options, _: ForkedLauncher(options.processes))
+        yield
