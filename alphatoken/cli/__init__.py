@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -132,19 +133,19 @@ def _guarded(command: Callable[[], int], traceback: bool) -> int:
     except OSError as error:
         if traceback:
             raise
-        if not _nobody_listens():
+        if not (isinstance(error, BrokenPipeError) and _nobody_listens()):
             _say(str(error))
         return 1
 
 
 def _nobody_listens() -> bool:
     """Whether who read the output has read enough and gone, as ``head`` does."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
-        return True
-    return False
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # a lost reader is reported unasked
+    if not any(event & select.POLLERR for _, event in pipe.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+    return True
 
 
 def _say(message: str) -> None:
