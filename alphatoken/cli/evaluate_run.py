@@ -55,6 +55,8 @@ def run(options: EvaluateOptions) -> None:
     _check_output(out, options)
     measures = _measures(options)
     command = _command(measures)
+    if not options.beta > 0:
+        raise ConfigError("--beta must lie above 0", got=repr(options.beta))
     parts = _find(options)
     _require_start(measures, command, parts)
     check_rows(measures, command)

@@ -14,7 +14,7 @@ from typing import Any
 
 from alphatoken.cli.recipes import recipes_of
 from alphatoken.cli.training_help import short_help
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, ModelError
 
 __all__ = ["build_trainer", "check_files", "require_libraries", "run_dpo", "run_sft", "trainer_of"]
 
@@ -252,6 +252,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     Raises:
         AlphaTokenError: model or data cannot be used.
     """
+    from safetensors import SafetensorError
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
     from alphatoken import FisherDrift
@@ -267,19 +268,26 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     args.model_init_kwargs = _model_options(arguments)
     file = arguments.data.fisher_file
     read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
-    trainer = kind(
-        model=model.model_name_or_path,
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-        validation_dataset=data.validation,
-        retention_dataset=data.retention,
-        fisher=None if file is None else read_fisher(file),
-        fisher_dataset=data.fisher,
-    )
+    try:
+        trainer = kind(
+            model=model.model_name_or_path,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+            validation_dataset=data.validation,
+            retention_dataset=data.retention,
+            fisher=None if file is None else read_fisher(file),
+            fisher_dataset=data.fisher,
+        )
+    except SafetensorError as error:  # TRL loads the model
+        raise ModelError(
+            "the model cannot be loaded",
+            got=f"{model.model_name_or_path}: SafetensorError: {error}",
+            remedy="check the path and that the files in it are whole",
+        ) from None
     freeze_unreached(trainer.model)
     return trainer, data.notes
 

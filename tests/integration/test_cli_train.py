@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -430,6 +431,26 @@ def test_paths_are_checked_first(
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_weights_that_were_cut_off_are_one_line(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file ends in the middle, as after a broken download."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    made = {"sft": rows, "dpo": pairs}[command]
+    file = write(tmp_path / "train.jsonl", made(20))
+    words = ["--train_file", str(file), "--validation_rows", "2", "--fisher_prompts", "2"]
+    words += ["--score_layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
+    words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
+    assert main([command, *words]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "alphatoken:" in line]
+    assert "the model cannot be loaded" in said
+    assert "files in it are whole" in said
 
 
 def test_a_folder_with_something_in_it_is_not_touched(

@@ -180,6 +180,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer than none": (["--tasks", "mmlu", "--shots", "mmlu=-1"], "whole numbers from 0"),
     "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
+    "a beta below 0": (["--target_file", "{pairs}", "--beta", "-1"], "--beta must lie above 0"),
     "a folder in a file": (
         ["--target_file", "{rows}", "--output_dir", "{rows}/out"], "folder cannot be written",
     ),

@@ -175,7 +175,11 @@ def test_an_output_that_is_there_is_left_alone(
     assert judged(world, out) == 2
     assert "--overwrite_output" in capsys.readouterr().err
     assert out.read_text() == "mine"
-    assert judged(world, world / "train.jsonl", "--overwrite_output") == 2
+    for name in ("train.jsonl", "validation.jsonl", "fisher.safetensors"):
+        before = (world / name).read_bytes()
+        assert judged(world, world / name, "--overwrite_output") == 2
+        assert "--output_file is the input" in capsys.readouterr().err
+        assert (world / name).read_bytes() == before
     assert judged(world, out, "--overwrite_output") == 0
     assert len(lines(out)) == 20
 
