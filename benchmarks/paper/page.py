@@ -124,7 +124,7 @@ def _figure(exhibit: Exhibit, work: Path, docs: Path) -> list[str]:
     if not kept.is_file():
         return [*text, "Not run at this scale yet.\n"]
     found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    text += [*(f"- {sentence}" for sentence in found["answer"][:3]), ""]
+    text.append("".join(f"- {sentence}\n" for sentence in found["answer"][:3]))
     for figure in found["figures"]:
         name = f"paper-{exhibit.name}-{figure['key']}.svg"
         shutil.copyfile(RESULTS / f"{exhibit.name}-{figure['key']}.svg", docs / name)

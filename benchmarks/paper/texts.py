@@ -31,8 +31,9 @@ CARRIES: dict[str, str] = {
 What carries over: adapters move less than whole weights on both columns. What does not: standard
 fine-tuning forgets nothing in 32 rows, its retention loss falls with its target loss, so that the
 paper's trade between the two does not show; and where every row is clean, all tokens, or the rows
-that LESS chooses, serve the target better than any half of the tokens
-([docs/selection.md](selection.md) has rows with dirt in them, and rates tuned for each method).
+that LESS chooses, serve the target better than any half of the tokens. STM, which keeps what the
+model finds likely, ends far above the start. ([docs/selection.md](selection.md) has rows with dirt
+in them, and rates tuned for each method.)
 """,
     "tab:main_rq1_dpo": """\
 Nothing here can be said to carry over or not: after 8 steps every loss of held-out pairs is within

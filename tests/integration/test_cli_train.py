@@ -443,7 +443,7 @@ def test_weights_that_were_cut_off_are_one_line(
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     made = {"sft": rows, "dpo": pairs}[command]
-    file = write(tmp_path / "train.jsonl", made(20))
+    file = jsonl(tmp_path / "train.jsonl", made(20))
     words = ["--train_file", str(file), "--validation_rows", "2", "--fisher_prompts", "2"]
     words += ["--score_layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
     words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]

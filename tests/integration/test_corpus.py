@@ -425,9 +425,9 @@ def test_killed_processes_lose_nothing(
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
-    """Peaks of 5,000 and of 40,000 rows, each in a process of its own."""
+    """Peaks of 10,000 and of 100,000 rows, each in a process of its own."""
     peaks = {}
-    for count in (5_000, 40_000):
+    for count in (10_000, 100_000):
         train = tmp_path / f"{count}.jsonl"
         with train.open("w") as file:
             for n in range(count):
@@ -454,5 +454,4 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
         summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
         assert summary["values"]["sequences"] == count
     print(peaks)
-    # In kilobytes: less than 600 bytes for each of the rows that there are more.
-    assert peaks[40_000] - peaks[5_000] <= 20_000, peaks
+    assert peaks[100_000] <= 1.1 * peaks[10_000], peaks

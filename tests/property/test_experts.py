@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -282,13 +282,6 @@ def test_experts_spread_over_processes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="spread over processes"):
         case.scorer(model, "direct").score(case.batch(case.train))
     assert not ALL_EXPERTS_FUNCTIONS._local_mapping
-
-
-def test_experts_on_sharded_weights_are_refused() -> None:
-    case = MixtureCase("mixtral")
-    config = ScorerConfig("path", layers=1, parameters=claims.CHOSEN, uncovered="skip")
-    with pytest.raises(UnsupportedError, match="experts cannot be captured on sharded weights"):
-        Scorer(case.model(), [case.batch(("pprr",))], config=config, sharding=MagicMock())
 
 
 def test_a_mixture_that_is_not_given_every_position_is_refused() -> None:
