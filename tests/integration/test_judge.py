@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alphatoken.compare.evaluate import measure
+from alphatoken.compare.evaluate import _headline, measure
 from alphatoken.compare.judge import (
     EndpointJudge,
     LikelihoodJudge,
@@ -22,8 +22,8 @@ from alphatoken.compare.judge import (
     preferences,
     win_rate,
 )
-from alphatoken.compare.judge_prompt import read_judge_prompt
-from alphatoken.compare.measures import Measures
+from alphatoken.compare.judge_prompt import OWN, read_judge_prompt
+from alphatoken.compare.measures import Measures, Score
 from alphatoken.compare.opponents import Question, read_questions, stored_answers
 from alphatoken.errors import ConfigError, DataError
 from tests.rows import jsonl
@@ -244,6 +244,45 @@ def test_stored_answers_of_every_layout(layout: str, as_list: bool, tmp_path: Pa
     assert [one.text for one in found] == TEXTS
     assert stored_answers(answers, found) == [f"to {text}" for text in TEXTS]
     assert stored_answers(answers, read_questions(questions, 1)) == [f"to {TEXTS[0]}"]
+
+
+def test_questions_of_one_text_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+    """The number goes before the text: two rows may ask the same."""
+    place = tmp_path / "answers.jsonl"
+    stored = [{"uid": f"u{i}", "prompt": TEXTS[0], "output": f"answer {i}"} for i in (1, 0)]
+    place.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    questions = [Question(TEXTS[0], f"u{i}") for i in range(2)]
+    assert stored_answers(place, questions) == ["answer 0", "answer 1"]
+
+
+def test_of_several_turns_the_first_is_asked_and_answered(tmp_path: Path) -> None:
+    said = [("user", "hello?"), ("assistant", "hi"), ("user", "and now?"), ("assistant", "bye")]
+    chat = [{"role": role, "content": text} for role, text in said]
+    asked_of: list[dict[str, Any]] = [{"turns": ["first?", "second?"]}, {"messages": chat}]
+    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in asked_of))
+    stored = [{**asked_of[0], "choices": [{"turns": ["one", "two"]}]}, asked_of[1]]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    found = read_questions(questions)
+    assert [one.text for one in found] == ["first?", "hello?"]
+    assert stored_answers(answers, found) == ["one", "hi"]
+
+
+def test_what_stands_beside_a_score_is_no_part_of_the_mean() -> None:
+    scores = {"target": {"a": Score(40.0, {}, {"length-controlled": 90.0}), "b": Score(60.0, {})},
+              "retention": {"c": Score(30.0, {})}}  # fmt: skip
+    assert _headline({}, scores) == {
+        "target": 50.0, "retention": 30.0, "overall": 40.0, "unit": "score",
+        "retention_unit": "score",
+    }  # fmt: skip
+
+
+def test_a_letter_is_a_word_of_its_own() -> None:
+    for said, wanted in (("B", 0.0), (" **A**.", 1.0), ("Answer b is", 0.0), ("t", 0.5)):
+        assert OWN.preference(chosen(said)) == wanted
+    for said in ("Both are good", "Actually B", "The second"):
+        with pytest.raises(DataError, match="did not say A, B or T"):
+            OWN.preference(chosen(said))
 
 
 def test_stored_answers_to_other_questions_are_refused(tmp_path: Path) -> None:
