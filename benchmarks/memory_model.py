@@ -289,11 +289,11 @@ CASES = (memory_model,)
 
 _LENGTH = 160
 _SCORE = (
-    "score --train_file ROWS --validation_file HELD --output_dir OUT --limit 4 --batch_size 4 "
+    "score --train_file ROWS --validation_file HELD --output_dir OUT --train_limit 4 --batch_size 4 "
     f"--max_length {_LENGTH} --no_report --format jsonl --on_empty skip"
 )
 _FISHER = (
-    "fisher --data ROWS --output_file OUT --samples 4 --batch_size 4 "
+    "fisher --train_file ROWS --output_file OUT --samples 4 --batch_size 4 "
     f"--max_new_tokens 8 --max_length {_LENGTH}"
 )
 _TRAIN = (
