@@ -289,8 +289,8 @@ CASES = (memory_model,)
 
 _LENGTH = 160
 _SCORE = (
-    "score --train_file ROWS --validation_file HELD --output_dir OUT --train_limit 4 --batch_size 4 "
-    f"--max_length {_LENGTH} --no_report --format jsonl --on_empty skip"
+    "score --train_file ROWS --validation_file HELD --output_dir OUT --train_limit 4 "
+    f"--batch_size 4 --max_length {_LENGTH} --no_report --format jsonl --on_empty skip"
 )
 _FISHER = (
     "fisher --train_file ROWS --output_file OUT --samples 4 --batch_size 4 "
@@ -301,15 +301,16 @@ _TRAIN = (
     f"--max_length {_LENGTH} --validation_batch_size 2 --held_out_share 0 --retention none "
     "--gradient_checkpointing false --report_to none --save_strategy no --export_values false"
 )
-_SFT = f"sft --train_file ROWS --validation_data HELD --per_device_train_batch_size 2 {_TRAIN}"
+_SFT = f"sft --train_file ROWS --validation_file HELD --per_device_train_batch_size 2 {_TRAIN}"
 COMMANDS = {
     **{f"score {name}": f"{_SCORE} --estimator {name}" for name in ESTIMATORS},
-    "score label, all parameters": f"{_SCORE} --estimator label --layers all --parameters all",
+    "score label, all parameters": f"{_SCORE} --estimator label --score_layers all "
+    "--value_parameters all",
     "fisher": _FISHER,
     "fisher of labels": f"{_FISHER} --labels token",
     "sft": _SFT,
     "sft label": f"{_SFT} --estimator label",
-    "dpo": f"dpo --train_file PAIRS --validation_data HELD_PAIRS --per_device_train_batch_size 1 "
+    "dpo": f"dpo --train_file PAIRS --validation_file HELD_PAIRS --per_device_train_batch_size 1 "
     f"{_TRAIN}",
 }
 """What is run; words in capitals stand for files."""
