@@ -414,3 +414,20 @@ def test_words_come_from_other_responses_too() -> None:
     foreign = sum(w not in o for row, o in zip(found, own, strict=True)
                   for w in row["response"].split())  # fmt: skip
     assert foreign > 20  # of 30: a word is of its own row one time in ten
+
+
+def test_an_interval_weighs_rows_by_tokens_and_draws_seeds_too() -> None:
+    """A long row that is drawn decides; of three seeds of which one differs, some draws are all of
+    it, and some have none."""
+    zeros, seeds = [0.0] * 10, range(3)
+    long = {"loss": [1.0, *zeros[1:]], "tokens": [1000.0, *[1.0] * 9]}
+    found = difference(dict.fromkeys(seeds, long), {key: {**long, "loss": zeros} for key in seeds})
+    assert found is not None
+    assert found.low == 0
+    assert found.high > 0.99
+    even = {"loss": zeros, "tokens": [1.0] * 10}
+    other = {**even, "loss": [3.0] * 10}
+    found = difference({0: even, 1: even, 2: other}, dict.fromkeys(seeds, even))
+    assert found is not None
+    assert (found.low, found.mean, found.high) == pytest.approx((0, 1, 3))
+    assert not found.apart
