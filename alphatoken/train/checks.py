@@ -107,8 +107,8 @@ def _check_mixture(accelerator: Any, adapter: DecoderAdapter) -> None:
         raise ConfigError(
             "token values of a mixture of experts cannot be had under ZeRO-3",
             got=tensors[0].name,
-            why="the first step ended in DeepSpeed, which found the gradient of one tensor twice, "
-            "whether experts were valued or not",
+            why="beside the backward of values DeepSpeed's first step finds the gradient of one "
+            "expert tensor twice and ends; without values (policy='all') it trains",
             remedy="FSDP2, where weights lie in parts too; DDP, ZeRO-1 or 2; or freeze the experts",
         )
 
