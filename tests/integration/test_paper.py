@@ -363,9 +363,10 @@ def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
         for row in rows:
             key = row.get("prompt", row.get("text"))
             assert seen.setdefault(key, path.name) == path.name
-            # A paragraph may be the text of one row and the end of another's response.
+            # A paragraph may be the text of one row and the end of another's response. Two
+            # functions may end alike (ftplib's retrbinary and storbinary by 130 letters).
             body = row.get("text") or row.get("response") or row["chosen"]
-            assert ends.setdefault(body[-60:], path.name) == path.name
+            assert ends.setdefault(body[-200:], path.name) == path.name
     assert set(SIZES[family]) <= {path.stem for path in (tmp_path / "rows").glob("*.jsonl")}
 
 
@@ -458,7 +459,7 @@ def test_rows_for_validation_are_no_training_rows(
     names = [task.options[f"{kind}_column"] for kind in ("prompt", "response")]
     rows = [{name: f"{name} {i}" for name in names} for i in range(90)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    _export(here, task, tmp_path / "rows")
+    _export(task, tmp_path / "rows")
     train, held = (
         [json.loads(line) for line in (tmp_path / f"rows/{n}.jsonl").read_text().splitlines()]
         for n in ("train", "validation")
