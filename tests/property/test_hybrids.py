@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alphatoken.errors import UnsupportedError
+from alphatoken.model import delta_dispatch
+from alphatoken.model.protocol import find_adapter
 from tests.property import properties_hybrids as claims
 from tests.property.profiles import budget
 from tests.property.properties_hybrids import FAMILIES, FULL, LINEAR, HybridCase, hybrid_cases
@@ -73,6 +79,40 @@ def test_a_pass_that_goes_on_from_a_cache_is_refused(estimator: str) -> None:
 def test_a_state_to_begin_with_is_told(stop: int) -> None:
     """By chunks of several positions, and by a step of one."""
     claims.check_a_state_to_begin_with_is_told(stop)
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens", "cu_seq_lens_q"])
+def test_bounds_of_packed_documents_are_refused(name: str) -> None:
+    """By convolution and rule, before the kernel: that of torch takes none, faster ones do."""
+    case = HybridCase(pattern=LAST)
+    (net,) = find_adapter(case.build()).delta_nets(0)  # type: ignore[attr-defined]
+    x, gates, bounds = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2), {name: torch.tensor([0, 3])}
+    with pytest.raises(UnsupportedError, match=f"packed documents.*{name}"):
+        delta_dispatch._step(net, pytest.fail, x, x, x, gates, gates, **bounds)
+    with pytest.raises(UnsupportedError, match=f"packed documents.*{name}"):
+        delta_dispatch._convolve(net, pytest.fail, x[0], x[0], **bounds)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_rule_is_told_whether_its_kernel_normalises(normalised: bool) -> None:
+    """All models of transformers ask for it; a kernel of one's own need not."""
+    case = HybridCase(pattern=LAST)
+    adapter: Any = find_adapter(case.build())
+    (net,) = adapter.delta_nets(0)
+    told, given = [], []
+
+    def rule(call: Any, native: Any) -> Any:
+        told.append(call.normalised)
+        return native(call.query, call.key, call.value, call.decay, call.beta)
+
+    def kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given.append(options["use_qk_l2norm_in_kernel"])
+        return v, None
+
+    x, gates = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2)
+    with adapter.override_delta_nets([net], lambda c, native: native(c.x), rule):
+        delta_dispatch._step(net, kernel, x, x, x, gates, gates, use_qk_l2norm_in_kernel=normalised)
+    assert told == given == [normalised]
 
 
 @pytest.mark.parametrize("train", [("pr",), ("prrr", "prr.")])
