@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,15 +74,24 @@ def check_same_weights(accelerator: Any, model: nn.Module) -> None:
         )
 
 
-def name_wrapped_layers(accelerator: Any, model: nn.Module) -> None:
+def name_wrapped_layers(accelerator: Any, model: nn.Module, config: Any) -> None:
     """Have FSDP gather weights by those layer classes that this model has, before it is wrapped.
 
     Accelerate takes all classes that the model's family names, and ends at the first one that is
-    not there: the blocks of a vision tower, in a model of the same family for text alone. What the
-    user's own configuration names stays.
+    not there: the blocks of a vision tower, in a model of the same family for text alone. It also
+    keeps the names of the first model for all later ones of the process. What the user named, in
+    the launcher's configuration or the trainer's, stays.
+
+    Args:
+        accelerator: of the trainer.
+        model: before it is wrapped.
+        config: the trainer's ``fsdp_config``, or None.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or getattr(plugin, "transformer_cls_names_to_wrap", None) is not None:
+    named_by_user = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or (config or {}).get(
+        "transformer_layer_cls_to_wrap"
+    )
+    if plugin is None or named_by_user:
         return
     there = {type(module).__name__ for module in model.modules()}
     named = [name for name in getattr(model, "_no_split_modules", None) or () if name in there]

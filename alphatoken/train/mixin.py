@@ -124,7 +124,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
         super().__init__(**given)
-        name_wrapped_layers(self.accelerator, self.model)
+        name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         self.refuse_base()
         options = self.args
         self._policy = chosen_policy(

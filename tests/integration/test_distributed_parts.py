@@ -316,20 +316,32 @@ def test_a_mixture_that_trains_is_refused_under_zero_3(tmp_path: Path) -> None:
     check_run(model, Layout("zero3", 2).accelerator(), args, None, Given())
 
 
-def test_fsdp_wraps_the_layers_that_a_model_has() -> None:
+def test_fsdp_wraps_the_layers_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its family names a vision tower's blocks too, which a model for text does not have."""
+    monkeypatch.delenv("FSDP_TRANSFORMER_CLS_TO_WRAP", raising=False)
     model = hybrid()
     assert "Qwen3_5VisionBlock" in model._no_split_modules
     plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    name_wrapped_layers(accelerator, model)
+    name_wrapped_layers(accelerator, model, None)
     assert plugin.transformer_cls_names_to_wrap == ["Qwen3_5DecoderLayer"]
-    plugin.transformer_cls_names_to_wrap = ["Mine"]  # the user's
-    name_wrapped_layers(accelerator, model)
+    # The configuration is one for all models of the process, and another one comes.
+    name_wrapped_layers(accelerator, mixture(), {})
+    assert plugin.transformer_cls_names_to_wrap == ["MixtralDecoderLayer"]
+    name_wrapped_layers(accelerator, nn.Linear(2, 2), None)  # which names none
+    assert plugin.transformer_cls_names_to_wrap == ["MixtralDecoderLayer"]
+
+
+@pytest.mark.parametrize("place", ["launcher", "trainer"])
+def test_layers_that_the_user_names_stay(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.delenv("FSDP_TRANSFORMER_CLS_TO_WRAP", raising=False)
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=["Mine"])
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    if place == "launcher":
+        monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Mine")
+    config = {"transformer_layer_cls_to_wrap": ["Mine"]} if place == "trainer" else {}
+    name_wrapped_layers(accelerator, hybrid(), config)
     assert plugin.transformer_cls_names_to_wrap == ["Mine"]
-    plugin.transformer_cls_names_to_wrap = None
-    name_wrapped_layers(accelerator, nn.Linear(2, 2))  # which names none
-    assert plugin.transformer_cls_names_to_wrap is None
 
 
 def test_float32_parts_of_zero_3_are_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
