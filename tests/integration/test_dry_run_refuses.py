@@ -253,6 +253,7 @@ PLACES: dict[str, str] = {
     "cli/training.py:_require_model": "test_dialect: asked before the plan and the run part ways",
     "cli/training.py:check_files": "no file",
     "cli/training.py:check_output": "a full folder",
+    "cli/training.py:build_trainer": "in test_cli_train: weights cut off, which no plan reads",
     "cli/training.py:_train": TRAINED,
     "cli/training_rows.py:check_source": "two sources",
     "cli/training_rows.py:training_rows": "the plan says so in a note: a recipe names no rows",
