@@ -53,6 +53,8 @@ nb_output_stderr = "remove"
 smartquotes = False
 html_theme = "furo"
 html_title = "AlphaToken"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
