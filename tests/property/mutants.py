@@ -490,9 +490,9 @@ LISTED = (
         "tied or twice-called module overwritten instead of accumulated",
         (
             "model.capture.Recorder.on_linear",
-            "self.linears.append(",
+            "self.linears.append(LinearUse(linear, x.detach()",
             "self.linears[:] = [u for u in self.linears if u.linear is not linear]; "
-            "self.linears.append(",
+            "self.linears.append(LinearUse(linear, x.detach()",
         ),
         claim(estimating.check_path_is_the_column_sums, TWICE),
     ),
@@ -501,10 +501,10 @@ LISTED = (
         "tied or twice-called module overwritten instead of accumulated",
         (
             "model.capture.Recorder.on_linear",
-            "self.linears.append(",
+            "self.linears.append(LinearUse(linear, x.detach()",
             "w = linear.weight; "
             "self.linears[:] = [u for u in self.linears if u.linear.weight is not w]; "
-            "self.linears.append(",
+            "self.linears.append(LinearUse(linear, x.detach()",
         ),
         claim(estimating.check_path_is_the_column_sums, TIED),
     ),
