@@ -25,7 +25,7 @@ from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import Effect, effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.rows import BENCHMARKS
-from benchmarks.selection.store import RESULTS, Figures, synchronised
+from benchmarks.selection.store import RESULTS, synchronised, to_read
 from benchmarks.selection.texts import (
     ABOUT,
     AGREEMENT,
@@ -103,7 +103,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         }
         text.append(f"## {model}\n")
         if name.startswith("answers"):
-            found["grids"][name]["solved"] = problems = solved(grid, Figures(work / name))
+            found["grids"][name]["solved"] = problems = solved(grid, GridFolder(work / name))
             text += [ANSWERED, table(problems)]
             continue
         if name.startswith("choices"):
@@ -157,8 +157,8 @@ def _folders(work: Path) -> dict[str, str]:
 
 def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses], list[str]]:
     """The grid, its tables and losses by task, and the cells that have not run."""
-    grid = synchronised(folder, Figures)
-    cells, place = all_cells(grid), Figures(folder)
+    grid = synchronised(folder, to_read)
+    cells, place = to_read(grid), GridFolder(folder)
     found = collect(cells, place)
     tasks, losses = {}, {}
     for task in grid.tasks:

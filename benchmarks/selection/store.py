@@ -32,7 +32,15 @@ from benchmarks.selection.rows import (
     TARGET,
 )
 
-__all__ = ["RESULTS", "Figures", "digest_of", "keep", "lines_of", "restore", "synchronised"]
+__all__ = [
+    "RESULTS",
+    "digest_of",
+    "keep",
+    "lines_of",
+    "restore",
+    "synchronised",
+    "to_read",
+]
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -55,20 +63,17 @@ _FIGURES = (
 )  # fmt: skip
 
 
-class Figures(GridFolder):
-    """A grid's folder to read figures from: a cell is done without the model that others load."""
-
-    def done(self, cell: Cell) -> bool:
-        """Whether its result is there."""
-        return super().done(replace(cell, keep_model=False))
+def to_read(grid: Grid) -> list[Cell]:
+    """The cells of a grid for reading figures: each is done without the model that others load."""
+    return [replace(cell, keep_model=False) for cell in all_cells(grid)]
 
 
-def synchronised(folder: Path, place: type[GridFolder] = GridFolder) -> Grid:
+def synchronised(folder: Path, cells_of: Callable[[Grid], Sequence[Cell]] = all_cells) -> Grid:
     """The grid of a folder (GRID or GRID-drawN), once folder and store hold the same results.
 
     Args:
         folder: of the grid.
-        place: ``Figures`` to read alone; in a folder to run in, what lost its model runs again.
+        cells_of: ``to_read`` for figures alone; of all cells, what lost its model runs again.
     """
     base, _, draw = folder.name.partition("-")
     config = str(Path(__file__).with_name(f"{base}.yaml"))
@@ -77,9 +82,9 @@ def synchronised(folder: Path, place: type[GridFolder] = GridFolder) -> Grid:
         os.environ["SELECTION_ROWS"] = str(folder.with_name(f"rows-{draw}"))
     try:
         grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
-        cells, path = all_cells(grid), RESULTS / f"{folder.name}.jsonl"
-        restore(cells, place(folder), path)
-        keep(cells, place(folder), path)
+        cells, place, path = cells_of(grid), GridFolder(folder), RESULTS / f"{folder.name}.jsonl"
+        restore(cells, place, path)
+        keep(cells, place, path)
     finally:
         os.environ["SELECTION_ROWS"] = before
     return grid
@@ -135,14 +140,13 @@ def restore(
 ) -> int:
     """Results of cells that are kept and not in the folder; the number of them.
 
-    A model is not kept: a cell whose model others need runs again, unless figures alone are read.
+    A model is not kept: a cell whose model others need runs again.
     """
     lines, count = lines_of(path), 0
     others = {cell.name: cell for cell in cells}
     for cell in cells:
         line = lines.get(digest_of(cell, others))
-        lost = cell.keep_model and not isinstance(folder, Figures)
-        if line is None or lost or folder.of(cell).result() is not None:
+        if line is None or cell.keep_model or folder.of(cell).result() is not None:
             continue
         own = {name: getattr(cell, name) for name in ("task", "policy", "mode", "seed", "kind")}
         figures = {name: value for name, value in line.items() if name in _FIGURES}
