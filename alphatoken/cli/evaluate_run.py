@@ -136,7 +136,7 @@ def _measures(options: EvaluateOptions) -> Measures:
     measures = Measures(
         **{**_file(options.measures), **{k: v for k, v in said.items() if v is not None}}
     )
-    if not (measures.target or measures.retention_tasks or measures.retention_file):
+    if not (measures.target or measures.retention):
         raise ConfigError(
             "nothing is to be measured",
             got="no tasks, files or judge sets",

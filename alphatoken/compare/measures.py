@@ -150,6 +150,12 @@ class Measures:
         code = self.code_file if self.code_of == "target" else None
         return bool(self.target_file or self.target_tasks or code or self.sets)
 
+    @property
+    def retention(self) -> bool:
+        """Whether anything says how much of its former knowledge a model kept."""
+        code = self.code_file if self.code_of == "retention" else None
+        return bool(self.retention_file or self.retention_tasks or code)
+
     def spec(self) -> dict[str, Any]:
         """All that results depend on, as JSON holds it; ``Measures(**spec)`` is the same."""
         later = {

@@ -83,7 +83,7 @@ class Flow(TokenPolicy):
         Raises:
             ConfigError: the median is 0, so that there is no temperature.
         """
-        table = model_losses(stage, stage.model, "losses", cache_key="initial-losses")
+        table = model_losses(stage, stage.model, "losses")
         losses = np.asarray(table.columns["losses"], np.float64)
         means = losses if self.level == "token" else table.means(losses)
         tau = float(np.median(means)) if self.tau is None else self.tau

@@ -51,6 +51,7 @@ FLOOR = 1e-8
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".py", ".vocab")
 """Files beside the weights that belong to a model folder: configuration, tokenizer, template."""
 
@@ -248,7 +249,9 @@ class WeightFolder:
             raise DataError("there is no such model folder", got=str(path))
         self.config = self._json("config.json")
         self.files = self._files()
-        self.tied = self._tied_names()
+        text = self.config.get("text_config") or {}
+        tied = self.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        self.tied = bool(tied)
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -293,16 +296,10 @@ class WeightFolder:
                 "the weights cannot be read", got=f"{self.path / name}: {error}"
             ) from None
 
-    def _tied_names(self) -> set[str]:
-        """Copies of the embedding under the head's name: the configuration ties them anyway."""
-        text = self.config.get("text_config") or {}
-        tied = self.config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        return {name for name in self.files if tied and name.endswith("lm_head.weight")}
-
     @property
     def names(self) -> set[str]:
-        """Weights, tied copies left out."""
-        return set(self.files) - self.tied
+        """Weights; a copy of the embedding under the head's name is left out where it is tied."""
+        return {name for name in self.files if not (self.tied and name.endswith(_HEAD))}
 
     def read(self, name: str) -> Tensor:
         """One weight."""
@@ -352,6 +349,17 @@ def merge_folders(
     return weighed
 
 
+def _entries(
+    fishers: Fishers | None, name: str, weight: Tensor, tied: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Fisher entries of a weight; those of a tied embedding may stand under the head's name."""
+    if fishers is None:
+        return None
+    heads = [head for head in sorted(fishers.before) if tied and head.endswith(_HEAD)]
+    same = [head for head in heads if fishers.before[head].shape == weight.shape]
+    return fishers.of([name, *(same if "embed" in name else [])])
+
+
 def _write_weights(
     left: WeightFolder, right: WeightFolder, folder: Path, alpha: float, fishers: Fishers | None
 ) -> int:
@@ -361,11 +369,11 @@ def _write_weights(
     for file in sorted(set(right.files.values())):
         merged = {}
         for name in sorted(n for n in right.names if right.files[n] == file):
-            tied = sorted(right.tied) if "embed" in name else []
-            found = None if fishers is None else fishers.of([name, *tied])
+            before, after = left.read(name), right.read(name)
+            found = _entries(fishers, name, after, right.tied)
             weighed += found is not None
             with _named(name):
-                merged[name] = interpolate(left.read(name), right.read(name), alpha, found, floor)
+                merged[name] = interpolate(before, after, alpha, found, floor)
         if merged:
             write_tensors(folder / file, merged, {"format": "pt"})
             kept |= dict.fromkeys(merged, file)

@@ -97,7 +97,7 @@ class Rho1(TokenPolicy):
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses of all response tokens under the reference model."""
-        return model_losses(stage, self._reference(stage), _COLUMN, cache_key="reference-losses")
+        return model_losses(stage, self._reference(stage), _COLUMN)
 
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference_epochs is None:

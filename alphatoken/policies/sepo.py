@@ -98,11 +98,9 @@ class SePO(PreferencePolicy):
         Raises:
             ConfigError: no oracle, or a path that holds no model with the same tokenizer.
         """
-        found = []
-        for column, model in ((_ORACLE, self._oracle), (_REFERENCE, self._reference)):
-            key = f"sepo-{column.removesuffix('_losses')}"
-            found.append(model_losses(stage, model(stage), column, cache_key=key))
-        oracle, reference = found
+        # One model at a time in memory.
+        oracle = model_losses(stage, self._oracle(stage), _ORACLE)
+        reference = model_losses(stage, self._reference(stage), _REFERENCE)
         settings = {"oracle": oracle.header.digest(), "reference": reference.header.digest()}
         header = TableHeader("sepo", data=oracle.header.data, settings=settings)
         return oracle.join(reference, header)

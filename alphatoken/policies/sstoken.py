@@ -108,7 +108,7 @@ class SsToken(TokenPolicy):
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses of all response tokens under the initial model."""
-        return model_losses(stage, stage.model, _COLUMN, cache_key="initial-losses-of-tokens")
+        return model_losses(stage, stage.model, _COLUMN)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``."""

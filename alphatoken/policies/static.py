@@ -62,9 +62,7 @@ def measure_losses(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> 
     return {"loss": response_losses(find_adapter(model), inputs, labels)}
 
 
-def model_losses(
-    stage: PolicyStage, model: nn.Module, column: str, *, cache_key: str = "losses"
-) -> TokenTable:
+def model_losses(stage: PolicyStage, model: nn.Module, column: str) -> TokenTable:
     """-log p of every response token of the training rows under ``model``.
 
         l_t = -log p(y_t | x, y_<t)
@@ -73,15 +71,15 @@ def model_losses(
         stage: rows, batches, the folder of the cache, progress.
         model: any decoder with the tokenizer of the rows; on its own device, in its own precision.
         column: name of the column.
-        cache_key: beginning of the file's name; policies that use the same share their passes.
 
     Returns:
-        A table with one column, float32 or wider. Exact up to rounding.
+        A table with one column, float32 or wider. Exact up to rounding. Policies that ask for the
+        same model's share the cached pass.
 
     Raises:
         as :func:`static_pass`. Oracle: ``alphatoken.oracle.token_losses``.
     """
-    table = static_pass(stage, model, ("loss",), measure_losses, cache_key)
+    table = static_pass(stage, model, ("loss",), measure_losses, "losses")
     return table.renamed(**{column: "loss"})
 
 

@@ -219,6 +219,29 @@ def test_tied_folders_hold_the_weight_once(tmp_path: Path) -> None:
     assert torch.equal(loaded.lm_head.weight, wanted["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("key", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_embedding_is_weighed_under_either_name(
+    tmp_path: Path, key: str, copied: bool
+) -> None:
+    embedding = "model.embed_tokens.weight"
+    models, fishers = (model(0, tied=True), model(1, tied=True)), []
+    for i, one in enumerate(models):
+        weight = one.state_dict()[embedding]
+        fishers.append(torch.rand(weight.shape, generator=torch.Generator().manual_seed(i)))
+        folder = saved(one, tmp_path / f"model-{i}")
+        if copied:
+            whole = load_file(folder / "model.safetensors")
+            whole["lm_head.weight"] = weight.clone()
+            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    by_name = Fishers({key: fishers[0]}, {key: fishers[1]})
+    left, right, out = tmp_path / "model-0", tmp_path / "model-1", tmp_path / "out"
+    assert merge_folders(left, right, out, 0.25, by_name) == 1
+    before, after = (one.state_dict()[embedding] for one in models)
+    wanted = interpolate(before, after, 0.25, (fishers[0], fishers[1]))
+    assert torch.equal(load_file(out / "model.safetensors")[embedding], wanted)
+
+
 def test_fishers_weigh_what_they_have(tmp_path: Path) -> None:
     models = model(0), model(1)
     name = "model.layers.1.mlp.down_proj.weight"

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alphatoken
+from alphatoken.cli import main
 from alphatoken.compare import code_tasks, crossing, sandbox
 from alphatoken.compare.code_tasks import complete_function, pass_at_1
 from alphatoken.compare.sandbox import Limits, require_isolation, run_program
@@ -507,6 +508,26 @@ def test_pass_at_1_of_a_model_that_cannot_program(library_decoder: Path, tmp_pat
         pass_at_1(model, tokenizer, problems, allow=False, **options)
     with pytest.raises(DataError, match="no problem of HumanEval's form"):
         pass_at_1(model, tokenizer, others, allow=True)
+
+
+@pytest.mark.parametrize("group", ["target", "retention"])
+def test_code_counts_for_the_group_it_is_of(
+    group: str, library_decoder: Path, tmp_path: Path
+) -> None:
+    """Of five passed problems the share is 100, in the mean of this group and of no other."""
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "out"
+    solved = {**PROBLEM, "test": "def check(candidate):\n    pass\n"}
+    problems.write_text((json.dumps(solved) + "\n") * 2)
+    measures = tmp_path / "measures.yaml"
+    measures.write_text(f"code_file: {problems}\ncode_of: {group}\nmax_new_tokens: 2\n")
+    words = ["evaluate", str(library_decoder), "--measures", str(measures)]
+    words += ["--allow_code_execution", "--output_dir", str(out)]
+    assert main([*words, "--quiet"]) == 0
+    found = json.loads((out / "evaluation.json").read_text())
+    assert [name for name in found["details"] if name.endswith("code")] == [f"{group}/code"]
+    assert found[group] == found["details"][f"{group}/code"]
+    other = {"target": "retention", "retention": "target"}[group]
+    assert found.get(other) is None
 
 
 def test_a_model_that_solves_a_problem_is_credited(

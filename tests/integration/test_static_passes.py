@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -24,11 +25,13 @@ from alphatoken.oracle import token_losses
 from alphatoken.policies.less import LESS
 from alphatoken.policies.reference import check_tokenizers, load_reference
 from alphatoken.policies.self_evolving import self_evolving
+from alphatoken.policies.standard import Standard
 from alphatoken.policies.static import measure_losses, model_losses, static_pass
 from alphatoken.policies.stm import STM
 from alphatoken.policies.token_cleaning import TokenCleaning
 from alphatoken.policies.xtf import XTF
 from alphatoken.support.progress import Progress
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.token_table import TokenTable
@@ -350,6 +353,37 @@ def test_two_processes_share_the_rows(tmp_path: Path) -> None:
     for rank in range(2):
         found = TokenTable.load(folder / f"of-{rank}", expected.header)
         assert np.array_equal(found.columns["loss"], expected.columns["loss"])
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+class Drawing(Standard):
+    """All tokens; its pass draws so many numbers from every generator."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def prepare(self, stage: PolicyStage) -> None:
+        for _ in range(self.count):
+            torch.rand(3), random.random(), np.random.rand(3)  # noqa: NPY002
+
+
+def test_a_pass_that_draws_leaves_the_random_state(tmp_path: Path) -> None:
+    """Dropout and order of rows are those of a run without it, so that methods are comparable."""
+    found = []
+    for count in (0, 5):
+        torch.manual_seed(1)
+        random.seed(1)
+        AlphaSFTTrainer(
+            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path)),
+            train_dataset=tiny.sft_rows(8), processing_class=tiny.tokenizer(),
+            policy=Drawing(count),
+        )  # fmt: skip
+        numpys = str(np.random.get_state())  # noqa: NPY002
+        found.append((torch.get_rng_state().tolist(), random.getstate(), numpys))
+    assert found[0] == found[1]
 
 
 # --- self-evolving Token Cleaning -----------------------------------------------------------------
