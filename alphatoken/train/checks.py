@@ -75,7 +75,6 @@ def check_run(
     if not args.needs_values:
         return
     adapter = find_adapter(model)
-    _check_mixture(accelerator, adapter)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
     refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
     _check_limit(args, adapter)
@@ -90,26 +89,6 @@ def check_run(
         raise ConfigError(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='diagonal'",
-        )
-
-
-def _check_mixture(accelerator: Any, adapter: DecoderAdapter) -> None:
-    """Refuse a mixture of experts that is trained under ZeRO-3.
-
-    Raises:
-        ConfigError: naming one of its tensors.
-    """
-    find = getattr(adapter, "scored_experts", None)
-    if find is None or layout(accelerator) != "zero3":
-        return
-    tensors = find(range(len(adapter.layers())))
-    if tensors:
-        raise ConfigError(
-            "token values of a mixture of experts cannot be had under ZeRO-3",
-            got=tensors[0].name,
-            why="beside the backward of values DeepSpeed's first step finds the gradient of one "
-            "expert tensor twice and ends; without values (policy='all') it trains",
-            remedy="FSDP2, where weights lie in parts too; DDP, ZeRO-1 or 2; or freeze the experts",
         )
 
 

@@ -196,6 +196,25 @@ class Fsdp2Sharding:
 _COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
+class _LeafHook:
+    """DeepSpeed's hook on the backward of a leaf, which can be told to do nothing."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook, self.quiet = hook, False
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.quiet else self.hook(*args)
+
+
+def _leaf_hooks(module: nn.Module) -> list[_LeafHook]:
+    """Of one module, put in place of DeepSpeed's own where that was not done before."""
+    hooks = module._backward_hooks
+    for key, hook in hooks.items():
+        if getattr(hook, "__module__", "").startswith("deepspeed."):
+            hooks[key] = _LeafHook(hook)
+    return [hook for hook in hooks.values() if isinstance(hook, _LeafHook)]
+
+
 class Zero3Sharding:
     """``Sharding`` of a model under DeepSpeed ZeRO-3: flat parts of equal length.
 
@@ -209,6 +228,7 @@ class Zero3Sharding:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        self._leaf_hooks = [h for module in model.modules() for h in _leaf_hooks(module)]
 
     def _partitioned(self, name: str) -> bool:
         return hasattr(self._parameters[name], "ds_id")
@@ -312,7 +332,9 @@ class Zero3Sharding:
 
         The counts are set in the forward; at zero the weights are no longer fetched, and a second
         backward would find them empty. Each linear is a module of its own to it, so that a backward
-        inside a block is nothing special.
+        inside a block is nothing special. A *leaf*, as it has mixtures of experts, hangs the
+        reduction of its gradients on every backward through it; those of values have none, and the
+        training's would find zeros reduced before it.
         """
         before = [
             (module, name, module.__dict__[name])
@@ -320,11 +342,15 @@ class Zero3Sharding:
             for name in _COUNTERS
             if name in module.__dict__
         ]
+        for hook in self._leaf_hooks:
+            hook.quiet = True
         try:
             yield
         finally:
             for module, name, count in before:
                 setattr(module, name, count)
+            for hook in self._leaf_hooks:
+                hook.quiet = False
 
     @torch.no_grad()
     def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:

@@ -193,7 +193,6 @@ PLACES: dict[str, str] = {
     "train/checks.py:check_run": "no validation rows",
     "train/checks.py:check_watch": "sharded weights, as check_layout has them",
     "train/checks.py:refuse_scope": "in test_recipes: a gated convolution, experts",
-    "train/checks.py:_check_mixture": "in test_distributed_parts: of a layout",
     "train/checks.py:check_pool": "test_eight_processes_need_eight_held_out_rows",
     "train/checks.py:check_lengths": ROWS,
     "train/checks.py:_check_limit": "too long",
