@@ -302,20 +302,6 @@ def test_activation_checkpointing_of_fsdp(accelerator: Accelerator) -> None:
     refuse(accelerator, "activation_checkpointing", "gradient_checkpointing=True")
 
 
-def test_a_mixture_that_trains_is_refused_under_zero_3(tmp_path: Path) -> None:
-    """By trainers and plans alike; frozen experts are none that train."""
-    args = AlphaSFTConfig(**options(tmp_path), **ALPHA, uncovered="skip")
-    model = mixture()
-    check_run(model, Layout("fsdp2", 2).accelerator(), args, None, Given())
-    with pytest.raises(ConfigError, match="under ZeRO-3") as caught:
-        check_run(model, Layout("zero3", 2).accelerator(), args, None, Given())
-    assert "model.layers.0.mlp.experts" in str(caught.value)
-    assert "FSDP2" in str(caught.value)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("experts" not in name)
-    check_run(model, Layout("zero3", 2).accelerator(), args, None, Given())
-
-
 def test_fsdp_wraps_the_layers_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its family names a vision tower's blocks too, which a model for text does not have."""
     monkeypatch.delenv("FSDP_TRANSFORMER_CLS_TO_WRAP", raising=False)
