@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.train import AlphaSFTConfig
-from alphatoken.train.checks import Given, check_run
-from alphatoken.train.cost import Layout
 from alphatoken.train.distributed import (
     Ranks,
     check_layout,
@@ -35,7 +31,7 @@ from alphatoken.train.layouts import name_wrapped_layers
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Zero3Sharding
 from tests.integration.distributed.compare import Decided, close, same_decisions, same_weights
-from tests.integration.tiny_training import ALPHA, hybrid, mixture, options
+from tests.integration.tiny_training import hybrid, mixture
 
 SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
 
