@@ -25,6 +25,7 @@ from alphatoken.direction.current import DirectionBuilder
 from alphatoken.report import value_files
 from tests.integration.small_world import World, write_rows
 from tests.integration.test_cli import load, same
+from tests.places import nightly
 from tests.rows import jsonl
 
 ROWS = [{"prompt": f"add : {n} and 4", "response": f"the sum of {n} is 7 ."} for n in range(700)]
@@ -388,7 +389,8 @@ def victim(process: subprocess.Popen[str], mark: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "mark"), [("torchrun", "alphatoken.cli"), ("ray", "MapWorker"), ("ray", "")]
+    ("engine", "mark"),
+    [("torchrun", "alphatoken.cli"), ("ray", "MapWorker"), pytest.param("ray", "", marks=nightly)],
 )
 def test_killed_processes_lose_nothing(
     corpus: Job, whole: Path, tmp_path: Path, engine: str, mark: str
@@ -425,9 +427,9 @@ def test_killed_processes_lose_nothing(
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
-    """Peaks of 10,000 and of 100,000 rows, each in a process of its own."""
+    """Peaks of 5,000 and of 40,000 rows, each in a process of its own."""
     peaks = {}
-    for count in (10_000, 100_000):
+    for count in (5_000, 40_000):
         train = tmp_path / f"{count}.jsonl"
         with train.open("w") as file:
             for n in range(count):
@@ -454,4 +456,4 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
         summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
         assert summary["values"]["sequences"] == count
     print(peaks)
-    assert peaks[100_000] <= 1.1 * peaks[10_000], peaks
+    assert peaks[40_000] <= 1.1 * peaks[5_000], peaks

@@ -93,8 +93,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
 def with_job(name: str) -> pytest.MarkDecorator:
     layouts = [lay for lay in TWO if any(job.endswith(f".{name}") for job in JOBS[lay])]
     assert layouts
-    # What ZeRO-2 does beyond ZeRO-1 and less than ZeRO-3 is left to the nightly profile.
-    marked = [pytest.param(lay, marks=nightly) if lay == "zero2" else lay for lay in layouts]
+    # What ZeRO-2 does beyond ZeRO-1 and less than ZeRO-3, and eight processes beyond four.
+    more = ("zero2", "ddp-8")
+    marked = [pytest.param(lay, marks=nightly) if lay in more else lay for lay in layouts]
     return pytest.mark.parametrize("layout", marked)
 
 
