@@ -514,7 +514,7 @@ def test_pass_at_1_of_a_model_that_cannot_program(library_decoder: Path, tmp_pat
 def test_code_counts_for_the_group_it_is_of(
     group: str, library_decoder: Path, tmp_path: Path
 ) -> None:
-    """Of five passed problems the share is 100, in the mean of this group and of no other."""
+    """The share stands in the group that is named, and makes the mean of no other."""
     problems, out = tmp_path / "problems.jsonl", tmp_path / "out"
     solved = {**PROBLEM, "test": "def check(candidate):\n    pass\n"}
     problems.write_text((json.dumps(solved) + "\n") * 2)
