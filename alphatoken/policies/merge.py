@@ -355,9 +355,12 @@ def _entries(
     """Fisher entries of a weight; those of a tied embedding may stand under the head's name."""
     if fishers is None:
         return None
-    heads = [head for head in sorted(fishers.before) if tied and head.endswith(_HEAD)]
-    same = [head for head in heads if fishers.before[head].shape == weight.shape]
-    return fishers.of([name, *(same if "embed" in name else [])])
+    names = [name]
+    if tied and "embed" in name:
+        heads = (head for head in sorted(fishers.before) if head.endswith(_HEAD))
+        # Positions are embedded too, by a weight of another shape.
+        names += [head for head in heads if fishers.before[head].shape == weight.shape]
+    return fishers.of(names)
 
 
 def _write_weights(
@@ -369,11 +372,11 @@ def _write_weights(
     for file in sorted(set(right.files.values())):
         merged = {}
         for name in sorted(n for n in right.names if right.files[n] == file):
-            before, after = left.read(name), right.read(name)
-            found = _entries(fishers, name, after, right.tied)
-            weighed += found is not None
             with _named(name):
+                before, after = left.read(name), right.read(name)
+                found = _entries(fishers, name, after, right.tied)
                 merged[name] = interpolate(before, after, alpha, found, floor)
+            weighed += found is not None
         if merged:
             write_tensors(folder / file, merged, {"format": "pt"})
             kept |= dict.fromkeys(merged, file)

@@ -76,7 +76,7 @@ def kept_activations(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kep
     that branches on the numbers it computes (experts looped over) cannot be followed. Under
     checkpointing a layer keeps its input.
     """
-    counted = _counted(adapter, shape)
+    counted = _counted(adapter.model, shape)
     if counted is None:
         return None
     one, two = counted
@@ -99,29 +99,32 @@ def kept_activations(adapter: DecoderAdapter, scope: Scope, shape: Shape) -> Kep
 
 _Bytes = dict[int | None, float]
 _COUNTED: dict[Any, tuple[_Bytes, _Bytes] | None] = {}
-"""Of the last models: the cells of a grid plan the same one dozens of times, seconds each."""
+"""Of the last models: the cells of a grid plan the same one dozens of times, seconds each.
+
+No ``lru_cache``, which would keep the models themselves.
+"""
 
 
-def _counted(adapter: DecoderAdapter, shape: Shape) -> tuple[_Bytes, _Bytes] | None:
+def _counted(model: nn.Module, shape: Shape) -> tuple[_Bytes, _Bytes] | None:
+    """:func:`_count`, once for models that look alike."""
+    key = (_looks(model), shape.dtype, shape.length, shape.autocast)
+    if key not in _COUNTED:
+        if len(_COUNTED) == 32:
+            del _COUNTED[next(iter(_COUNTED))]
+        _COUNTED[key] = _count(model, shape)
+    return _COUNTED[key]
+
+
+def _count(model: nn.Module, shape: Shape) -> tuple[_Bytes, _Bytes] | None:
     """What :func:`_run` finds with one row and with two; None where it cannot be run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    key = (_looks(adapter.model), shape.dtype, shape.length, shape.autocast)
-    if key in _COUNTED:
-        return _COUNTED[key]
-    found: tuple[_Bytes, _Bytes] | None = None
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            one, two = (
-                _run(_with_fake_tensors(adapter.model, shape.dtype), shape, n) for n in (1, 2)
-            )
-            found = one, two
+            one, two = (_run(_with_fake_tensors(model, shape.dtype), shape, n) for n in (1, 2))
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            pass
-    while len(_COUNTED) >= 32:
-        del _COUNTED[next(iter(_COUNTED))]
-    _COUNTED[key] = found
-    return found
+            return None
+    return one, two
 
 
 def _looks(model: nn.Module) -> Any:
