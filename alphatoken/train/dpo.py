@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,7 +16,13 @@ from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ConfigError,
+    InputError,
+    UnsupportedError,
+    warn_caller,
+)
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.card import TAG
@@ -42,7 +49,8 @@ _OWN_LOSS: Mapping[str, Any] = {
     "ld_alpha": None,
     "use_weighting": False,
 }
-"""Options of TRL's losses, and what they are where a policy with a loss of its own ignores them."""
+"""Options of TRL's losses, and what they are in plain DPO: the loss that validation pairs are
+measured by, and that a policy with a loss of its own replaces."""
 
 
 @dataclass
@@ -66,6 +74,14 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
                 "kept_normalization='sum' is not defined for DPO",
                 why="its loss is a mean over pairs",
                 remedy="'response' or 'kept'",
+            )
+        if self.needs_values and list(self.loss_type) == ["sft"]:
+            raise ConfigError(
+                "tokens of a likelihood loss cannot be valued by a preference objective",
+                got="loss_type=['sft']",
+                why="validation pairs are measured by their preference loss, which this training "
+                "does not descend",
+                remedy="AlphaSFTTrainer on the chosen responses, or policy='standard'",
             )
         if self.masked_logit:
             self._check_masked_logit()
@@ -202,6 +218,18 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
+            )
+
+    def say_objective(self) -> None:
+        """Say where training and validation pairs have different losses."""
+        args = self.args
+        other = [f"{n}={getattr(args, n)!r}" for n in _OWN_LOSS if getattr(args, n) != _OWN_LOSS[n]]
+        if other:
+            warn_caller(
+                f"validation pairs are measured by plain DPO, -log sigmoid({args.beta:g} s), and "
+                f"not by the training's loss ({', '.join(other)}): values and alpha/validation_* "
+                "are of that objective",
+                AlphaTokenWarning,
             )
 
     def check_policy(self, policy: TokenPolicy) -> None:
@@ -344,7 +372,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         prepared = self.tokenised(dataset, name)
         if self.precompute_ref_logps:
             size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
-            prepared = self._precompute_ref_logps(prepared, name, size)
+            # TRL keeps them under the rows' fingerprint, which does not know ``ld_alpha``: these
+            # rows get another one than the same rows have as evaluation rows.
+            prepared = prepared.select(range(len(prepared)))
+            with self._plain_sums():
+                prepared = self._precompute_ref_logps(prepared, name, size)
         rows = [row for row in prepared if row["chosen_ids"] and row["rejected_ids"]]
         if not rows:
             raise InputError(
@@ -356,6 +388,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One preference batch, padded as TRL pads it."""
+        if self.args.sync_ref_model:  # the reference may have moved since these rows came last
+            rows = [dict(row) for row in rows]
+            self._add_reference(rows)
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
         labels = self.response_labels(batch)
         half = len(rows)
@@ -373,17 +408,32 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         ]
         return PreferenceBatch(parts[0], parts[1], reference[0], reference[1], beta=self.beta)
 
+    @contextmanager
+    def _plain_sums(self) -> Iterator[None]:
+        """Reference log-probabilities as the policy's on validation pairs: without ``ld_alpha``."""
+        before, self.ld_alpha = self.ld_alpha, None
+        try:
+            yield
+        finally:
+            self.ld_alpha = before
+
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
-        """Reference log-probabilities of the pool, once; the reference does not move."""
+        """Reference log-probabilities of the pool, once where the reference does not move."""
+        if self.args.sync_ref_model:
+            return
         size = self.args.per_device_train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            if _REFERENCE[0] in part[0]:
-                continue
-            batch = self._prepare_inputs(self.data_collator([dict(row) for row in part]))
+            if _REFERENCE[0] not in part[0]:
+                self._add_reference(part)
+
+    def _add_reference(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Put each pair's reference log-probabilities into it."""
+        batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
+        with self._plain_sums():
             log_probs = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
-            for row, chosen, rejected in zip(part, *(f.tolist() for f in log_probs), strict=True):
-                row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
+        for row, chosen, rejected in zip(rows, *(f.tolist() for f in log_probs), strict=True):
+            row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
 
     def export_arguments(self) -> dict[str, Any]:
         """TRL's collator cuts pairs to ``max_length``."""

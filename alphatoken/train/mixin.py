@@ -164,6 +164,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             )
             return
         if options.needs_values:
+            self.say_objective()
             self.rows = prepare_run_rows(
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
@@ -234,6 +235,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     def refuse_base(self) -> None:
         """Refuse settings of the trainer below with which no loss is made of log-probabilities."""
+
+    def say_objective(self) -> None:
+        """Warn where validation rows are measured by another loss than training descends."""
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""

@@ -119,6 +119,7 @@ def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool, steps: int) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:validation pairs are measured by plain DPO")
 @pytest.mark.parametrize(
     "loss", [["sigmoid"], ["ipo"], ["hinge"], ["apo_zero"], ["sigmoid", "sft"], ["robust"]]
 )
