@@ -23,7 +23,23 @@ if TYPE_CHECKING:
     from alphatoken.train.host import TokenTrainer
     from alphatoken.train.micro_batch import MicroBatch
 
-__all__ = ["TokenGate", "by_token", "gated_loss", "require_finite"]
+__all__ = ["KeptOutputs", "TokenGate", "by_token", "gated_loss", "require_finite"]
+
+
+class KeptOutputs:
+    """Callable in the place of ``model`` that keeps the outputs of its last forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.outputs: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self.outputs = self.model(*args, **kwargs)
+        return self.outputs
 
 
 class TokenGate:

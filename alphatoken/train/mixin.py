@@ -36,7 +36,7 @@ from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import Given, check_run, check_watch
 from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
-from alphatoken.train.gate import TokenGate
+from alphatoken.train.gate import KeptOutputs, TokenGate
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.layouts import check_same_weights, name_wrapped_layers
 from alphatoken.train.leaks import warn_of_leaks
@@ -49,6 +49,7 @@ from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
 from alphatoken.train.records import RunRecords
 from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
+from alphatoken.train.step_guard import StepGuard
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.value_weigher import ValueWeigher
 
@@ -61,6 +62,8 @@ else:
 
 __all__ = ["AlphaTrainerMixin"]
 
+_NO_INPUTS = ("labels", "completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+"""Parts of TRL's batches that it hands to no model, or not where logits are wanted."""
 _SAID = {"train": "training", "fisher": "Fisher"}
 """What messages call a data set, where that is not its name."""
 
@@ -93,6 +96,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     state: Any
     accelerator: Any
     optimizer: Any
+    aux_loss_enabled: bool
 
     BASE: ClassVar[type[Any]]
     """The trainer below in the bases: TRL's or transformers'."""
@@ -143,6 +147,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self._carried: Carried | None = None
         # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
         self._direct_calls = (-1, 0)
+        self.step_guard = StepGuard(self)
         plain = self._policy is None and options.policy == "all" and not options.needs_values
         if plain and not options.screen_share:
             return
@@ -157,6 +162,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         )
         check_run(self.model, self.accelerator, options, self._policy, handed_over)
         check_same_weights(self.accelerator, self.model)
+        self.add_callback(self.step_guard)
         if self._policy is not None:
             self._screen()
             self.weigher = PolicyWeigher(
@@ -266,6 +272,17 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         count = mask.sum() if num_items is None else num_items
         share = 1 if num_items is not None else self.current_gradient_accumulation_steps
         return 1.0 / (max(float(count), 1.0) * share)
+
+    def outputs_beside(self, seen: KeptOutputs, inputs: Mapping[str, Any], loss: Tensor) -> Any:
+        """Outputs of the model for ``return_outputs``, as the trainer below gives them.
+
+        TRL's forward builds no logits for its loss; those come of one more, without a graph.
+        """
+        given = {**inputs, "use_cache": False}
+        if self.aux_loss_enabled:
+            given["output_router_logits"] = True
+        with torch.no_grad():
+            return seen.model(**{name: given[name] for name in given if name not in _NO_INPUTS})
 
     def step_scale(self, num_items: Any) -> float:
         """From a micro-batch's gradient to an estimate of the whole step's."""
@@ -419,7 +436,18 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
         Such micro-batches are counted from the last optimizer step on, so that no two share their
         random draws.
+
+        Raises:
+            UnsupportedError: tokens are to be ranked over a step that nobody knows.
         """
+        if self.args.keep_scope == "global":
+            raise UnsupportedError(
+                "a batch without its step cannot be ranked over the step",
+                got="keep_scope='global', and a batch that get_batch_samples did not make",
+                why="its tokens would be ranked in their micro-batch, as under keep_scope='batch'",
+                remedy="keep_scope='batch'; or an override of get_batch_samples and training_step "
+                "that calls super() and keeps the entry 'alphatoken_carried' of each batch",
+            )
         step, count = self._direct_calls
         count = count + 1 if step == self.state.global_step else 0
         self._direct_calls = self.state.global_step, count
@@ -434,16 +462,21 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     ) -> Any:
         """The trainer's loss, with a gradient weighted by token.
 
+        With ``return_outputs`` the outputs are those that the trainer below would give beside it.
+
         Raises:
             NumericalError: the loss is not finite; the last checkpoint is as it was.
         """
-        if self.weigher is None or not self.model.training or return_outputs:
+        if self.weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         carried = self._carried or self._without_step()
         batch = self.read_micro_batch(inputs, carried, num_items_in_batch)
-        return self.weigher.loss(model, batch)
+        seen = KeptOutputs(model)
+        loss = self.weigher.loss(seen if return_outputs else model, batch)
+        self.step_guard.expect_gradient(loss)
+        return (loss, self.outputs_beside(seen, inputs, loss)) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As in transformers; a weigher of values is handed the norm before the cut."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from alphatoken.errors import InputError
+from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import label_mask
-from alphatoken.train.gate import TokenGate
+from alphatoken.train.gate import KeptOutputs, TokenGate
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses, with_responses
 
@@ -76,6 +76,20 @@ class AlphaTrainer(LabelledRows, Trainer):
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
+
+    def outputs_beside(self, seen: KeptOutputs, inputs: Mapping[str, Any], loss: Tensor) -> Any:
+        """Of the training forward itself, in its graph: terms of them train as they would there.
+
+        Raises:
+            UnsupportedError: rows were left out of that forward.
+        """
+        if self.args.skip_dropped_rows:
+            raise UnsupportedError(
+                "outputs of a training forward without its dropped rows are of other rows",
+                got="compute_loss(return_outputs=True), skip_dropped_rows=True",
+                remedy="skip_dropped_rows=False",
+            )
+        return type(seen.outputs)(**{**seen.outputs, "loss": loss})
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """The rows as they are: they come tokenised."""

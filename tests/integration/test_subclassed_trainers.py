@@ -8,12 +8,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, Trainer, TrainingArguments
 
-from alphatoken import FisherDrift
+from alphatoken import FisherDrift, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
-from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
-from tests.integration.tiny_training import ALPHA, model, options, sft_rows, tokenizer, weights
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+)
+from tests.integration.tiny_training import (
+    ALPHA,
+    furthest,
+    lora,
+    model,
+    options,
+    preference_rows,
+    sft_rows,
+    tokenizer,
+    weights,
+)
 
 SCOPES = ["batch", "global"]
 
@@ -173,3 +190,109 @@ def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:
         processing_class=tokenizer(),
     )
     assert trainer.alpha_data()["fisher"] is not None
+
+
+# --- a loss with its outputs, and a loss of one's own -------------------------------------------
+
+ID_ROWS = [{"input_ids": (ids := [4 + (i + j) % 26 for j in range(9)]), "labels": ids}
+           for i in range(16)]  # fmt: skip
+
+
+def plain(kind: type[Trainer], folder: Path, **more: Any) -> Trainer:
+    arguments = options(folder, max_steps=2)
+    del arguments["max_length"]
+    made = AlphaConfig if issubclass(kind, AlphaTrainer) else TrainingArguments
+    args = made(**arguments, **more)
+    return kind(model(), args, train_dataset=ID_ROWS, processing_class=tokenizer())
+
+
+def dpo(kind: type[AlphaDPOTrainer], folder: Path, **more: Any) -> AlphaDPOTrainer:
+    return kind(
+        model=model(),
+        args=AlphaDPOConfig(**options(folder, **{"max_steps": 2, **ALPHA, **more})),
+        train_dataset=preference_rows(16),
+        validation_dataset=preference_rows(8, seed=5) if "policy" not in more else None,
+        processing_class=tokenizer(),
+        peft_config=lora(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.return_outputs=True:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "make"), [(AlphaSFTTrainer, sft), (AlphaDPOTrainer, dpo)], ids=["sft", "dpo"]
+)
+@pytest.mark.parametrize("more", [{"retention": "none"}, {"policy": "random"}], ids=str)
+def test_a_loss_with_its_outputs_is_weighted(
+    tmp_path: Path, kind: Any, make: Any, more: dict[str, Any]
+) -> None:
+    """The pattern by which people log a term: the run is the same, and the logits are the model's.
+
+    ``random`` keeps its tokens by a draw, so that what is trained on shows at the first step.
+    """
+    seen: list[Tensor] = []
+
+    class Logging(kind):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+        ) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            seen.append(outputs.logits)
+            return (loss, outputs) if return_outputs else loss
+
+    more = {**more, "keep_ratio": 0.3}
+    own, subclass = make(kind, tmp_path / "own", **more), make(Logging, tmp_path / "sub", **more)
+    own.train()
+    subclass.train()
+    assert furthest(own, subclass) == 0
+    assert "alpha/kept_share" in subclass.state.log_history[0]
+    assert len(seen) == 2
+    assert all(logits.shape[-1] == own.model.config.vocab_size for logits in seen)
+
+
+def test_a_term_of_the_outputs_trains_as_in_transformers(tmp_path: Path) -> None:
+    def with_a_term(kind: type[Trainer]) -> type[Trainer]:
+        class WithTerm(kind):
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+            ) -> Any:
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+                assert outputs[0] is outputs.loss
+                loss = loss + outputs.logits.logsumexp(-1).square().mean()
+                return (loss, outputs) if return_outputs else loss
+
+        return WithTerm
+
+    theirs = plain(with_a_term(Trainer), tmp_path / "theirs")
+    more = {"policy": "random", "keep_ratio": 1.0, "export_values": False}
+    ours = plain(with_a_term(AlphaTrainer), tmp_path / "ours", **more)
+    theirs.train()
+    ours.train()
+    assert furthest(theirs, ours) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["never asks", "asks and goes its own way", "evaluation mode"])
+def test_a_step_that_no_weigher_has_seen_is_not_taken(tmp_path: Path, way: str) -> None:
+    class Own(AlphaSFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if way == "evaluation mode":
+                self.model.eval()
+            loss = None
+            if way != "never asks":
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss if way == "evaluation mode" else model(**inputs).loss
+
+    trainer = sft(Own, tmp_path, policy="random")
+    before = weights(trainer.model)
+    with pytest.raises(UnsupportedError, match="not weighted by token"):
+        trainer.train()
+    after = weights(trainer.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    plainly = sft(Own, tmp_path, policy="all", export_values=False)
+    plainly.train()  # as the remedy says
+
+
+def test_a_batch_without_its_step_is_not_ranked_over_a_step(tmp_path: Path) -> None:
+    trainer = sft(AlphaSFTTrainer, tmp_path, policy="random", keep_scope="global")
+    batch = dict(next(iter(trainer.get_train_dataloader())))
+    with pytest.raises(UnsupportedError, match="keep_scope='batch'"):
+        trainer.compute_loss(trainer.model.train(), batch)
