@@ -15,7 +15,7 @@ from alphatoken.cli.options import default_of
 from alphatoken.config import ScorerConfig
 from alphatoken.policies import POLICIES, find_policy
 from alphatoken.policies.preference import PreferencePolicy
-from alphatoken.train.fields import AlphaFields
+from alphatoken.train.fields import AlphaFields, documentation
 
 OF_SCORER = {
     "layers": "score_layers",
@@ -116,8 +116,7 @@ def every_method() -> Iterator[tuple[str, type[Any]]]:
 
 
 def _line(one: Field[Any]) -> str:
-    said = one.metadata
-    cells = (said["help"], said["within"], said["when"], said["source"])
+    cells = (one.metadata["help"], *documentation(one))
     return f"| `{one.name}` | `{default_of(one)!r}` | {' | '.join(map(_escaped, cells))} |\n"
 
 

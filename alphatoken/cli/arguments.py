@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from types import MappingProxyType
 from typing import Any, NoReturn, get_type_hints
 
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
@@ -84,8 +83,6 @@ class _Parser(TrlParser):
             group: Any = self.add_argument_group(groups[name])
             for one in map(copy.copy, chosen):
                 one.type = hints[one.name]
-                read = {k: v for k, v in one.metadata.items() if k in ("help", "aliases")}
-                one.metadata = MappingProxyType(read)  # argparse is handed all of it
                 self._parse_dataclass_field(group, one)
 
 
@@ -188,8 +185,7 @@ def _give_way(found: argparse.Namespace, training: Any, earlier: set[str]) -> tu
 
 def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> None:
     """Text "null" where an option may be none; and rows named here instead of the recipe's."""
-    ours = (*dataclasses.fields(AlphaOptions), *dataclasses.fields(DataArguments))
-    for one in ours:
+    for one in dataclasses.fields(DataArguments):
         if one.default is None and getattr(found, one.name) in ("null", "none"):
             setattr(found, one.name, None)
     given = _named(words)

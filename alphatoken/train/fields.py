@@ -6,12 +6,42 @@ torch: the command line's help is made of them in a moment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import Field, dataclass
+from typing import Any, NamedTuple
 
-from alphatoken.support.options import option
+from alphatoken.support import options
 
-__all__ = ["AlphaFields", "PairFields"]
+__all__ = ["AlphaFields", "Documentation", "PairFields", "documentation"]
+
+
+class Documentation(NamedTuple):
+    """What is said of a field beside its help.
+
+    Attributes:
+        within: what it may be.
+        when: to change it.
+        source: in the paper; "ours" where it has none.
+    """
+
+    within: str
+    when: str
+    source: str
+
+
+_DOCUMENTED: dict[Field[Any], Documentation] = {}
+"""Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse."""
+
+
+def option(default: Any, help: str, **told: str) -> Any:
+    """A field with its help in its metadata, and the rest of its documentation beside it."""
+    made = options.option(default, help)
+    _DOCUMENTED[made] = Documentation(**told)
+    return made
+
+
+def documentation(one: Field[Any]) -> Documentation:
+    """Of a field of the classes below."""
+    return _DOCUMENTED[one]
 
 
 @dataclass
@@ -23,9 +53,8 @@ class AlphaFields:
     (``held_out_share``) raises an alarm when the batch is being learnt by heart. The packaged
     laptop recipes draw from a pool.
 
-    Each field's metadata are its documentation: ``help``, ``within`` (what it may be), ``when`` (to
-    change it) and ``source`` (in the paper; "ours" where it has none). ``docs/options.md`` shows
-    them as tables, ``alphatoken sft --help`` the first.
+    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows; the rest of its
+    documentation is in :func:`documentation`. ``docs/options.md`` shows all as tables.
     """
 
     policy: str = option(

@@ -8,7 +8,7 @@ command lines.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from alphatoken.config import ScorerConfig
@@ -55,6 +55,7 @@ class AlphaOptions(AlphaFields):
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""
+        self._read_null()
         self._resolve_policy()
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
@@ -70,6 +71,12 @@ class AlphaOptions(AlphaFields):
         self._check_screen()
         self._check_combinations()
         self.scorer_config()
+
+    def _read_null(self) -> None:
+        """Text "null" or "none" where an option may be none: argparse knows no other word."""
+        for one in fields(AlphaFields):
+            if one.default is None and getattr(self, one.name) in ("null", "none"):
+                setattr(self, one.name, None)
 
     def _resolve_policy(self) -> None:
         """Put what a name stands for in place of it, and check what it does not stand for."""

@@ -26,7 +26,7 @@ from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError
 from alphatoken.policies import find_policy
 from alphatoken.policies.preference import PreferencePolicy
-from alphatoken.train.fields import AlphaFields
+from alphatoken.train.fields import AlphaFields, documentation
 from tests.options_page import arguments, every_method, page
 from tests.property.claims import EQUATIONS
 
@@ -48,12 +48,12 @@ def test_every_option_has_a_sentence(kind: Any) -> None:
 
 def test_every_field_is_documented_and_the_page_is_that_of_the_fields() -> None:
     for one in fields(AlphaFields):
-        assert all(one.metadata.get(key) for key in ("help", "within", "when", "source")), one.name
+        assert all((one.metadata["help"], *documentation(one))), one.name
     assert (Path(__file__).parents[2] / "docs" / "options.md").read_text("utf-8") == page()
 
 
 def test_sources_name_equations_of_the_paper() -> None:
-    said = [one.metadata["source"] for one in fields(AlphaFields)]
+    said = [documentation(one).source for one in fields(AlphaFields)]
     named = [name for text in said for name in re.findall(r"eq\. ([a-z_A-Z0-9]+)", text)]
     assert len(named) > 10
     assert set(named) <= EQUATIONS

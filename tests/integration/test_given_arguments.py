@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
-from trl import DPOConfig, KTOConfig, SFTConfig
+from transformers import HfArgumentParser, TrainingArguments
+from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+from alphatoken.cli.arguments import read_arguments
 from alphatoken.errors import ConfigError
 from alphatoken.train import (
     AlphaConfig,
@@ -266,3 +269,55 @@ def test_joined_arguments_can_be_written_and_read(tmp_path: Path) -> None:
     assert (again.house, again.colour, again.keep_ratio) == ("straw", "red straw", 0.5)
     changed = dataclasses.replace(again, house="wood", keep_ratio=0.3)
     assert (changed.colour, changed.keep_ratio, type(changed)) == ("red wood", 0.3, type(taken))
+
+
+# --- parsers of command lines -------------------------------------------------------------------
+
+WORDS = {
+    "policy": "bottom", "keep_ratio": "0.25", "keep_ratio_start": "0.75", "score_layers": "0,2",
+    "window": "8", "stability_weight": "0.5", "preconditioner": "null", "fisher_cache": "none",
+    "shared_threshold": "true", "export_values": "false", "retention": "none", "use_cpu": "true",
+    "objective": "adaptation", "learning_rate": "2e-3", "bf16": "false",
+}  # fmt: skip
+READ = {
+    "policy": "bottom", "keep_ratio": 0.25, "keep_ratio_start": 0.75, "score_layers": "0,2",
+    "window": 8, "stability_weight": 0.5, "preconditioner": None, "fisher_cache": None,
+    "shared_threshold": True, "export_values": False, "retention": "none", "use_cpu": True,
+    "objective": "adaptation", "learning_rate": 2e-3, "bf16": False,
+}  # fmt: skip
+
+
+def parsed(parser: Callable[..., Any], kind: Any, words: list[str]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own deprecated options
+        return parser((ScriptArguments, kind, ModelConfig)).parse_args_into_dataclasses(words)[1]
+
+
+@pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", [AlphaSFTConfig, AlphaDPOConfig, AlphaConfig])
+def test_parsers_of_trl_and_transformers_read_our_options(
+    tmp_path: Path, parser: Any, kind: Any
+) -> None:
+    """As in TRL's scripts; and each option as our own command line reads it."""
+    words = [word for name, text in WORDS.items() for word in (f"--{name}", text)]
+    words += ["--output_dir", str(tmp_path)]
+    found = parsed(parser, kind, words)
+    assert {name: getattr(found, name) for name in READ} == READ
+    assert "--keep_ratio" in parser((kind,)).format_help()
+    if kind is not AlphaConfig:
+        command = "sft" if kind is AlphaSFTConfig else "dpo"
+        ours = read_arguments(command, words, kind).training
+        assert {name: getattr(ours, name) for name in READ} == READ
+
+
+def test_a_recipe_goes_through_trls_parser(tmp_path: Path) -> None:
+    """Mappings and null too, which no command line has."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path}\npolicy: eaft\npolicy_options: {{k: 7}}\n"
+        "keep_ratio_start: null\nuse_cpu: true\nbf16: false\n"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found = TrlParser((AlphaSFTConfig,)).parse_args_and_config(["--config", str(recipe)])[0]
+    assert (found.policy_options, found.keep_ratio_start) == ({"k": 7}, None)
