@@ -1,8 +1,8 @@
 """The ledger of a run: what every training token was worth, summed over its visits.
 
 In-run Shapley values (Appendix A of the paper): the value of token u at step s is
-``phi_(u,s) = eta_s <grad J(theta_s), grad l_u>``; over a run they add up. The unit is the
-predicted decrease of the validation objective.
+``phi_(u,s) = eta_s <grad J(theta_s), grad l_u>``; over a run they add up. What the sum means
+depends on the optimizer: see :func:`alphatoken.train.ledger_unit.ledger_unit`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from alphatoken.errors import DataError, InputError, NumericalError
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import KEY_BYTES, Document, split_batch
+from alphatoken.train.ledger_unit import PLAIN
 from alphatoken.train.value_export import COMPONENTS, Accumulated, export_values
 from alphatoken.values import TokenValues
 
@@ -84,9 +85,10 @@ class ValueLedger:
     adds up in whatever batch, padding or packing it comes. Sums are in float64 on the CPU, about
     52 bytes a response token. The values last scored are kept in float32, for :meth:`lookup`.
 
-    Exact: additive over visits and over ledgers (:meth:`merge`), up to rounding of the sums. To
-    first order and for a small step the sum over all tokens and steps is the decrease of the
-    objective that unmasked training would bring.
+    Exact: additive over visits and over ledgers (:meth:`merge`), up to rounding of the sums. For
+    small plain gradient steps (SGD without momentum, no gradient cut) the sum over all tokens and
+    steps is to first order the decrease of the objective that unmasked training would bring. Under
+    AdamW and its like it is not.
     """
 
     def __init__(self) -> None:
@@ -323,6 +325,7 @@ class ValueLedger:
         fmt: str | None = None,
         max_length: int | None = None,
         truncation_mode: str = "keep_start",
+        unit: str = PLAIN,
     ) -> Path:
         """Write one record a response token, and a summary; see :func:`export_values`."""
         return export_values(
@@ -333,6 +336,7 @@ class ValueLedger:
             fmt=fmt,
             max_length=max_length,
             truncation_mode=truncation_mode,
+            unit=unit,
         )
 
 

@@ -15,6 +15,7 @@ from alphatoken.report.page import missing_libraries
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.ledger_unit import ledger_unit
 from alphatoken.train.manifest import RESULTS
 from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
@@ -116,8 +117,10 @@ class RunRecords:
         if whole is not None and len(whole):
             rows = trainer.train_dataset if hasattr(trainer.train_dataset, "__len__") else None
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+            args = trainer.args
+            unit = ledger_unit(trainer.optimizer, args.preconditioner, args.precondition_after)
             place = folder / RESULTS / "values"
-            whole.export(place, rows, tokenizer=tokenizer, **trainer.export_arguments())
+            whole.export(place, rows, tokenizer=tokenizer, unit=unit, **trainer.export_arguments())
         missing = missing_libraries()
         if missing:
             warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")

@@ -24,6 +24,7 @@ from alphatoken.report.files import pyarrow_modules
 from alphatoken.report.numbers import number
 from alphatoken.report.page import Column, Section, ShownTable, render_page, write_page
 from alphatoken.train.curves import charts
+from alphatoken.train.ledger_unit import PLAIN
 from alphatoken.train.manifest import RESULTS, RUN, checkpoints
 
 __all__ = ["REPORT", "RunRecord", "read_run", "write_run_report"]
@@ -56,13 +57,16 @@ _STRETCH = 10_000
 MOST_TOKENS = 500_000
 """Tokens whose values are read for the page: keeps it to seconds for any size of run."""
 
-_ACCUMULATED = (
-    Component(
-        "total", "Total", "predicted decrease of the objective: step size times value, summed"
-    ),
-    Component("adaptation", "Adaptation", "the part of it that is about the validation objective"),
-    Component("stability", "Stability", "the part of it that is about retention, times lambda"),
-)
+
+def accumulated(unit: str) -> tuple[Component, ...]:
+    """The columns of a run's values, of which the first has the unit that its export says."""
+    return (
+        Component("total", "Total", unit),
+        Component(
+            "adaptation", "Adaptation", "the part of it that is about the validation objective"
+        ),
+        Component("stability", "Stability", "the part of it that is about retention, times lambda"),
+    )
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
             f"The value file holds {whole:,} tokens; what is said about them here is of "
             f"{summary.response_tokens:,}, in evenly spread stretches."
         )
-    sections, data = value_sections(summary, known=_ACCUMULATED)
+    sections, data = value_sections(summary, known=accumulated(_unit(run.values)))
     if not summary.sequences:
         sections = [Section("heatmaps", "Values over the text", remarks=[_NO_VALUES])]
     return render_page(
@@ -176,6 +180,16 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
         settings={**run.options, **{f"{name} version": of for name, of in run.versions.items()}},
         data={**data, "history": logs, "options": dict(run.options)},
     )
+
+
+def _unit(values: Path | None) -> str:
+    """What accumulated values mean, as the summary beside them says."""
+    if values is None:
+        return PLAIN
+    for name in ("summary.json", f"{values.stem}.summary.json"):
+        if (values.parent / name).is_file():
+            return str(_json(values.parent / name).get("unit", PLAIN))
+    return PLAIN
 
 
 def _curves(history: Sequence[Mapping[str, Any]], logs: Sequence[Mapping[str, Any]]) -> Section:

@@ -24,12 +24,12 @@ from alphatoken.data.pieces import token_texts
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import replacing, write_json
 from alphatoken.train.documents import BRANCHES, row_documents
+from alphatoken.train.ledger_unit import PLAIN
 
 __all__ = ["COMPONENTS", "FORMATS", "Accumulated", "export_values"]
 
 COMPONENTS = ("total", "adaptation", "stability")
 FORMATS = ("parquet", "jsonl")
-UNIT = "predicted decrease of the validation objective (step size times value, summed over visits)"
 _CHUNK = 1 << 16  # tokens in memory at a time
 _EXTREMES = 20  # documents listed at either end of the summary
 
@@ -95,6 +95,7 @@ def export_values(
     fmt: str | None = None,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
+    unit: str = PLAIN,
 ) -> Path:
     """Write the values file and a JSON summary beside it, each whole or not at all.
 
@@ -109,6 +110,8 @@ def export_values(
         fmt: "parquet" (a folder's default) or "jsonl".
         max_length: of preference pairs, as the trainer cut them.
         truncation_mode: TRL's.
+        unit: what the sums mean, by the run's optimizer; see
+            :func:`~alphatoken.train.ledger_unit.ledger_unit`.
 
     Returns:
         Path of the values file.
@@ -132,7 +135,7 @@ def export_values(
                 for record in zip(*chunk.values(), strict=True):
                     line = dict(zip(names, record, strict=True))
                     file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-    write_json(summary, _summary(found, holders, unseen))
+    write_json(summary, {"unit": unit, **_summary(found, holders, unseen)})
     return target
 
 
@@ -288,7 +291,6 @@ def _summary(found: Accumulated, holders: Holders | None, unseen: int) -> dict[s
         }
 
     return {
-        "unit": UNIT,
         "documents": len(totals),
         "tokens": len(found.tokens),
         "visits_of_documents": int(found.visits.sum()),
