@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from alphatoken import __version__
@@ -23,6 +25,7 @@ _ALWAYS = ("policy", "keep_ratio", "estimator", "score_layers", "validation_mode
 """Settings that are named in any case; others where they are not the default."""
 _PRIVATE = ("policy_cache", "fisher_cache")
 """Folders of the machine: of no use to a reader."""
+_LOCAL = "a local file or folder"
 
 
 def kept_share(history: Sequence[Mapping[str, Any]]) -> float | None:
@@ -59,8 +62,26 @@ def card_section(options: Any, history: Sequence[Mapping[str, Any]]) -> str:
     for one in fields(AlphaFields):
         value = getattr(options, one.name)
         if one.name in _ALWAYS or (value != one.default and one.name not in _PRIVATE):
-            lines.append(f"| `{one.name}` | `{value}` |")
+            lines.append(f"| `{one.name}` | `{_without_paths(value)}` |")
     return "\n".join([*lines, "", f"Paper: {_PAPER}", ""])
+
+
+def _without_paths(value: Any) -> Any:
+    """An option's value, with names of files and folders of this machine taken out."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # policy_options as JSON text
+        value = json.loads(value)
+    if isinstance(value, Mapping):
+        return {name: _without_paths(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_paths(part) for part in value]
+    if isinstance(value, PurePath):
+        return _LOCAL
+    local = isinstance(value, str) and (
+        value.startswith((".", "~"))
+        or os.path.isabs(value)
+        or (os.sep in value and os.path.exists(value))  # else a name on the hub
+    )
+    return _LOCAL if local else value
 
 
 def add_section(card: Path, section: str) -> None:

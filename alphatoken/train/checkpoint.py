@@ -193,7 +193,8 @@ class RunCheckpoints(TrainerCallback):
             if args.should_save:
                 state.save_to_json(str(staged / TRAINER_STATE_NAME))
         staged.mkdir(parents=True, exist_ok=True)
-        self._save_own(staged)
+        if not args.save_only_model:  # no run goes on from such a folder
+            self._save_own(staged)
 
     def _own_file(self, folder: Path, process: int | None = None) -> Path:
         index = self._trainer.args.process_index if process is None else process
@@ -218,7 +219,7 @@ class RunCheckpoints(TrainerCallback):
         args, state = self._trainer.args, self._trainer.state
         if not args.should_save:
             return
-        if not args.save_on_each_node:
+        if not args.save_on_each_node and not args.save_only_model:
             self._require_shared(staged)
         assert self._identity is not None
         manifest = Manifest(

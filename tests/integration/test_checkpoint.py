@@ -421,6 +421,8 @@ def test_model_only_checkpoints_are_no_place_to_go_on_from(tmp_path: Path) -> No
     run = Run("plain", tmp_path, options={"save_only_model": True, "max_steps": 1})
     run.trainer().train()
     assert latest_complete(run.out) is None
+    # The ledger names tokens of training rows, and nobody would read it.
+    assert not list(run.out.rglob("alphatoken-rank*"))
     with pytest.raises(DataError, match="save_only_model"):
         run.trainer().train(resume_from_checkpoint=str(run.out / "checkpoint-1"))
 

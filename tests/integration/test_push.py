@@ -14,7 +14,8 @@ import pytest
 from datasets import Dataset
 
 from alphatoken.errors import DataError
-from alphatoken.train.card import kept_share
+from alphatoken.train import AlphaSFTConfig
+from alphatoken.train.card import card_section, kept_share
 from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
 
 MARKER = "qzxjvwkq"
@@ -155,6 +156,19 @@ def test_the_card_names_library_paper_settings_and_the_share_kept(tmp_path: Path
         assert said in card
     assert "| `window`" not in card, "the default, and none of those that are always named"
     assert kept_share([{"loss": 1.0}]) is None
+
+
+def test_the_card_names_no_place_on_the_machine(tmp_path: Path) -> None:
+    place = tmp_path / "secret" / "model"
+    more: dict[str, Any] = {"policy": "rho-1", "policy_reference": str(place)}
+    args = AlphaSFTConfig(**options(tmp_path), **more, policy_cache=str(place))
+    args.policy_options = {"teacher": [str(place)], "ratio": 0.5}  # of a method of one's own
+    card = card_section(args, [])
+    assert "secret" not in card
+    assert "| `policy_reference` | `a local file or folder` |" in card
+    assert "'ratio': 0.5" in card
+    named = AlphaSFTConfig(**options(tmp_path), policy="rho-1", policy_reference="org/model")
+    assert "| `policy_reference` | `org/model` |" in card_section(named, [])
 
 
 def test_a_pushed_checkpoint_says_why_it_cannot_be_resumed(tmp_path: Path, hub: Hub) -> None:
