@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable
 
@@ -23,6 +24,7 @@ __all__ = [
     "ModelError",
     "NumericalError",
     "UnsupportedError",
+    "quoted",
     "require_choice",
     "warn_caller",
 ]
@@ -110,6 +112,11 @@ class ModelError(AlphaTokenError):
 
 class DataError(AlphaTokenError, ValueError):
     """A data file cannot be read; the message names file and line."""
+
+
+def quoted(error: BaseException, width: int = 300) -> str:
+    """What another library raised, on one line, cut between words where it is long."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", width, placeholder=" [...]")
 
 
 def require_choice(

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,10 @@ from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
 from alphatoken.compare.tables import markdown, setting_text
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError
-from alphatoken.support.storage import read_json, write_json, write_text
-from alphatoken.train.loading import load_causal_model, load_tokenizer
+from alphatoken.support.storage import write_json, write_text
+from alphatoken.train.loading import ModelParts, find_parts, load_causal_model, load_tokenizer
 
 __all__ = ["run", "table"]
-
-
-@dataclass(frozen=True)
-class _Model:
-    """Where a model's parts are.
-
-    Attributes:
-        whole: folder or name of the model, or of an adapter's base.
-        adapter: folder of the adapter, if there is one.
-        tokenizer: folder or name.
-        start: model before training, if it is known.
-    """
-
-    whole: str
-    adapter: str | None
-    tokenizer: str
-    start: str | None
 
 
 def run(options: EvaluateOptions) -> None:
@@ -57,8 +40,9 @@ def run(options: EvaluateOptions) -> None:
     command = _command(measures)
     if not options.beta > 0:
         raise ConfigError("--beta must lie above 0", got=repr(options.beta))
-    parts = _find(options)
-    _require_start(measures, command, parts)
+    parts = find_parts(options.model_name_or_path, options.adapter)
+    start = options.start or (None if parts.adapter is None else parts.model)
+    _require_start(measures, command, start)
     check_rows(measures, command)
     ready = prepare(measures, allow_code=options.allow_code_execution)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
@@ -66,7 +50,7 @@ def run(options: EvaluateOptions) -> None:
     if options.dry_run:
         _show(measures, ready, parts)
         return
-    model = _load(parts.whole, options, parts.adapter)
+    model = _load(parts.model, options, parts.adapter)
     out.mkdir(parents=True, exist_ok=True)
     with redirect_stderr(io.StringIO()) if options.quiet else nullcontext():  # lm-eval's bars
         found = measure(
@@ -74,7 +58,7 @@ def run(options: EvaluateOptions) -> None:
             tokenizer,
             measures,
             command=command,
-            start=lambda: _load(str(parts.start), options),
+            start=lambda: _load(str(start), options),
             beta=options.beta,
             folder=out,
             allow_code=options.allow_code_execution,
@@ -222,30 +206,10 @@ def _command(measures: Measures) -> str:
     return "dpo" if {"chosen", "rejected"} <= set(first) else "sft"
 
 
-def _find(options: EvaluateOptions) -> _Model:
-    """Where model, adapter and tokenizer are; the folder of an adapter names its base."""
-    name, adapter, start = options.model_name_or_path, options.adapter, options.start
-    folder = Path(name).expanduser()
-    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    if adapter is None and alone:
-        base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-        if not base or (str(base).startswith((".", "/", "~")) and not Path(base).is_dir()):
-            raise ConfigError(
-                "the adapter's base is not there",
-                got=f"{name}: {base or 'names none'}",
-                remedy=f"alphatoken evaluate BASE --adapter {name}",
-            )
-        name, adapter = str(base), name
-    own = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
-    if adapter is not None and start is None:
-        start = name
-    return _Model(name, adapter, str(adapter) if own else name, start)
-
-
-def _require_start(measures: Measures, command: str, parts: _Model) -> None:
+def _require_start(measures: Measures, command: str, start: str | None) -> None:
     """Refuse what compares with a model before training that nobody named."""
     sets = [name for name, one in measures.sets.items() if one.opponent == OPPONENT]
-    if parts.start is None and (sets or command == "dpo"):
+    if start is None and (sets or command == "dpo"):
         raise ConfigError(
             "the model before training is not named",
             got=f"opponent of {', '.join(sets)}" if sets else "reference of the pairs",
@@ -254,8 +218,8 @@ def _require_start(measures: Measures, command: str, parts: _Model) -> None:
         )
 
 
-def _show(measures: Measures, ready: Prepared, parts: _Model) -> None:
-    print(f"model: {parts.whole}" + (f" with {parts.adapter}" if parts.adapter else ""))
+def _show(measures: Measures, ready: Prepared, parts: ModelParts) -> None:
+    print(f"model: {parts.model}" + (f" with {parts.adapter}" if parts.adapter else ""))
     for name in ("retention_file", "target_file", "code_file"):
         if getattr(measures, name):
             print(f"{name}: {getattr(measures, name)}")

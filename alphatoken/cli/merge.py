@@ -78,10 +78,7 @@ def run(words: Sequence[str]) -> int:
     if len(set(alphas)) != len(alphas):
         raise ConfigError("an alpha is named twice", got=" ".join(map(str, alphas)))
     out = Path(options.output_dir)
-    if out.exists():
-        raise ConfigError(
-            "the output folder exists", got=str(out), remedy="give another --output_dir"
-        )
+    _check(options, out)
     fishers = _fishers(options)
     if len(alphas) == 1:
         _merge(options, out, alphas[0], fishers)
@@ -93,6 +90,23 @@ def run(words: Sequence[str]) -> int:
         _merge(options, folder, alpha, fishers)
     _measure(options, folders, out / "sweep.json")
     return 0
+
+
+def _check(options: MergeOptions, out: Path) -> None:
+    """What can be said before a model is loaded."""
+    from alphatoken.cli.folder import require_writable
+    from alphatoken.compare.evaluate import check_rows
+    from alphatoken.compare.measures import Measures
+    from alphatoken.train.loading import find_parts
+
+    if out.exists():
+        raise ConfigError(
+            "the output folder exists", got=str(out), remedy="give another --output_dir"
+        )
+    require_writable(out)
+    find_parts(options.before, options.adapter)
+    files = Measures(target_file=options.target_file, retention_file=options.retention_file)
+    check_rows(files, "sft")
 
 
 def _fishers(options: MergeOptions) -> Fishers | None:
@@ -137,7 +151,12 @@ def _merge_adapter(options: MergeOptions, out: Path, alpha: float) -> None:
     import torch
 
     from alphatoken.policies.merge import merge_models
-    from alphatoken.train.loading import load_causal_model, load_tokenizer, no_progress_bar
+    from alphatoken.train.loading import (
+        find_parts,
+        load_causal_model,
+        load_tokenizer,
+        no_progress_bar,
+    )
 
     # The delta is small: bfloat16 would round it away twice.
     before, adapted = (
@@ -145,14 +164,30 @@ def _merge_adapter(options: MergeOptions, out: Path, alpha: float) -> None:
         for adapter in (None, options.adapter)
     )
     whole: Any = adapted
-    merged: Any = merge_models(before, whole.merge_and_unload(), alpha)
+    merged: Any = whole.merge_and_unload()
+    if alpha < 1:
+        _require_rows_between(before, merged, alpha)
+        merged = merge_models(before, merged, alpha)
     merged.to(_stored(options.before))
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with no_progress_bar():
         merged.save_pretrained(partial)
-    load_tokenizer(options.before).save_pretrained(partial)
+    tokenizer = load_tokenizer(find_parts(options.before, options.adapter).tokenizer)
+    tokenizer.save_pretrained(partial)
     os.rename(partial, out)
+
+
+def _require_rows_between(before: Any, merged: Any, alpha: float) -> None:
+    """Refuse an adapter that brings tokens along which the base has not."""
+    rows = [len(model.get_input_embeddings().weight) for model in (before, merged)]
+    if rows[0] != rows[1]:
+        raise ConfigError(
+            "the adapter's embedding is not of the base's size",
+            got=f"{rows[1]} rows, {rows[0]} in the base, alpha {alpha:g}",
+            why="a row that only one of them has lies between nothing",
+            remedy="--alpha 1 alone",
+        )
 
 
 def _stored(name: str) -> Any:

@@ -29,7 +29,7 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
-from alphatoken.train.loading import load_causal_model, load_tokenizer
+from alphatoken.train.loading import find_parts, load_causal_model, load_tokenizer
 
 __all__ = [
     "encode_some",
@@ -49,9 +49,10 @@ def read_model(options: ModelOptions) -> nn.Module:
     Raises:
         ModelError: it is missing or unreadable. ConfigError: no such device.
     """
+    parts = find_parts(options.model_name_or_path, options.adapter)
     return load_causal_model(
-        options.model_name_or_path,
-        adapter=options.adapter,
+        parts.model,
+        adapter=parts.adapter,
         device=options.device,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
@@ -59,12 +60,13 @@ def read_model(options: ModelOptions) -> nn.Module:
 
 
 def read_tokenizer(options: ModelOptions) -> Any:
-    """The tokenizer that belongs to the model.
+    """The tokenizer that belongs to the model: the adapter's own where it has one.
 
     Raises:
         ModelError: it is missing or unreadable.
     """
-    return load_tokenizer(options.model_name_or_path, trust_remote_code=options.trust_remote_code)
+    parts = find_parts(options.model_name_or_path, options.adapter)
+    return load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
 
 
 def read_file(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from alphatoken.errors import ConfigError, ModelError, require_choice
-from alphatoken.train.loading import load_causal_model, load_or_refuse, load_tokenizer
+from alphatoken.train.loading import find_parts, load_causal_model, load_tokenizer
 
 __all__ = ["check_tokenizers", "load_reference"]
 
@@ -70,18 +70,15 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _loaded(name: str | Path, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
-    if not (Path(name) / "adapter_config.json").is_file():
-        return load_causal_model(name, device=device, dtype=dtype)
-    from peft import AutoPeftModelForCausalLM
-
-    adapted = load_or_refuse("model", name, AutoPeftModelForCausalLM, dtype=dtype)
-    merged: nn.Module = adapted.merge_and_unload()
-    return merged.to(device).eval()
+    parts = find_parts(name)
+    model: Any = load_causal_model(parts.model, adapter=parts.adapter, device=device, dtype=dtype)
+    merged: nn.Module = model if parts.adapter is None else model.merge_and_unload()
+    return merged.eval()
 
 
 def _tokenizer_of(name: str | Path) -> Any:
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(find_parts(name).tokenizer)
     except ModelError as problem:
         raise ConfigError(
             "the reference model has no tokenizer to compare with the trained model's",

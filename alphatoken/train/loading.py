@@ -1,18 +1,27 @@
-"""Models and tokenizers of transformers from a folder or by name; errors say which is at fault."""
+"""Models and tokenizers of transformers from a folder or by name; errors say which is at fault.
+
+A LoRA adapter brings along what it was trained with: the tokenizer and chat template in its folder,
+and the rows of the embedding that it holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
+from alphatoken.support.storage import read_json
 
 __all__ = [
+    "ModelParts",
+    "find_parts",
     "freeze_unreached",
     "load_causal_model",
     "load_or_refuse",
@@ -20,6 +29,60 @@ __all__ = [
     "load_with_tokenizer",
     "no_progress_bar",
 ]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Where a model's parts are, each a folder or a name on the hub.
+
+    Attributes:
+        model: of an adapter, its base.
+        adapter: LoRA adapter, if there is one.
+        tokenizer: the adapter's own where it has one, or else the model's.
+    """
+
+    model: str
+    adapter: str | None
+    tokenizer: str
+
+
+def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelParts:
+    """The parts of a model; the folder of an adapter alone names its base.
+
+    Raises:
+        ConfigError: the base of such an adapter is not there, or peft is not installed.
+    """
+    model, folder = str(name), Path(name).expanduser()
+    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    if adapter is None and alone:
+        base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
+        if not base or (str(base).startswith((".", "/", "~")) and not Path(base).is_dir()):
+            raise ConfigError(
+                "the adapter's base is not there",
+                got=f"{name}: {base or 'names none'}",
+                remedy=f"--model_name_or_path BASE --adapter {name}",
+            )
+        model, adapter = str(base), folder
+    if adapter is None:
+        return ModelParts(model, None, model)
+    if find_spec("peft") is None:
+        raise ConfigError(
+            "an adapter needs peft", got=str(adapter), remedy="pip install 'alphatoken[lora]'"
+        )
+    return ModelParts(model, str(adapter), str(adapter) if _has_tokenizer(adapter) else model)
+
+
+def _has_tokenizer(adapter: str | Path) -> bool:
+    """Whether an adapter, of a folder or of the hub, has a tokenizer of its own."""
+    from transformers.utils.hub import cached_file
+
+    name, folder = "tokenizer_config.json", Path(adapter).expanduser()
+    if folder.is_dir():
+        return (folder / name).is_file()
+    try:
+        return cached_file(str(adapter), name) is not None
+    except OSError:
+        return False
 
 
 def load_causal_model(
@@ -38,7 +101,8 @@ def load_causal_model(
         **options: of ``from_pretrained``, such as ``dtype`` and ``trust_remote_code``.
 
     Raises:
-        ModelError: model or adapter is missing or unreadable. ConfigError: no such device.
+        ModelError: model or adapter is missing or unreadable, or the adapter holds an embedding of
+            another size and not the head that belongs to it. ConfigError: no such device.
     """
     from transformers import AutoModelForCausalLM
 
@@ -50,9 +114,42 @@ def load_causal_model(
             model = load_or_refuse(
                 "adapter",
                 adapter,
-                lambda path: PeftModel.from_pretrained(model, path, is_trainable=True),
+                lambda path: PeftModel.from_pretrained(
+                    _with_rows_of(model, path), path, is_trainable=True
+                ),
             )
     return model.to(_device(device)).eval()
+
+
+def _with_rows_of(model: Any, adapter: str | Path) -> Any:
+    """The base with as many rows of its embedding as the adapter holds, if it holds them.
+
+    An adapter that was trained with added tokens holds the whole embedding and the whole head
+    (PEFT saves both, also where they are tied) and can be loaded into a base of that size only.
+    """
+    from peft.utils import load_peft_weights
+
+    parts = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = {f"base_model.model.{name}.weight": one for name, one in model.named_modules()}
+    held = {
+        what: len(weight)
+        for name, weight in load_peft_weights(str(adapter), device="cpu").items()
+        for what, part in parts.items()
+        if part is not None and names.get(name) is part
+    }
+    sizes = {len(part.weight) for part in parts.values() if part is not None}
+    if not held or set(held.values()) == sizes:
+        return model
+    if len(set(held.values())) > 1 or len(held) < len(parts):
+        raise ModelError(
+            "the adapter does not hold both the embedding and the head that it was trained with",
+            got=f"{adapter}: " + ", ".join(f"{what} {rows}" for what, rows in held.items())
+            + f"; the base has {', '.join(map(str, sorted(sizes)))}",
+            why="the tokens that were added would have no row in one of the two",
+            remedy="save it by save_pretrained(..., save_embedding_layers=True), or merge it first",
+        )  # fmt: skip
+    model.resize_token_embeddings(held.popitem()[1], mean_resizing=False)
+    return model
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:
@@ -88,18 +185,25 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
         ModelError: whatever the library raised.
     """
     text = str(name)
-    if text.startswith((".", "/", "~")) and not Path(text).expanduser().exists():
-        raise ModelError(f"there is no folder with the {what}", got=text, remedy="check the path")
+    there = Path(text).expanduser().exists()
+    folder = "adapter" if what == "adapter" else "model"
+    if text.startswith((".", "/", "~")) and not there:
+        raise ModelError(f"no such {folder} folder", got=text, remedy="check the path")
     make: Callable[..., Any] = getattr(load, "from_pretrained", load)
     try:
         return make(name, **options)
     except AlphaTokenError:
         raise
     except Exception as error:  # libraries raise whatever their file formats raise
-        said = " ".join(str(error).split())
+        if isinstance(error, OSError) and not there:
+            raise ModelError(
+                f"no such {folder} folder, and no {what} of this name from the hub",
+                got=f"{text}: {quoted(error)}",
+                remedy="check the path, or the name and the network",
+            ) from None
         raise ModelError(
             f"the {what} cannot be loaded",
-            got=f"{text}: {type(error).__name__}: {said[:300]}",
+            got=f"{text}: {quoted(error)}",
             remedy="check the path and that the files in it are whole",
         ) from None
 
@@ -125,7 +229,11 @@ def _device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError("no such device", got=f"{name}: {str(error)[:120]}") from None
+        raise ConfigError(
+            "no such device",
+            got=f"{name}: {quoted(error)}",
+            remedy="--device cpu, or leave it out to take what is there",
+        ) from None
     return device
 
 

@@ -527,10 +527,10 @@ def test_bad_models_and_rows_are_one_line(
     empty.write_text('{"prompt": "add : 77 and 77", "response": ""}\n')
     capsys.readouterr()  # transformers' progress
     for changed, said in (
-        ({"model": str(tmp_path / "nope")}, "there is no folder with the tokenizer"),
-        ({"reference": str(tmp_path / "nope")}, "there is no folder with the model"),
+        ({"model": str(tmp_path / "nope")}, "no such model folder"),
+        ({"reference": str(tmp_path / "nope")}, "no such model folder"),
         ({"reference": str(tmp_path / "small")}, "--reference is another kind of model"),
-        ({"beside": f"other={tmp_path / 'nope'}"}, "there is no folder with the model"),
+        ({"beside": f"other={tmp_path / 'nope'}"}, "no such model folder"),
         ({"beside": f"other={tmp_path / 'small'}"}, "--beside other is another kind of model"),
         ({"beside": str(tmp_path / "small")}, "--beside cannot be read"),
         ({"train": str(empty)}, "empty response"),

@@ -258,7 +258,7 @@ def test_an_adapter_without_its_base_is_refused(
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere/base"}')
     assert main(["evaluate", str(folder), "--target_file", files["rows"]]) == 2
-    assert "alphatoken evaluate BASE --adapter" in capsys.readouterr().err
+    assert "--model_name_or_path BASE --adapter" in capsys.readouterr().err
 
 
 def test_measures_of_a_file_and_words_over_it(

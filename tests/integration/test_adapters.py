@@ -1,0 +1,141 @@
+"""Models with a LoRA adapter: its own tokenizer and template, its added tokens, its base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken.cli import main
+from alphatoken.cli.common import ModelOptions
+from alphatoken.cli.reading import read_model, read_tokenizer
+from alphatoken.demo.model import make_model, make_tokenizer
+from alphatoken.errors import ConfigError, ModelError, quoted
+from alphatoken.train.loading import load_causal_model
+
+pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
+# peft still asks transformers by the old name.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer:UserWarning"),
+]
+
+TWICE = make_tokenizer().chat_template.replace("<assistant> ", "<assistant> <assistant> ")
+"""A template that is not the base's."""
+ROWS = [{"prompt": f"add {n} and two", "response": f"the sum is {n + 2}"} for n in range(8)]
+NEW = "<step>"
+
+
+def saved(folder: Path, *, added: bool, head: bool = True) -> tuple[Path, Path]:
+    """A base without a template, and an adapter on it that brings one, and perhaps a token."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    tokenizer, base = make_tokenizer(), make_model(make_tokenizer())
+    base.save_pretrained(folder / "base")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "base")
+    whole = []
+    if added:
+        tokenizer.add_tokens([NEW])
+        base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        whole = ["embed_tokens"]
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "up_proj"],
+        modules_to_save=whole,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(base, config)
+    adapted.base_model.model.config._name_or_path = str(folder / "base")
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(folder / "lora", save_embedding_layers=added and head)
+    tokenizer.chat_template = TWICE
+    tokenizer.save_pretrained(folder / "lora")
+    return folder / "base", folder / "lora"
+
+
+def rows(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_every_command_reads_with_the_adapter_s_tokenizer(tmp_path: Path) -> None:
+    base, lora = saved(tmp_path, added=False)
+    named = (
+        ModelOptions(model_name_or_path=str(base), adapter=str(lora)),
+        ModelOptions(model_name_or_path=str(lora)),
+    )
+    weights = []
+    for options in named:
+        assert read_tokenizer(options).chat_template == TWICE
+        weights.append({name: p.detach() for name, p in read_model(options).named_parameters()})
+    assert any("lora_A" in name for name in weights[0])
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+    assert read_tokenizer(ModelOptions(model_name_or_path=str(base))).chat_template is None
+
+
+def test_values_and_merged_folders_are_of_the_adapter_s_template(tmp_path: Path) -> None:
+    base, lora = saved(tmp_path, added=False)
+    data, out = rows(tmp_path), tmp_path / "values"
+    words = ["score", "--model_name_or_path", str(base), "--adapter", str(lora), "--quiet",
+             "--train_file", data, "--validation_rows", "2", "--output_dir", str(out),
+             "--no_report", "--format", "jsonl"]  # fmt: skip
+    assert main(words) == 0
+    first = json.loads(next((out / "values").glob("*.jsonl")).read_text().splitlines()[0])
+    assert "<assistant> <assistant>" in make_tokenizer().decode(first["input_ids"])
+    merged = tmp_path / "merged"
+    words = ["merge", "--before", str(base), "--adapter", str(lora), "--alpha", "0.5"]
+    assert main([*words, "--output_dir", str(merged)]) == 0
+    assert read_tokenizer(ModelOptions(model_name_or_path=str(merged))).chat_template == TWICE
+
+
+def test_rows_that_an_adapter_adds_to_the_embedding_are_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, lora = saved(tmp_path, added=True)
+    model: Any = load_causal_model(base, adapter=lora, device="cpu")
+    size = len(make_tokenizer())
+    assert model.get_input_embeddings().weight.shape[0] == size + 1
+    assert model.get_output_embeddings().weight.shape[0] == size + 1
+    words = ["merge", "--before", str(base), "--adapter", str(lora)]
+    assert main([*words, "--alpha", "0.5", "--output_dir", str(tmp_path / "half")]) == 2
+    assert f"{size + 1} rows, {size} in the base, alpha 0.5" in capsys.readouterr().err
+    assert main([*words, "--alpha", "1", "--output_dir", str(tmp_path / "whole")]) == 0
+    merged: Any = load_causal_model(tmp_path / "whole", device="cpu")
+    ids = torch.tensor([[1, size]])
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_without_its_head_is_refused(tmp_path: Path) -> None:
+    base, lora = saved(tmp_path, added=True, head=False)
+    with pytest.raises(ModelError, match="does not hold both"):
+        load_causal_model(base, adapter=lora, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["./modle", "modle"])
+def test_a_mistyped_folder_is_named_as_the_model(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model folder") as caught:
+        read_tokenizer(ModelOptions(model_name_or_path=name))
+    assert name in caught.value.got
+    base, _ = saved(tmp_path, added=False)
+    with pytest.raises(ModelError, match="no such adapter folder"):
+        load_causal_model(base, adapter="./lroa")
+
+
+def test_what_others_raise_is_cut_between_words(tmp_path: Path) -> None:
+    base, _ = saved(tmp_path, added=False)
+    with pytest.raises(ConfigError, match="no such device") as caught:
+        load_causal_model(base, device="cuda:9")
+    words = caught.value.got.split()
+    assert not any(
+        word.startswith("http") and not word.endswith(("/", ".html", "aspx")) for word in words
+    )
+    said = quoted(OSError("look at https://example.org/a/long/address for more"), 30)
+    assert said == "OSError: look at [...]"
