@@ -308,11 +308,13 @@ class DirectionBuilder:
         if self.adapts:
             batches, role = self.validation, "validation batch"
         elif not isinstance(self.retention, FisherDrift):
-            batches, role = as_batches(self.retention), "retention batch"
+            role = "retention batch"
+            batches = as_batches(self.retention, role)
         if not batches:
             return None
         item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
-        return read_batch(item, max_length=self.adapter.max_positions(), role=role)
+        limit, model = self.adapter.max_positions(), self.adapter.model
+        return read_batch(item, max_length=limit, role=role, model=model)
 
     @property
     def spread(self) -> bool:
@@ -513,7 +515,7 @@ class DirectionBuilder:
                 weight = self._masters(name, parameter) if self._masters else parameter
                 drift |= self.retention.direction({name: weight})
             return drift
-        return self._gradient("retention", as_batches(self.retention))
+        return self._gradient("retention", as_batches(self.retention, "retention batch"))
 
     def _trained_weights(self) -> Mapping[str, Tensor]:
         """The weights as they are trained; masters as copies, which wait on the CPU.

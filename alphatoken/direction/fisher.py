@@ -42,6 +42,7 @@ from alphatoken.model.capture import (
 )
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.token_ids import require_rows
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
@@ -130,7 +131,7 @@ def fit_fisher(
 
     Raises:
         ConfigError: an option without meaning, K larger than the model, nothing trainable in it.
-        InputError: no prompts, an empty one, not integer ids, or too long for the model.
+        InputError: no prompts, an empty one, not integer ids, none of the model's, or too long.
         NumericalError: NaN or Inf among weights, logits or gradients; names the module or sample.
         CoverageError: (Kronecker) a weight is used outside the captured linears.
         FisherError: the checkpoint is unreadable or of another fit, or cannot be written.
@@ -146,7 +147,7 @@ def fit_fisher(
     scope = ParameterChoice.read(parameters).scope(adapter, layers)
     given = read_given(prompts, labels=labels)[:samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
-    budgets = _budgets(given, settings, adapter.max_positions())
+    budgets = _budgets(given, settings, adapter)
     tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
@@ -199,7 +200,7 @@ def draw_responses(
     )
     adapter = find_adapter(model) if adapter is None else adapter
     given = read_given(prompts, labels="sequence")[:samples]
-    budgets = _budgets(given, settings, adapter.max_positions())
+    budgets = _budgets(given, settings, adapter)
     with _undisturbed(adapter):
         return _drawn(adapter, settings, given, budgets, batch)
 
@@ -410,10 +411,12 @@ def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:
     return trained
 
 
-def _budgets(given: list[Given], settings: _Settings, limit: int | None) -> list[int]:
+def _budgets(given: list[Given], settings: _Settings, adapter: DecoderAdapter) -> list[int]:
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
+    limit = adapter.max_positions()
     budgets = []
     for i, one in enumerate(given):
+        require_rows(one.ids, adapter.model, f"prompt {i}")
         # A prompt must leave room for one token at least; a given sequence must fit as it is.
         if settings.labels == "sequence":
             room = settings.max_new_tokens if limit is None else limit - len(one.prompt)

@@ -95,13 +95,15 @@ def weighted_losses(
     forward and must be called inside ``scoring_forward``. A labelled batch is one piece; preference
     pairs are two, one for each branch, so that only one branch's graph exists at a time.
     """
-    limit = adapter.max_positions()
+    limit, model = adapter.max_positions(), adapter.model
     if not isinstance(item, PreferenceBatch):
-        batch = read_batch(item, max_length=limit, role=role)
+        batch = read_batch(item, max_length=limit, role=role, model=model)
         ones = batch.mask.to(torch.float32)
         yield batch, lambda: forward_losses(adapter, batch, role), ones, batch.response_tokens
         return
-    branches = [read_batch(b, max_length=limit, role=role) for b, _, _ in item.branches()]
+    branches = [
+        read_batch(b, max_length=limit, role=role, model=model) for b, _, _ in item.branches()
+    ]
     # omega depends on both branches, so their losses must be known before the first gradient.
     losses, starts = _known(adapter, branches, first, role)
     omega = preference_weights(item, *losses)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken.errors import InputError, UnsupportedError, require_choice
+from alphatoken.model.token_ids import require_rows
 from alphatoken.model.vocabulary import chosen_losses
 from alphatoken.support.finite import refuse_first
 from alphatoken.support.precision import wide
@@ -221,7 +222,11 @@ def _longest(batch: Mapping[str, Any]) -> int:
 
 
 def read_batch(
-    batch: Mapping[str, Any], *, max_length: int | None = None, role: str = "batch"
+    batch: Mapping[str, Any],
+    *,
+    max_length: int | None = None,
+    role: str = "batch",
+    model: Any = None,
 ) -> LabelledBatch:
     """Check a batch and split labels from inputs; no input is copied or moved.
 
@@ -229,11 +234,13 @@ def read_batch(
         batch: mapping with ``input_ids`` and ``labels``, both (b, t).
         max_length: longest sequence that the model allows.
         role: how messages call this batch.
+        model: its forward will look the ids up, so that each must have a row of its embedding.
 
     Raises:
         InputError: missing keys, wrong shapes or dtypes, no response token, a sequence longer
-            than the model allows, labels outside ``input_ids``' meaning, a packed document whose
-            first token is a label (it would be predicted from another document).
+            than the model allows, a token without a row of the embedding, labels outside
+            ``input_ids``' meaning, a packed document whose first token is a label (it would be
+            predicted from another document).
         UnsupportedError: it continues a key/value cache.
     """
     require_tensors(batch, role)
@@ -264,6 +271,8 @@ def read_batch(
             why="positions past the limit have no meaning to the model",
             remedy="truncate, or split the conversation",
         )
+    if model is not None:
+        require_rows(input_ids, model, f"the {role}")
     labels = predicted_labels(labels, batch.get("attention_mask"))
     mask = label_mask(labels)
     if not bool(mask.any()):
@@ -305,11 +314,14 @@ def require_tensors(batch: Any, role: str) -> None:
         )
     for key in ("input_ids", "labels"):
         if key not in batch:
+            texts = "input_ids" not in batch and not any(
+                isinstance(one, Tensor) for one in batch.values()
+            )
             raise InputError(
                 f"the {role} has no tensor '{key}'",
                 got=f"keys {sorted(map(str, batch))}",
                 remedy="pass input_ids and labels as (batch, length) tensors, labels unshifted, "
-                "-100 where nothing is learned",
+                "-100 where nothing is learned" + f"; {_TOKENISE}" * texts,
             )
         if not isinstance(batch[key], Tensor):
             raise InputError(
@@ -380,14 +392,14 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
     )
 
 
-def as_batches(validation: Any) -> Sequence[Any]:
+def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]:
     """What a user may pass as validation data, as a sequence: one item, or several of them.
 
     Raises:
-        InputError: a text, or a sequence of texts or of anything else that is no batch.
+        InputError: a text, rows of text, or a sequence of anything else that is no batch.
     """
     if isinstance(validation, (Mapping, PreferenceBatch)):
-        return [validation]
+        validation = [validation]
     batches = validation if isinstance(validation, Sequence) else list(validation)
     first = batches[0] if batches else None  # the others may be read from a disk one by one
     if first is not None and not isinstance(first, (Mapping, PreferenceBatch)):
@@ -397,4 +409,6 @@ def as_batches(validation: Any) -> Sequence[Any]:
             why="values are taken against the loss on labelled tokens",
             remedy=f"a batch, or a list of batches; {_TOKENISE}",
         )
+    if isinstance(first, Mapping):
+        require_tensors(first, role)
     return batches

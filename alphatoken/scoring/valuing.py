@@ -80,7 +80,8 @@ class Valuer:
         self, batch: Mapping[str, Any], token_weights: Tensor | None, step_weights: Tensor | None
     ) -> tuple[LabelledBatch, Weights]:
         """Check a batch and the weights on its token losses; the first step of every valuation."""
-        checked = read_batch(batch, max_length=self.adapter.max_positions())
+        adapter = self.adapter
+        checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
     def prepare(self, batch: LabelledBatch | None = None) -> None:

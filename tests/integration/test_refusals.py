@@ -108,6 +108,18 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, VOCABULARY)),
         (f"{VOCABULARY}", "row 0, token 2"),
     ),
+    "an id beyond the embedding": (
+        changed(
+            input_ids=BATCH["input_ids"]
+            .clone()
+            .index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(VOCABULARY))
+        ),
+        ("no row in the embedding", f"id {VOCABULARY} at row 1, token 2", f"{VOCABULARY} rows"),
+    ),
+    "a negative id": (
+        changed(input_ids=BATCH["input_ids"] - 10 * VOCABULARY),
+        ("no row in the embedding", "at row 0, token 0"),
+    ),
     "a negative label": (
         changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, -1)),
         ("-1", "row 0, token 2"),
@@ -158,6 +170,13 @@ def test_no_validation_at_all(estimator: str, validation: Any) -> None:
         "pass at least one batch",
         model=model,
     )
+
+
+def test_rows_of_text_are_no_batches_either() -> None:
+    """Refused when the scorer is made, not when it first scores."""
+    rows = [{"prompt": "one and two", "response": "three"}]
+    parts = ("validation batch has no tensor 'input_ids'", "'prompt', 'response'", "encode_rows")
+    refused(InputError, lambda: scorer_for(model_of(), validation=rows), *parts)
 
 
 @pytest.mark.parametrize("validation", ["a text", ["two", "texts"], [[1, 2], [3, 4]]])
@@ -278,6 +297,19 @@ def fitted(model: nn.Module, **options: Any) -> FisherDrift:
     prompts = [torch.tensor([3, 4, 5])]
     options = {"samples": 1, "layers": 2, "max_new_tokens": 2, "progress": False, **options}
     return fit_fisher(model, prompts, **options)
+
+
+@pytest.mark.parametrize("labels", ["sequence", "token"])
+def test_a_prompt_with_a_token_that_the_embedding_lacks(labels: str) -> None:
+    model = model_of()
+    ids = [torch.tensor([3, 4, 5]), torch.tensor([3, VOCABULARY, 4])]
+    refused(
+        InputError,
+        lambda: fit_fisher(model, ids, samples=2, layers=2, labels=labels, progress=False),
+        "a token of prompt 1 has no row in the embedding",
+        f"id {VOCABULARY} at token 1",
+        model=model,
+    )
 
 
 @EACH
