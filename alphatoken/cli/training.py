@@ -200,7 +200,8 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
     try:
         with _warnings_as_notes(first):
-            trainer.train(resume_from_checkpoint=going_on)
+            allowed = arguments.run.allow_changed or ()
+            trainer.train(resume_from_checkpoint=going_on, allow_changed=allowed)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"{trainer.state.global_step} steps done; the same command with --resume continues "

@@ -90,6 +90,11 @@ class RunArguments:
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )
+    allow_changed: list[str] | None = option(
+        None,
+        "With --resume: options (or train_dataset, validation_dataset, ...) whose other value is "
+        "meant. Those that change no more than rounding need not be named.",
+    )
     overwrite_output: bool = option(
         False, "Start anew in an output_dir that is not empty; its checkpoints are removed."
     )

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["data_fingerprint", "differences", "frozen_fingerprint", "option_values"]
+__all__ = [
+    "data_fingerprint",
+    "differences",
+    "frozen_fingerprint",
+    "option_values",
+    "rounding_only",
+]
 
 _WATCHING = (
     "collect_", "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
@@ -31,6 +37,13 @@ _MACHINE = (
 )  # fmt: skip
 """Beginnings of options that say what is watched and written, or where it runs, not what."""
 
+_ROUNDING = (
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "fisher_batch_size",
+    "precompute_ref_batch_size", "remove_unused_columns", "tf32",
+)  # fmt: skip
+"""Options that say how the same numbers are computed. (A Fisher is compared by itself.)"""
+
 _SAMPLED_ROWS = 256
 _SAMPLED_NUMBERS = 1024
 _ARROW_ROWS = 1000
@@ -44,7 +57,57 @@ def option_values(args: Any) -> dict[str, Any]:
     """
     names = (field.name for field in dataclasses.fields(args))
     kept = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
-    return {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
+    values = {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
+    if "held_out_steps" in values:  # how often rows are looked at; whether some are held out counts
+        values["held_out_steps"] = bool(values["held_out_steps"])
+    return values
+
+
+def rounding_only(
+    before: Mapping[str, Any], now: Mapping[str, Any], world_size: int
+) -> frozenset[str]:
+    """Names of options that may differ between two runs of one result but for rounding.
+
+    "But for rounding" leaves draws of dropout out, which follow the shape of a batch.
+
+    Args:
+        before: ``option_values`` of the one run.
+        now: of the other.
+        world_size: processes of both.
+    """
+    names = set(_ROUNDING)
+    if world_size == 1:
+        names.add("average_tokens_across_devices")
+    if now.get("policy") != "harmless":  # whose errors are from the spread between forwards
+        names.add("validation_micro_batch_size")
+    if {before.get("optim"), now.get("optim")} <= {"adamw_torch", "adamw_torch_fused"}:
+        names.add("optim")
+    if _steps_of_the_same_rows(before, now):
+        names |= set(_BATCH)
+    return frozenset(names)
+
+
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def _steps_of_the_same_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a step has the same rows and tokens however it is cut into micro-batches.
+
+    Not where tokens are ranked or drawn within one, where a pair's loss is a mean over one, and
+    where rows are sorted by length within so many batches.
+    """
+    sizes = [options.get(_BATCH[0], 1) * options.get(_BATCH[1], 1) for options in (before, now)]
+    policy = now.get("policy", "all")  # TRL's own trainer
+    ranked_apart = policy == "all" or (
+        policy in ("top", "bottom")
+        and now.get("weighting") == "mask"
+        and now.get("keep_scope") in ("global", "sequence")
+        and not now.get("interaction_weight")
+        and now.get("preconditioner") != "full"
+    )
+    by_length = now.get("train_sampling_strategy") == "group_by_length"
+    pairs = "max_response_length" in now
+    return sizes[0] == sizes[1] and ranked_apart and not by_length and not pairs
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from alphatoken.errors import ConfigError, DataError, warn_caller
 from alphatoken.support.storage import write_json
-from alphatoken.train.identity import differences
+from alphatoken.train.identity import differences, rounding_only
 from alphatoken.train.manifest import (
     RESULTS,
     RUN,
@@ -97,7 +97,9 @@ def require_same_run(
     world_size: int,
     allowed: Collection[str],
 ) -> None:
-    """Refuse to go on from a checkpoint as another run; warn of other library versions.
+    """Refuse to go on from a checkpoint as another run.
+
+    Warn of what changes it by rounding only: some options, and other library versions.
 
     Args:
         path: the checkpoint.
@@ -123,7 +125,11 @@ def require_same_run(
             why="each process has its own part of data order, random state and statistics",
             remedy=f"launch {manifest.world_size} processes, or start a new run from this model",
         )
-    changed = differences(manifest.identity, identity, allowed)
+    options = [one.get("options", {}) for one in (manifest.identity, identity)]
+    harmless = rounding_only(options[0], options[1], world_size)
+    rounded = differences({"options": options[0]}, {"options": options[1]}, allowed)
+    rounded = {name: pair for name, pair in rounded.items() if name in harmless}
+    changed = differences(manifest.identity, identity, {*allowed, *rounded})
     if changed:
         listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changed.items()]
         raise ConfigError(
@@ -131,7 +137,14 @@ def require_same_run(
             got="; ".join(listed),
             why="its result would be neither run's",
             remedy="give the values of the interrupted run; or, to go on with new ones on "
-            f"purpose, train(..., allow_changed={sorted(changed)!r})",
+            f"purpose, train(..., allow_changed={sorted(changed)!r}), which is --allow_changed "
+            f"{' '.join(sorted(changed))} on the command line",
+        )
+    if rounded:
+        listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in rounded.items()]
+        warn_caller(
+            f"other options ({'; '.join(listed)}): the run goes on, and differs by rounding (and "
+            "by draws of dropout) from the one that it would have been",
         )
     other = differences({"versions": manifest.versions}, {"versions": library_versions()})
     if other:

@@ -21,8 +21,9 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.support.storage import read_tensors
-from alphatoken.train import identity, manifest
+from alphatoken.train import AlphaSFTConfig, identity, manifest
 from alphatoken.train.checkpoint import STAGING
+from alphatoken.train.identity import differences, option_values, rounding_only
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from tests.integration import tiny_training as tiny
 from tests.integration.distributed.launch import launch
@@ -371,6 +372,53 @@ def test_changed_options_are_named(run: Run, changed: dict[str, Any], named: str
     other = replace(run, options=changed)
     with pytest.raises(ConfigError, match=named):
         other.trainer().train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "free"),
+    [
+        ({"gradient_checkpointing": False}, True),
+        ({"average_tokens_across_devices": False}, True),
+        ({"remove_unused_columns": False}, True),
+        ({"validation_micro_batch_size": 2, "fisher_batch_size": 2, "tf32": False}, True),
+        ({"optim": "adamw_torch"}, True),
+        ({"optim": "sgd"}, False),
+        ({"validation_micro_batch_size": 2, "policy": "harmless"}, False),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, False),
+        ({"keep_scope": "global"}, False),
+    ],
+    ids=str,
+)
+def test_settings_that_change_rounding_only_are_told_from_others(
+    tmp_path: Path, changed: dict[str, Any], free: bool
+) -> None:
+    def values(**more: Any) -> dict[str, Any]:
+        return option_values(AlphaSFTConfig(**{**tiny.options(tmp_path), **tiny.ALPHA, **more}))
+
+    before, now = values(), values(**changed)
+    differing = differences({"options": before}, {"options": now})
+    assert differing.keys() >= changed.keys()
+    assert (differing.keys() <= rounding_only(before, now, 1)) == free
+
+
+def test_held_out_rows_may_be_looked_at_more_often(tmp_path: Path) -> None:
+    often, seldom, never = (
+        option_values(AlphaSFTConfig(**tiny.options(tmp_path), held_out_steps=n)) for n in (1, 9, 0)
+    )
+    assert not differences(often, seldom)
+    assert "held_out_steps" in differences(often, never)
+
+
+@pytest.mark.filterwarnings("ignore:.*were reset:UserWarning")
+def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
+    """What one changes after an out-of-memory: the run goes on to the same weights but rounding."""
+    whole = load_file(run.out / "checkpoint-8" / "model.safetensors")
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = replace(run, options={**smaller, "gradient_checkpointing": False}).trainer()
+    with pytest.warns(UserWarning, match=r"batch_size: 4 then, 2 now.* differs by rounding"):
+        trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-3"))
+    parts = load_file(run.out / "checkpoint-8" / "model.safetensors")
+    assert max(float((whole[n] - parts[n]).abs().max()) for n in whole) < 1e-4
 
 
 def test_changed_data_is_named_and_harmless_options_are_free(run: Run) -> None:

@@ -703,6 +703,11 @@ def test_a_run_in_this_process(
     assert "10 rows drawn for validation and not trained on" in said.err
     assert differ(tmp_path / "out", library / "model")
     assert list((tmp_path / "out" / "_alphatoken" / "values").glob("values.*"))
+    if task == "sft":  # longer than it was to be, on purpose
+        longer = [*words, "--max_steps", "3", "--resume"]
+        refused = in_process(*longer, status=2).err
+        assert "--allow_changed max_steps on the command line" in " ".join(refused.split())
+        assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
 
 
 @pytest.mark.slow
