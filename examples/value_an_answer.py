@@ -1,19 +1,21 @@
-"""The picture at the top of README: one answer, each token coloured by what it is worth.
+"""The picture at the top of README: a right and a wrong answer, each token coloured by its value.
 
     python examples/value_an_answer.py --out answer.svg
 
 Eight solved word problems of our own are the target. The answer holds its arithmetic and a sentence
-about apples. A token is blue where a small step on it lowers the loss on the eight, to first order
-and over all parameters of SmolLM2-135M-Instruct (fetched at the first run, or ``--model``), and
-orange where it raises it. ``--answer`` values another one.
+about apples; in the second one both sums are wrong. A token is blue where a small step on it lowers
+the loss on the eight, to first order and over all parameters of SmolLM2-135M-Instruct with
+four-bit weights (fetched at the first run, or ``--model``), and orange where it raises it.
+``--answer`` values others. The values are written beside the picture, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ ANSWER = (
     f"There are 12 * 9 = 108 apples in all.{ASIDE} "
     "He gives 20 away, so he keeps 108 - 20 = 88 apples. The answer is 88."
 )
+WRONG = ANSWER.replace("108", "118").replace("88", "98")
+ANSWERS = {"both sums right": ANSWER, "both sums wrong": WRONG}
 COLUMNS = 64
 """Letters a line of the picture."""
 LETTER: dict[str, Any] = {
@@ -76,18 +80,23 @@ def encoded(pairs: Sequence[tuple[str, str]], tokenizer: object) -> list[Example
     return encode_rows(rows, tokenizer, EncodeOptions(chat_template=False))[0]
 
 
-def value_answer(folder: Path, question: str, answer: str) -> tuple[list[str], list[float]]:
-    """Texts and values of the answer's tokens, without the one that ends it."""
+def value_answers(
+    folder: Path, question: str, answers: Mapping[str, str]
+) -> dict[str, list[tuple[str, float]]]:
+    """Text and value of each answer's tokens, without the one that ends it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     target = encoded(TARGET, tokenizer)
-    (example,) = encoded([(question, answer)], tokenizer)
     config = ScorerConfig("label", objective="adaptation", parameters="all")
     scorer = Scorer(model, validation=[collate(target[:4]), collate(target[4:])], config=config)
-    values = scorer.score(collate([example]))
-    places = values.mask[0].nonzero().flatten().tolist()[:-1]
-    texts = token_texts(tokenizer, example.input_ids)
-    return [texts[i].text for i in places], [float(values.total[0, i]) for i in places]
+    found = {}
+    for name, answer in answers.items():
+        (example,) = encoded([(question, answer)], tokenizer)
+        values = scorer.score(collate([example]))
+        places = values.mask[0].nonzero().flatten().tolist()[:-1]
+        texts = token_texts(tokenizer, example.input_ids)
+        found[name] = [(texts[i].text, round(float(values.total[0, i]), 2)) for i in places]
+    return found
 
 
 def placed(texts: Sequence[str]) -> list[tuple[int, int, str]]:
@@ -105,46 +114,59 @@ def placed(texts: Sequence[str]) -> list[tuple[int, int, str]]:
     return places
 
 
-def draw(texts: Sequence[str], values: Sequence[float], out: Path) -> None:
-    """The answer as coloured letters; colour goes with the square root, so that both signs show."""
-    places = placed(texts)
-    lines = places[-1][0] + 1
-    largest = max(map(abs, values))
-    with canvas(8.0, 0.34 * lines + 0.1) as fig:
+def draw(answers: Mapping[str, Sequence[tuple[str, float]]], out: Path) -> None:
+    """The answers as coloured letters under their names, all on one scale.
+
+    Colour goes with the square root of a value, so that both signs show.
+    """
+    blocks = [(name, found, placed([text for text, _ in found])) for name, found in answers.items()]
+    heights = [places[-1][0] + 2 for _, _, places in blocks]  # a line for the name
+    largest = max(abs(value) for found in answers.values() for _, value in found)
+    with canvas(8.0, 0.34 * sum(heights) + 0.1) as fig:
         fig.set_layout_engine("none")  # every letter has its place
         axes = fig.add_axes((0.01, 0.02, 0.98, 0.96), frameon=False)
-        axes.set(xlim=(0, COLUMNS), ylim=(lines, 0))
+        axes.set(xlim=(0, COLUMNS), ylim=(sum(heights), 0))
         axes.set_axis_off()
-        for (line, start, text), value in zip(places, values, strict=True):
-            strength = math.copysign(math.sqrt(abs(value) / largest), value)
-            box = {"facecolor": colour_of(strength), "edgecolor": "white", "linewidth": 0.5}
-            axes.add_patch(_rectangle(start, line + 0.08, len(text), 0.84, box))
-            for offset, letter in enumerate(text):
-                axes.text(start + offset + 0.5, line + 0.5, letter, **LETTER)
+        for above, (name, found, places) in zip(_starts(heights), blocks, strict=True):
+            axes.text(0, above + 0.55, name, style="italic", **LETTER | {"ha": "left"})
+            for (line, start, text), (_, value) in zip(places, found, strict=True):
+                strength = math.copysign(math.sqrt(abs(value) / largest), value)
+                _token(axes, above + 1 + line, start, text, strength)
         save(fig, out)
 
 
-def _rectangle(x: float, y: float, width: float, height: float, look: dict[str, object]) -> object:
+def _starts(heights: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(heights)][:-1]
+
+
+def _token(axes: Any, line: int, start: int, text: str, strength: float) -> None:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), width, height, **look)
+    look: dict[str, Any] = {"facecolor": colour_of(strength), "edgecolor": "white"}
+    axes.add_patch(Rectangle((start, line + 0.08), len(text), 0.84, linewidth=0.5, **look))
+    for offset, letter in enumerate(text):
+        axes.text(start + offset + 0.5, line + 0.5, letter, **LETTER)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, value, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="folder of a model (default: SmolLM2-135M)")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model (default: SmolLM2-135M-Instruct)"
+    )
     parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--answer", default=ANSWER)
+    parser.add_argument("--answer", action="append", help="repeat it for several")
     parser.add_argument("--out", type=Path, default=Path("answer.svg"))
     options = parser.parse_args(arguments)
     folder = options.model or fetch_model()
-    texts, values = value_answer(folder, options.question, options.answer)
-    draw(texts, values, options.out)
-    print(
-        " ".join(f"{text.strip()}:{value:+.0f}" for text, value in zip(texts, values, strict=True))
-    )
-    print(options.out)
+    given = {f"answer {i}": text for i, text in enumerate(options.answer or [], 1)}
+    values = value_answers(folder, options.question, given or ANSWERS)
+    draw(values, options.out)
+    record = options.out.with_suffix(".json")
+    record.write_text(json.dumps(values, indent=0) + "\n", encoding="utf-8")
+    for name, found in values.items():
+        print(f"{name}:", *(f"{text.strip()}:{value:+.0f}" for text, value in found))
+    print(options.out, record)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,12 @@ _COMMANDS = {
 
 _EXAMPLES = """\
 examples
-  value the tokens of a file, with a report to look at:
+  value the tokens of a file exactly, with a report to look at:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
-        --output_dir values
-  train on what is worth it:
-    alphatoken sft --config laptop-sft --model_name_or_path MODEL --train_file rows.jsonl
+        --estimator label --value_parameters all --output_dir values
+  train on a few clean rows of the target first, then on all rows (docs/should-i.md):
+    alphatoken sft --config laptop-sft --config recommended --model_name_or_path MODEL \\
+        --train_file rows.jsonl --validation_file clean.jsonl
   see how far to trust the values on your model:
     alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
         --validation_rows 32 --output_dir diagnosis

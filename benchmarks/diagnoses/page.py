@@ -108,6 +108,7 @@ def sentences(subjects: Figures) -> str:
         "",
         "Written by `python -m benchmarks.diagnoses`; do not edit by hand. The sentences are those",
         "that the diagnostics printed. `$DATA` and `$MODELS` are the folders of data and models.",
+        "SmolLM2-135M-Instruct and Gemma 3 270M have four-bit weights, read back as float32.",
         "[What to make of it](fidelity.md).",
         "",
         f"All nine together took {times}, on one CPU core each, beside other work.",

@@ -77,7 +77,7 @@ SUBJECTS: dict[str, Subject] = {
         "gsm8k/train.jsonl",
     ),
     "smollm2": Subject(
-        "SmolLM2-135M",
+        "SmolLM2-135M-Instruct",
         "SmolLM2-135M-Instruct (30 layers, head tied to the embedding) on the same mathematics",
         f"$MODELS/{SMOLLM2.name}",
         "gsm8k/train.jsonl",

@@ -30,7 +30,7 @@ and the head without the embedding, which are one matrix in these models.
 
 {subjects}
 
-Weights of SmolLM2 and Gemma 3 270M are rounded to four bits and back. Draws: {draws}.
+SmolLM2 and Gemma 3 270M have four-bit weights, read back as float32. Draws: {draws}.
 """
 
 

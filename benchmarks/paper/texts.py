@@ -11,7 +11,8 @@ Written by `python -m benchmarks.paper page`. `alphatoken paper --list` names ev
 of the paper with what it needs and costs; `alphatoken paper NAME` makes it as the paper has it,
 `--scale laptop` the same in small. Below stand the paper's numbers beside those of the small scale:
 
-- **SmolLM2-135M-Instruct**, all parameters trained, one thread, bf16 arithmetic.
+- **SmolLM2-135M-Instruct with four-bit weights**, all parameters trained, one thread, bf16
+  arithmetic.
 - **8 steps of 4 rows** of at most 160 tokens, in place of three epochs. Rows say how many of the
   three seeds are there; a dash is a cell that was not run yet, and the command goes on with it.
 - Rows: Python problems (MBPP) in place of Magicoder; preferences of alpaca_eval after a warm-up on

@@ -86,7 +86,8 @@ python -m benchmarks.selection report
 first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
 was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
 step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,
-one thread. All parameters of SmolLM2 are trained, Gemma by LoRA. `standard-longer` takes 40 steps;
+one thread. All parameters of SmolLM2-135M-Instruct are trained, Gemma 3 270M by LoRA; both
+start from four-bit weights, read back as float32. `standard-longer` takes 40 steps;
 `rows-of-two` and `rho-1-responses` draw 8 rows a step and train on half of them. Retention is not
 part of a value unless the method says so.
 

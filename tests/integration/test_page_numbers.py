@@ -36,10 +36,12 @@ KEPT = "selection/grids/smollm2/tasks/{}/method=after-validation/against/retenti
 WORDS = "smollm2/tasks/noisy-words/method={}"
 LABEL = "results/task=sft_math,noise={},policy=top,estimator=label,variant={},seed=0/target_loss"
 RUN = "results/task=sft_math,noise={},policy=top,estimator=alphatoken,variant={},seed=0/target_loss"
+AS_LONG = WORDS.format("standard-longer")
+AS_LONG = f"selection/grids/{AS_LONG}/against/target/after-validation/mean"
 IN_RECIPES = (
     (
-        r"took (\S+) off the target loss .* better half of the tokens (\S+) ",
-        (FIRST.format("noisy-words") + "/mean", GAIN.format(WORDS.format("alphatoken")) + "/mean"),
+        r"alone, and no other row: (\S+); beside plain training for as long: (\S+)\)",
+        (GAIN.format(WORDS.format("on-validation")) + "/mean", AS_LONG),
     ),
     (
         r"target loss (\S+) and not (\S+) on clean rows, (\S+) and not (\S+) on noisy",
@@ -53,7 +55,7 @@ IN_RECIPES = (
         ],
     ),
     (
-        r"off the target loss: (\S+) \[(\S+), (\S+)\] .*; (\S+) \[(\S+), (\S+)\] .*"
+        r"Off the target loss: (\S+) \[(\S+), (\S+)\] .*; (\S+) \[(\S+), (\S+)\] .*"
         r"; (\S+) \[(\S+), (\S+)\] .*; (\S+) \[(\S+), (\S+)\] on clean rows",
         [
             f"{FIRST.format(task)}/{end}"
