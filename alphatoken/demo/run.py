@@ -180,8 +180,8 @@ def _print_table(result: Result) -> None:
         print(f"   {name:28} {result.tokens[name]:8d} {target:8.3f} {retention:10.3f}")
     print(
         "   A check that the parts work: one seed, one toy world in which values find what is\n"
-        "   wrong and half of the tokens is enough. On SmolLM2-135M-Instruct (four-bit weights) a low\n"
-        "   value by the same estimator picked planted words less often than a coin, and half of\n"
-        "   the tokens of clean rows did worse than all of them: docs/should-i.md."
+        "   wrong and half of the tokens is enough. On SmolLM2-135M-Instruct (four-bit weights)\n"
+        "   a low value by the same estimator picked planted words less often than a coin, and\n"
+        "   half of the tokens of clean rows did worse than all of them: docs/should-i.md."
     )
     print(f"report: {result.report}   ({result.seconds:.0f} s in all)")
