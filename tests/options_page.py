@@ -29,8 +29,9 @@ _HEAD = """\
 # Every option
 
 Fields of `AlphaSFTConfig`, `AlphaDPOConfig` and `AlphaConfig` beside TRL's and transformers' own; on the command line
-and in recipes they have the same names. The defaults are the paper's. So is the fixed validation batch, against which
-we warn: whoever changes nothing reproduces the paper, and the share of the rows that is only watched raises an alarm
+and in recipes they have the same names. The defaults of the method (estimator, lambda, K, W, ratio, the fixed validation batch) are the
+paper's; those of the training around it are not all ([rows 12 to 16 of the gaps](paper-gaps.md)), and the packaged recipes `paper-sft` and
+`paper-dpo` set them as the paper has them. Against a fixed batch we warn: the share of the rows that is only watched raises an alarm
 when the batch is being learnt by heart. `validation_mode="pool"` is what we recommend.
 
 <!-- Written by python -m tests.options_page docs/options.md -->

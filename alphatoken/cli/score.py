@@ -113,7 +113,7 @@ class _Output:
     report_rows: int = option(40, "rows shown in the report", least=1)
     report: bool = option(True, "write an HTML report")
     write_dataset: str | None = option(
-        None, "folder for the rows as a data set that any trainer reads: labels and loss_weights"
+        None, "folder for the rows as a data set: labels, which any trainer reads, and loss_weights"
     )
     weighting: Literal["mask", "proportional"] = option(
         "mask", "its loss_weights: 1 at kept tokens, or soft ones of the same total"

@@ -40,8 +40,8 @@ Written by `alphatoken score --write_dataset`. One row an example, unshifted:
 
 A row without any weight is left out. Read it with
 `datasets.load_dataset("parquet", data_files="{folder}/*.parquet", split="train")`. Trainers that
-know -100 need nothing else while the weights are 0 and 1; `alphatoken.data.WeightedCollator` brings
-other weights to the loss.
+know -100 need nothing else while the weights are 0 and 1. TRL, Axolotl and LLaMA-Factory drop
+`loss_weights` in silence; `alphatoken.data.WeightedCollator` brings other weights to the loss.
 """
 
 

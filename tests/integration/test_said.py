@@ -260,3 +260,34 @@ def test_the_demos_last_words_are_those_of_the_measurements() -> None:
         value_of("selection/grids/code/tasks/code/method=alphatoken/against/target/standard/low")
         > 0
     )
+
+
+# --- what was run on what ------------------------------------------------------------------------
+
+HARDWARE = re.compile(
+    r"flash attention|bitsandbytes|torchao|load_in_4bit|bf16 weights|device_map|"
+    r"DistributedDataParallel|DDP|FSDP2|ZeRO"
+)
+TABLES = ("integration", "optimizers", "from-trl", "trainers")
+
+
+def test_each_cell_about_hardware_that_nobody_had_says_not_run() -> None:
+    """As long as docs/gpu.md has no figure. What is refused needs no run."""
+    assert "No figure of a GPU exists yet" in (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = [
+        line
+        for name in TABLES
+        for line in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and HARDWARE.search(line.rsplit("|", 2)[0]) and "FSDP1" not in line
+    ]
+    assert len(lines) >= 9
+    assert [line for line in lines if "not run on" not in line] == []
+    assert "not run on them" in README
+
+
+@pytest.mark.parametrize("page", ["data-formats", "from-trl", "datasets"])
+def test_trainers_are_said_to_read_labels_and_not_weights(page: str) -> None:
+    text = plain((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
+    assert "LLaMA-Factory" in text
+    assert re.search(r"drop `loss_weights` in silence|None of the three reads the column", text)
+    assert not re.search(r"`loss_weights`[^.]{0,60}(which|LLaMA-Factory) read( them)?:", text)
