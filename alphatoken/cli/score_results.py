@@ -36,6 +36,7 @@ from alphatoken.report.dataset import DatasetCounts, write_dataset
 from alphatoken.report.files import read_totals, value_files
 from alphatoken.select.threshold import top_threshold
 from alphatoken.select.weights import token_weights
+from alphatoken.support.seeds import seed_of
 from alphatoken.support.storage import replacing, write_json
 
 __all__ = ["write_results"]
@@ -216,7 +217,9 @@ def _weights(options: ScoreOptions, examples: Sequence[ScoredExample]) -> list[A
         pad_sequence(masks, batch_first=True),
         options.ratio,
         weighting=options.weighting,
-        generator=torch.Generator().manual_seed(hash((options.seed, examples[0].row)) % 2**63),
+        generator=torch.Generator().manual_seed(
+            seed_of("ranked together", options.seed, examples[0].row)
+        ),
     )
     return [line[: len(one)].float().numpy() for line, one in zip(found, totals, strict=True)]
 

@@ -20,7 +20,7 @@ from alphatoken.compare.measures import Score
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.capture import evaluation_mode
 
-__all__ = ["PUBLISHED", "Tasks", "load_tasks", "task_scores"]
+__all__ = ["PUBLISHED", "Tasks", "load_tasks", "settle_shots", "task_scores"]
 
 PUBLISHED = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
 """Shots of the paper's table of benchmarks, by lm-eval's names."""
@@ -83,7 +83,7 @@ def load_tasks(
             raise ConfigError("a task is named twice", got=name)
         wanted[name] = metric
         objects.append(top)
-        said[name] = tuple(_settle(part, name, (shots or {}).get(name)) for part in parts)
+        said[name] = tuple(settle_shots(part, name, (shots or {}).get(name)) for part in parts)
         asked[name] = tuple(len(list(part.eval_docs)) for part in parts)
     return Tasks(wanted, objects, said, asked, manager)
 
@@ -208,8 +208,8 @@ def _unusable(what: str, names: str, error: BaseException) -> DataError:
     )
 
 
-def _settle(task: Any, name: str, asked: int | None) -> int:
-    """Give one task its number of shots, and return it."""
+def settle_shots(task: Any, name: str, asked: int | None) -> int:
+    """Give one task of lm-eval its number of shots (see above), and return it."""
     own = task.config.num_fewshot
     if asked and own == 0:
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from alphatoken.support.seeds import seed_of
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
@@ -145,10 +146,10 @@ def normalised(
 
 def draw_seed(trainer: TokenTrainer, batch: MicroBatch) -> int:
     """A seed that is a function of (run seed, step, micro-batch, rank)."""
-    parts = (
+    return seed_of(
+        "micro-batch",
         trainer.args.value_seed,
         trainer.state.global_step,
         batch.index,
         trainer.accelerator.process_index,
     )
-    return hash(parts) & (2**63 - 1)

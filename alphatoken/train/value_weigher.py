@@ -33,6 +33,7 @@ from alphatoken.select.confidence import select_harmless
 from alphatoken.select.interaction import select_diverse
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.select.weights import token_weights
+from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
 from alphatoken.train.fused_head import errors_only
 from alphatoken.train.gate import TokenGate, by_token, gated_loss
@@ -451,7 +452,7 @@ class ValueWeigher:
         weights = [torch.zeros_like(total) for total in totals]
         for pool in range(len(batches[0].pools)):
             rows = [batch.pools[pool] for batch in batches]
-            seed = hash((self._options.value_seed, self._step, pool)) & (2**63 - 1)
+            seed = seed_of("whole step", self._options.value_seed, self._step, pool)
             chosen = global_selection(
                 Ranks(self._trainer.accelerator),
                 [total[r] for total, r in zip(totals, rows, strict=True)],

@@ -163,6 +163,7 @@ check_a_fisher_of_something_else_is_refused | | (refusals) | exact
 check_token_fisher_squares_labels_of_the_model | mc_fisher | (autograd, label by label) | unbiased
 test_the_diagonal_is_the_mean_of_squared_sequence_gradients | mc_fisher | (autograd, response by response) | unbiased
 test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors | mc_fisher | (loops over positions) | approximate
+test_the_fit_expects_the_exact_fisher | mc_fisher | exact_fisher | unbiased
 test_the_monte_carlo_diagonal_is_unbiased_and_its_mutants_are_not | mc_fisher | exact_fisher | unbiased
 test_monte_carlo_fisher_is_unbiased | mc_fisher | monte_carlo_fisher, exact_fisher | unbiased
 test_full_fisher_is_the_hessian_of_the_divergence | fisher_proxy | exact_fisher, kl_hessian | exact

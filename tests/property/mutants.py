@@ -166,6 +166,13 @@ TOKEN_FISHER = claim(
     st.integers(0, 99),
     st.integers(1, 3),
 )
+EXPECTED_FISHER = claim(
+    fisher.test_the_fit_expects_the_exact_fisher,
+    config=configs(vocabulary=3, layers=1),
+    end=None,
+    seed=st.integers(0, 99),
+    length=2,
+)
 KRONECKER_FISHER = claim(
     fisher.test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors,
     config=configs(layers=1),
@@ -823,6 +830,7 @@ OWN = (
         "gradient of the mean, not of the summed, log-likelihood of a response",
         ("direction.fisher._Fit._add", "chosen.sum()", "chosen.mean()"),
         DIAGONAL_FISHER,
+        EXPECTED_FISHER,
         TOKEN_FISHER,
     ),
     mutant(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from alphatoken.errors import (
     InputError,
     NumericalError,
 )
-from alphatoken.oracle.enumeration import enumerated_log_probabilities
+from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
 from alphatoken.oracle.retention import exact_fisher, exact_token_fisher
 from alphatoken.support.progress import Progress
 from alphatoken.support.storage import read_tensors, write_tensors
@@ -200,6 +201,49 @@ def test_kronecker_traces_are_at_the_scale_of_the_diagonal(length: int) -> None:
 
 
 # --- unbiased ----------------------------------------------------------------------------------
+
+
+@given(
+    config=configs(vocabulary=3, layers=st.integers(1, 2)),
+    end=st.sampled_from([None, 0]),
+    seed=st.integers(0, 2**16),
+    length=st.integers(1, 2),
+)
+@budget(0.2)
+def test_the_fit_expects_the_exact_fisher(
+    config: DecoderConfig, end: int | None, seed: int, length: int
+) -> None:
+    """Over all responses, each fitted by itself and taken with its own chance: to rounding.
+
+    That draws have these chances is a property of the sampler (test_sampling.py).
+    """
+    check_expected_fisher(ReferenceDecoder(replace(config, end_token=end), seed), length)
+
+
+def check_expected_fisher(model: ReferenceDecoder, length: int) -> None:
+    vocabulary, end = model.config.vocabulary, model.config.end_token
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["input_ids"], batch.get("attention_mask"))
+
+    responses = enumerate_responses(length, vocabulary, end)
+    found: dict[str, Tensor] = {}
+    for x in PROMPTS[:2]:
+        log_p = enumerated_log_probabilities(forward, x, length, vocabulary, eos=end).detach()
+        # The oracle lists responses by length; sorting is stable.
+        for y, p in zip(sorted(responses, key=len), log_p.exp(), strict=True):
+            fisher = fit_fisher(
+                model, [x], samples=1, layers=1, max_new_tokens=length,
+                responses=lambda numbers, y=y: {0: torch.tensor(y)},
+            ).fisher  # fmt: skip
+            for name, square in fisher.items():
+                found[name] = found.get(name, 0.0) + 0.5 * p * square
+    weights = parameters_of(model, tuple(found))
+    exact = exact_fisher(
+        model, forward, PROMPTS[:2], length, weights, vocabulary, eos=end, diagonal=True
+    )
+    for name, expected in exact.items():
+        close(found[name], expected, expected.max() + 1e-18, 1e-10, name="expected Fisher")
 
 
 def z_scores(

@@ -541,6 +541,14 @@ def test_terms_and_scale_agree_with_the_matrix() -> None:
     scale = influence.absolute_scale(*arguments, **case.options)
     assert set(terms) == set(case.modules)
     assert_within(sum(terms.values()), psi, scale, EXACT)
+    by_row = torch.zeros_like(scale)  # of one output's row alone a term has one summand: its size
+    for row in range(max(len(m) for m in case.direction.values())):
+        alone = {name: torch.zeros_like(m) for name, m in case.direction.items()}
+        for name, m in case.direction.items():
+            alone[name][row : row + 1] = m[row : row + 1]
+        for term in influence.influence_terms(*arguments[:-1], alone, **case.options).values():
+            by_row += term.abs()
+    assert_within(scale, by_row, by_row, EXACT)
     without = {name: m for name, m in case.direction.items() if name.endswith("weight")}
     plain = influence.influence_matrix(*arguments[:-1], without)
     assert float((plain - psi).abs().max()) > 1e-3 * float(scale.max())

@@ -8,10 +8,12 @@ set: default, recipe, and what the difference does; these need TRL.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from alphatoken.data.split import split_pools
 from alphatoken.direction import preconditioner
 from alphatoken.oracle import gradients, influence, jacobian, utility
 from alphatoken.select import masks as selection
+from alphatoken.select.losses import masked_dpo_loss
 from tests.property import properties_algebra as algebra
+from tests.property import test_fisher as fits
 from tests.property.decoder import ReferenceAdapter
 from tests.property.properties import (
     MODEL,
@@ -497,31 +501,48 @@ def test_gap_18_a_small_drift_is_lost_in_bf16_weights() -> None:
 
 
 def test_gap_19_omega_reads_the_reference_through_its_sums() -> None:
-    def omega(chosen: Tensor, rejected: Tensor, beta: float = 0.1) -> Tensor:
-        ours = torch.tensor([-3.0, -1.0, -2.0], dtype=torch.float64)
-        s = beta * ((ours - chosen).sum() - (ours * 1.5 - rejected).sum())
-        return beta * torch.sigmoid(-s)
+    """So that its sums, known before training, give the update of a forward at each step."""
+    ours = torch.tensor([[-3.0, -1.0, -2.0], [-1.0, -4.0, -2.0]], dtype=torch.float64)
+    keep = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
+    rejected = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, -1.0, -3.0]], dtype=torch.float64)
 
-    chosen = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    spread = torch.tensor([-4.0, -1.0, -1.0], dtype=torch.float64)  # the same sum
-    rejected = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    assert torch.equal(omega(chosen, rejected), omega(spread, rejected))
-    assert omega(chosen - 1.0, rejected) != omega(chosen, rejected)
+    def update(chosen: Tensor, rejected: Tensor = rejected) -> Tensor:
+        losses = (-ours).requires_grad_()
+        loss = masked_dpo_loss(losses, 1.5 * losses, chosen, rejected, keep, keep.flip(-1))
+        return torch.autograd.grad(loss, losses)[0]
+
+    chosen = torch.tensor([[-1.0, -2.0, -3.0], [-2.0, -2.0, -1.0]], dtype=torch.float64)
+    spread = chosen.flip(-1) + torch.tensor([2.0, 0.0, -2.0])  # the same sums, exactly
+    assert torch.equal(update(chosen), update(spread))
+    assert torch.equal(update(chosen), update(chosen.sum(-1), rejected.sum(-1)))
+    assert far(update(chosen - 1.0), update(chosen))
     assert recipe_values("precompute_ref_log_probs", PAIRS) == {True}
     assert default("precompute_ref_log_probs", "dpo") is False
 
 
 def test_gap_20_the_fisher_of_a_cut_response_is_that_of_its_beginning() -> None:
-    """E[grad log p(y_1)] is 0 and E of its square the Fisher: whatever would have come after."""
-    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
-    p = logits.softmax(-1)
-    slopes = [torch.autograd.grad(p.log()[y], logits, retain_graph=True)[0] for y in range(3)]
-    mean = sum(p[y].detach() * slopes[y] for y in range(3))
-    fisher = sum(p[y].detach() * slopes[y].square() for y in range(3))
-    close(mean, torch.zeros(3).double(), 1.0, 1e-12)
-    close(fisher, (p * (1 - p)).detach(), 1.0, 1e-12)
+    """Its mean over draws is the exact Fisher of so many tokens, whatever would have come after."""
+    model = fits.ReferenceDecoder(fits.SMALL, 3)
+    for length in (1, 2):
+        fits.check_expected_fisher(model, length)
+    fitted = {
+        length: fit_fisher(model, fits.PROMPTS, samples=9, layers=1, max_new_tokens=length)
+        for length in (1, 3)
+    }
+    whole = fits.sampled(model, fits.PROMPTS, 9, 3, 0)  # one response a prompt, and again
+    assert fitted[3].metadata["response_tokens"] == sum(len(places) for _, places in whole)
+    assert fitted[1].metadata["response_tokens"] == 9
+    first = [fits.slow_gradient(model, i, p[:1], fitted[1].names) for i, p in whole]
+    for name, found in fitted[1].fisher.items():
+        expected = torch.stack([g[name] ** 2 for g in first]).mean(0)
+        close(found, expected, expected.max() + 1e-18, 1e-10, name="of the first token")
+        assert far(found, fitted[3].fisher[name])
+    # Temperature 1 and the whole distribution: no option of the fit changes either.
+    options = inspect.signature(fit_fisher).parameters
+    assert not {name for name in options if re.search("temperature|top_", name)}
+    assert options["max_new_tokens"].default == 256
+    assert options["labels"].default == "sequence"
     assert recipe_values("fisher_max_new_tokens", VALUED) == {256}
-    assert inspect.signature(fit_fisher).parameters["max_new_tokens"].default == 256
     assert recipe_values("fisher_samples", VALUED) == {1000}
     assert recipe_values("fisher_labels", VALUED) == {"sequence"}
 
@@ -641,24 +662,108 @@ def test_gap_29_one_seed_a_recipe_three_a_grid() -> None:
     assert recipe_values("seed") == {0}
 
 
-def test_gap_30_data_sets_of_the_papers_size() -> None:
-    expected = {
-        "magicoder": ("ise-uiuc/Magicoder-OSS-Instruct-75K", 75_000),
-        "ultrachat": ("HuggingFaceH4/ultrachat_200k", 200_000),
-        "ultrafeedback": ("argilla/ultrafeedback-binarized-preferences", 63_600),
-    }
-    for task, (name, size) in expected.items():
+RELEASED = {
+    "magicoder": (
+        "ise-uiuc/Magicoder-OSS-Instruct-75K", 75_000,
+        {"lang": "python", "raw_index": 1, "seed": "S", "problem": "Q", "solution": "A"},
+    ),
+    "metamath": (
+        "meta-math/MetaMathQA", 395_000,
+        {"type": "GSM_Rephrased", "query": "Q", "original_question": "O", "response": "A"},
+    ),
+    "ultrachat": (
+        "HuggingFaceH4/ultrachat_200k", 200_000,
+        {
+            "prompt": "Q", "prompt_id": "x",
+            "messages": [
+                {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"},
+            ],
+        },
+    ),
+    "ultrafeedback": (
+        "argilla/ultrafeedback-binarized-preferences", 63_600,
+        {
+            "source": "s", "instruction": "Q", "chosen_response": "A", "rejected_response": "R",
+            "chosen_avg_rating": 5.0, "rejected_avg_rating": 3.0, "chosen_model": "m",
+        },
+    ),
+}  # fmt: skip
+"""Name, rows and one row's columns of the releases that the recipes name."""
+
+
+RELEASED = {
+    "magicoder": (
+        "ise-uiuc/Magicoder-OSS-Instruct-75K", 75_000,
+        {"lang": "python", "raw_index": 1, "seed": "S", "problem": "Q", "solution": "A"},
+    ),
+    "metamath": (
+        "meta-math/MetaMathQA", 395_000,
+        {"type": "GSM_Rephrased", "query": "Q", "original_question": "O", "response": "A"},
+    ),
+    "ultrachat": (
+        "HuggingFaceH4/ultrachat_200k", 200_000,
+        {
+            "prompt": "Q", "prompt_id": "x",
+            "messages": [
+                {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"},
+            ],
+        },
+    ),
+    "ultrafeedback": (
+        "argilla/ultrafeedback-binarized-preferences", 63_600,
+        {
+            "source": "s", "instruction": "Q", "chosen_response": "A", "rejected_response": "R",
+            "chosen_avg_rating": 5.0, "rejected_avg_rating": 3.0, "chosen_model": "m",
+        },
+    ),
+}  # fmt: skip
+"""Name, rows and one row's columns of the releases that the recipes name."""
+
+
+def test_gap_30_data_sets_of_the_papers_size(tmp_path: Path) -> None:
+    """And the recipe reads question and answer where this release has them."""
+    from alphatoken.cli.training_rows import RowReader
+
+    for task, (name, size, record) in RELEASED.items():
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
         for model in BACKBONES:
             read = arguments(f"{task}-{model}")
             assert read.data.dataset_name == name
             assert read.recipe.expected_rows == pytest.approx(size, rel=0.05)
+            (row,) = RowReader(read, None).source_rows(str(tmp_path / f"{task}.jsonl"))
+            if task == "ultrafeedback":
+                texts = [[turn.text for turn in part] for part in (row.prompt, row.chosen)]
+                assert (*texts, row.rejected[0].text) == (["Q"], ["A"], "R")
+            else:
+                assert [(turn.role, turn.text) for turn in row.turns] == [
+                    ("user", "Q"), ("assistant", "A"),
+                ]  # fmt: skip
     for option in ("num_train_epochs", "max_length", "learning_rate"):
         for model in BACKBONES:
             like = getattr(arguments(f"magicoder-{model}").training, option)
             assert getattr(arguments(f"metamath-{model}").training, option) == like
 
 
-def test_gap_31_no_training_recipe_says_how_a_model_is_judged() -> None:
+def test_gap_31_shots_are_those_asked_for_else_the_tasks_own_else_the_papers() -> None:
+    from alphatoken.compare.harness import PUBLISHED, settle_shots
+
+    def shots(name: str, own: int | None, asked: int | None = None) -> int:
+        said = {"num_fewshot": own}
+        task = SimpleNamespace(
+            config=SimpleNamespace(num_fewshot=own, fewshot_split="train", fewshot_config=None),
+            has_validation_docs=lambda: True,
+            has_test_docs=lambda: True,
+            set_config=lambda key, value: said.update({key: value}),
+        )
+        number = settle_shots(task, name, asked)
+        assert (said["num_fewshot"] or 0) == number  # what lm-eval will do
+        return number
+
+    paper = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
+    assert paper == PUBLISHED
+    assert {name: shots(name, None) for name in paper} == paper
+    assert (shots("mmlu", 3), shots("mmlu", 3, 2), shots("mmlu", None, 2)) == (3, 2, 2)
+    assert shots("some_other_task", None) == 0
     said = {name for task in EVERY for name in arguments(task).recipe.options}
     assert not {n for n in said if re.search("shot|judge|task|win_rate", n)}
     assert recipe_values("eval_strategy") == {"no"}
