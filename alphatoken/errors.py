@@ -70,16 +70,15 @@ class AlphaTokenError(Exception):
 
     def __init__(self, what: str, *, got: str = "", why: str = "", remedy: str = "") -> None:
         self.what, self.got, self.why, self.remedy = what, got, why, remedy
-        parts = [what.rstrip(".") + "."]
-        if got:
-            parts.append(f"Got: {got.rstrip('.')}.")
-        if why:
-            parts.append(f"Why it matters: {why.rstrip('.')}.")
-        if remedy:
-            parts.append(f"Remedy: {remedy.rstrip('.')}.")
-        super().__init__(" ".join(parts))
+        named = {"": what, "Got: ": got, "Why it matters: ": why, "Remedy: ": remedy}
+        super().__init__(" ".join(f"{name}{_ended(said)}" for name, said in named.items() if said))
         # Below a traceback, and no part of the message itself.
         self.add_note(f"Documentation: Troubleshooting, {type(self).__name__}.")
+
+
+def _ended(sentence: str) -> str:
+    """With a full stop, where nothing ends it."""
+    return sentence if sentence.endswith(("?", "!", "...", ".")) else f"{sentence}."
 
 
 class InputError(AlphaTokenError, ValueError):

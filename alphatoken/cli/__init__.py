@@ -76,6 +76,10 @@ _TRL = ("sft", "dpo")
 """Commands whose flags are TRL's own, among which ``--debug`` means another thing."""
 
 
+_WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""What the system says of a name that the user got wrong, and not of a disk or of permissions."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -130,7 +134,8 @@ def _guarded(command: Callable[[], int], traceback: bool) -> int:
         if traceback:
             raise
         _say(str(error))
-        return 1 if isinstance(error.__cause__, OSError) else 2
+        cause = error.__cause__
+        return 1 if isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATH) else 2
     except OSError as error:
         if traceback:
             raise

@@ -152,7 +152,7 @@ def check_files(options: DiagnoseOptions) -> None:
             remedy="--validation_file FILE, or --validation_rows N to draw them from the training "
             "rows",
         )
-    keep_count(options.ratio, 1)  # its own error
+    keep_count(options.ratio, 1, name="--keep_ratio")  # its own error
     scorer_config(options)
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]

@@ -124,7 +124,7 @@ def _measures(options: EvaluateOptions) -> Measures:
         raise ConfigError(
             "nothing is to be measured",
             got="no tasks, files or judge sets",
-            remedy="--tasks arc_challenge, --target_file FILE, --judge_set NAME=QUESTIONS, ...",
+            remedy="--tasks arc_challenge, --target_file FILE, --judge_set NAME=QUESTIONS",
         )
     if measures.judge and not measures.sets:
         raise ConfigError("a judge has nothing to judge", got="no --judge_set")

@@ -15,9 +15,9 @@ from alphatoken import FisherDrift, Scorer
 from alphatoken.cli.expecting import expect_scoring
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.folder import (
+    check_output_file,
     examples_digest,
     file_digest,
-    require_writable,
     same_settings,
 )
 from alphatoken.cli.reading import (
@@ -125,29 +125,12 @@ def run(options: FilterOptions) -> None:
 def _check(options: FilterOptions, out: Path) -> None:
     """What can be said before a model is loaded."""
     if options.ratio is not None:
-        keep_count(options.ratio, 1)
+        keep_count(options.ratio, 1, name="--keep_ratio")
     if not 0.5 <= options.confidence < 1:
         raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
-    if not out.parent.is_dir():
-        raise ConfigError("the folder of --output_file is not there", got=str(out.parent))
-    for given in (options.train_file, options.validation_file, options.fisher_file):
-        if given is not None and out.resolve() == Path(given).resolve():
-            raise ConfigError(
-                "--output_file is the input",
-                got=str(out),
-                why="what the rows are judged by, or the rows themselves, would be gone",
-                remedy="another file",
-            )
-    if out.is_dir():
-        raise ConfigError("--output_file is a folder", got=str(out), remedy="name a file in it")
+    inputs = (options.train_file, options.validation_file, options.fisher_file)
     goes_on = options.resume and _journal(out).exists()
-    if out.exists() and not options.overwrite_output and not goes_on:
-        raise ConfigError(
-            "the output file is there already",
-            got=str(out),
-            remedy="--overwrite_output to replace it, or another --output_file",
-        )
-    require_writable(out.parent, "--output_file")
+    check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
 def _records(options: FilterOptions) -> list[Mapping[str, Any]]:

@@ -40,6 +40,7 @@ class _Fit:
         "sequence", "sample whole responses (the paper), or labels on the given responses"
     )
     max_new_tokens: int = option(256, "longest sampled response", least=1)
+    overwrite_output: bool = option(False, "replace the file that is there")
     checkpoint: str | None = option(
         None, "file to keep the state in; the same command resumes from it"
     )

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from alphatoken import fit_fisher
 from alphatoken.cli.expecting import expect_fisher
 from alphatoken.cli.fisher import FisherOptions
+from alphatoken.cli.folder import check_output_file, require_writable
 from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
 from alphatoken.data import (
     EncodeOptions,
@@ -38,6 +40,10 @@ def run(options: FisherOptions) -> None:
         AlphaTokenError: wrong input, with what and where.
     """
     layers = read_layers(options.layers, "--score_layers")
+    inputs = (options.data, options.checkpoint)
+    check_output_file(options.output_file, inputs, replace=options.overwrite_output)
+    if options.checkpoint is not None:
+        require_writable(Path(options.checkpoint).parent, "--checkpoint")
     tokenizer = read_tokenizer(options)
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
@@ -45,6 +51,8 @@ def run(options: FisherOptions) -> None:
     model = read_model(options)
     given = _sequences if options.labels == "token" else _prompts
     prompts, used = given(rows, tokenizer, encoding(options, model))
+    if (left_out := len(rows) - len(used)) and not options.quiet:
+        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
     expect_fisher(
         model,
         prompts,
@@ -71,12 +79,10 @@ def run(options: FisherOptions) -> None:
         checkpoint=options.checkpoint,
         progress=not options.quiet,
     )
-    left_out, used = len(rows) - len(used), used[: options.samples]
+    used = used[: options.samples]
     keys = sorted({key for row in used for key in leak_keys(row)})
     fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys}, exact_names=True)
     fisher.save(options.output_file)
-    if left_out:
-        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
     print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.output_file}")
 
 

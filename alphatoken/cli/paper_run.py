@@ -9,11 +9,16 @@ from pathlib import Path
 
 from alphatoken.cli.paper import PaperOptions
 from alphatoken.cli.paper_plan import Planned, Work, planned, require_names, seconds_of
+from alphatoken.compare.grid import Cell
 from alphatoken.errors import ConfigError
 from alphatoken.paper.exhibits import LAPTOP, Exhibit
 from alphatoken.support.storage import read_json, write_json, write_text
 
 __all__ = ["run", "shown_time"]
+
+
+_ONE_GPU = 76 * 2**30
+"""Bytes that an A100 of 80 GB has for a process: what the driver and CUDA take is left out."""
 
 
 def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
@@ -44,7 +49,20 @@ def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
 
 
 def _show(work: Work) -> int:
-    """The plan: every kind of cell, sums, and what is not here."""
+    """The plan: every kind of cell, sums, and what is not here.
+
+    Raises:
+        ConfigError: the model's folder is not here, by which everything else is planned.
+    """
+    absent = [
+        name for name in work.models() if Path(name).is_absolute() and not _has(name, "model")
+    ]
+    if absent:
+        raise ConfigError(
+            "the model is not here",
+            got=", ".join(absent),
+            remedy="`make models` in the clone, ALPHATOKEN_MODELS=FOLDER, or --model FOLDER",
+        )
     plans = planned(work)
     exhibit = work.exhibit
     print(f"{exhibit.label}: {exhibit.title} ({work.scale} scale)")
@@ -65,9 +83,11 @@ def _line(one: Planned, scale: str) -> str:
         return f"{one.name}: would be refused: {one.refused}"
     if not one.steps:
         return f"{one.name}: {one.cells} x measured only"
+    full = scale != LAPTOP and one.memory > _ONE_GPU
+    too_much = " (MORE THAN A GPU OF 80 GB HAS)" if full else ""
     return (
         f"{one.name}: {one.cells} x {one.steps:,} steps, {one.flops:.2g} FLOPs and "
-        f"{one.memory / 2**30:.3g} GiB a process on {one.processes}, "
+        f"{one.memory / 2**30:.3g} GiB a process on {one.processes}{too_much}, "
         f"{shown_time(seconds_of(one, scale))}"
     )
 
@@ -92,10 +112,18 @@ def missing_parts(work: Work) -> list[str]:
     if work.scale == LAPTOP:  # written before anything is trained
         files = [name for name in files if work.rows not in Path(name).parents]
     found += [f"file {name}" for name in files]
+    if any(_tasks_of(cell) for cell in work.cells) and find_spec("lm_eval") is None:
+        found.append("lm-eval, which runs the tasks: pip install 'alphatoken[eval]'")
     judged = any((cell.measures or {}).get("judge") for cell in work.cells)
     if judged and not (work.options.judge_url and work.options.judge_model):
         found.append("a judge: --judge_url and --judge_model")
     return found
+
+
+def _tasks_of(cell: Cell) -> list[str]:
+    """The lm-eval tasks that a cell is measured by."""
+    measures = cell.measures or {}
+    return [*measures.get("target_tasks", ()), *measures.get("retention_tasks", ())]
 
 
 def require_all(work: Work) -> None:

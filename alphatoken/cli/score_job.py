@@ -237,23 +237,26 @@ def _block(rows: int) -> int:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """What the values depend on, by name; a resumed run must have the same."""
+    """What the values depend on, by the name of its flag; a resumed run must have the same."""
     options, config = job.options, job.config
     valued = asdict(config)
     del valued["preconditioner"], valued["offload"]  # of no consequence for the values
     del valued["stability_units"]  # always "plain" here
+    layers = valued.pop("layers")
     fisher = options.fisher_file
     return {
-        "model": options.model_name_or_path,
-        "train": options.train_file,
-        "validation": options.validation_file
+        "model_name_or_path": options.model_name_or_path,
+        "adapter": options.adapter,
+        "train_file": options.train_file,
+        "validation_file": options.validation_file
         or f"{options.validation_rows} rows of the training file",
-        "fisher": fisher or "none",
+        "fisher_file": fisher or "none",
+        "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
+        "value_parameters": valued.pop("parameters"),
         **valued,
-        "layers": config.layers if isinstance(config.layers, (int, str)) else list(config.layers),
-        "ratio": options.ratio,
-        "scope": options.scope,
-        "batch_size": options.batch_size,
+        "keep_ratio": options.ratio,
+        "keep_scope": options.scope,
+        "per_device_train_batch_size": options.batch_size,
         "shard_size": job.block,
         "max_length": job.how.max_length,
         "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),

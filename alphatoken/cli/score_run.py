@@ -55,7 +55,7 @@ def run(options: ScoreOptions) -> None:
     """
     here = launched()
     score_config(options)
-    keep_count(options.ratio, 1)  # its error now, not after the first batch
+    keep_count(options.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
     require_writable(options.output_dir)
     if options.write_dataset is not None:
         require_writable(options.write_dataset, "--write_dataset")
@@ -71,10 +71,11 @@ def run(options: ScoreOptions) -> None:
 
 def _lead(options: ScoreOptions, here: Launched) -> None:
     """The first process: all but the blocks of others."""
-    start = time.monotonic()
-    job = prepare_job(options)
-    _expect(job)
-    with _alone(job.folder), collected_warnings() as warned:
+    start, folder = time.monotonic(), Path(options.output_dir)
+    with _alone(folder), collected_warnings() as warned:
+        refuse_foreign(folder / "run.json", options, [folder / "values", folder / "job"])
+        job = prepare_job(options)
+        _expect(job)
         _open(job)
         scorer = job.scorer()
         numbers = job.missing()
@@ -109,8 +110,10 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not there and [path.name for path in folder.iterdir()] == ["lock"]:
-            shutil.rmtree(folder)  # nothing was written
+        if [path.name for path in folder.iterdir()] == ["lock"]:  # nothing was written
+            (folder / "lock").unlink()
+            if not there:
+                folder.rmdir()
         os.close(handle)
 
 
@@ -179,7 +182,6 @@ def _open(job: Job) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     folder, options = job.folder, job.options
     manifest = folder / "run.json"
-    refuse_foreign(manifest, options, [folder / "values", folder / "job"])
     if options.overwrite_output and manifest.exists():
         manifest.unlink()
         for name in ("values", "job"):

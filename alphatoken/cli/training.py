@@ -14,7 +14,7 @@ from typing import Any
 
 from alphatoken.cli.recipes import recipes_of
 from alphatoken.cli.training_help import short_help
-from alphatoken.errors import ConfigError, ModelError
+from alphatoken.errors import ConfigError, DataError, ModelError
 
 __all__ = ["build_trainer", "check_files", "require_libraries", "run_dpo", "run_sft", "trainer_of"]
 
@@ -207,7 +207,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
             f"{trainer.state.global_step} steps done; the same command with --resume continues "
             f"after the last checkpoint in {args.output_dir}"
         ) from None
-    trainer.save_model(args.output_dir)
+    _save(trainer, args.output_dir)
     trainer.create_model_card(
         model_name=Path(args.output_dir).name, dataset_name=arguments.data.dataset_name
     )
@@ -219,6 +219,25 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         if results.is_dir():
             print(f"values and report, which quote training rows: {results}")
     trainer.accelerator.end_training()  # ends the process group too
+
+
+def _save(trainer: Any, folder: str) -> None:
+    """Write the trained model.
+
+    Raises:
+        DataError: it could not be written; the checkpoints are as they were.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        trainer.save_model(folder)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            "the trained model could not be written",
+            got=f"{folder}: {error}",
+            why="the run is over, and its last checkpoint is whole",
+            remedy="free some space, and the same command with --resume writes it",
+        ) from OSError(str(error))
 
 
 def _note(text: str) -> None:

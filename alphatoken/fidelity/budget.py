@@ -328,7 +328,7 @@ def together(*parts: Units) -> dict[str, float]:
 def parse_budget(text: str) -> float | None:
     """Seconds of a budget as a user writes it; None for "none".
 
-    >>> parse_budget("15m"), parse_budget("90"), parse_budget("1.5h"), parse_budget("none")
+    >>> parse_budget("15m"), parse_budget("90s"), parse_budget("1.5h"), parse_budget("none")
     (900.0, 90.0, 5400.0, None)
 
     Raises:
@@ -337,18 +337,16 @@ def parse_budget(text: str) -> float | None:
     if text.strip().lower() == "none":
         return None
     scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = text.strip().lower(), 1.0
-    if number[-1:] in scale:
-        number, unit = number[:-1], scale[number[-1]]
+    number, unit = text.strip().lower()[:-1], text.strip().lower()[-1:]
     try:
-        seconds = float(number) * unit
-    except ValueError:
+        seconds = float(number) * scale[unit]
+    except (ValueError, KeyError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(
             "the budget is not a time",
             got=repr(text),
-            remedy="15m, 90s, 1.5h, a number of seconds, or none for no limit",
+            remedy="a number with its unit, such as 15m, 90s or 1.5h, or none for no limit",
         )
     return seconds
 

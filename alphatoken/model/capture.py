@@ -90,7 +90,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
         if not 1 <= layers <= depth:
             raise ConfigError(
                 "the number of scored layers must lie within the model",
-                got=f"layers={layers}, model depth {depth}",
+                got=f"{layers} (layers, --score_layers), model depth {depth}",
                 remedy=f"pass 1 to {depth}, or 'all'",
             )
         return tuple(range(depth - layers, depth))

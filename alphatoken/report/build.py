@@ -30,7 +30,9 @@ MOST_TOKENS = 12_000
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
 
-_HEADER = {"model": "model", "estimator": "estimator", "layers": "layers scored"}
+_HEADER = {
+    "model_name_or_path": "model", "estimator": "estimator", "score_layers": "layers scored",
+}  # fmt: skip
 """Settings that stand at the top of the page -> what they are called there."""
 
 _LEAD = (

@@ -25,13 +25,13 @@ __all__ = [
 _ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
 
 
-def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
+def keep_count(ratio: float, count: int, *, rounding: str = "ceil", name: str = "ratio") -> int:
     """``ceil(ratio * count)`` in exact arithmetic: 0.55 of 100 is 55, not 56.
 
     The ratio is read as the decimal number that it prints as. A ratio that is no decimal, as on
     the way of a schedule, has been rounded to a float: a product within that rounding of a whole
     number is that number, so 5/6 of 6 is 5. With ``rounding="floor"`` the largest whole number
-    below, which may be 0.
+    below, which may be 0. ``name`` is what the message calls the ratio.
 
     Raises:
         InputError: ratio outside (0, 1], unknown rounding.
@@ -39,7 +39,7 @@ def keep_count(ratio: float, count: int, *, rounding: str = "ceil") -> int:
     require_choice("rounding", rounding, _ROUNDINGS, InputError)
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise InputError(
-            "ratio must lie in (0, 1]",
+            f"{name} must lie in (0, 1]",
             got=repr(ratio),
             why="0 would keep nothing, more than 1 has no meaning",
             remedy="pass the share of response tokens to keep, such as 0.5",

@@ -52,6 +52,8 @@ STAGING = "_alphatoken-saving"
 PUSHING = "_alphatoken-pushing"
 """Where what may be uploaded of a checkpoint is put together."""
 _OWN = "alphatoken-rank{}.safetensors"
+_ROOM = 2**20
+"""Bytes that a disk has left when it is full: less than the next block of a file."""
 
 _WRITING = re.compile(
     r"os error \d+|PytorchStreamWriter|inline_container|No space left|unexpected pos|iostream error"
@@ -262,10 +264,11 @@ class RunCheckpoints(TrainerCallback):
         except Exception as cause:
             if not _is_about_writing(cause):
                 raise
-            problem = _not_saved(final, cause)
-            problem.__cause__ = cause
+            told = _of_system(cause, final.parent)
+            problem = _not_saved(final, told)
+            problem.__cause__ = told
             if collective:
-                raise problem from cause
+                raise problem from told
         process = self._trainer.args.process_index
         problems = gather_object([problem and (process, str(problem.__cause__))])
         if problem is not None:
@@ -449,6 +452,22 @@ def _is_about_writing(problem: BaseException | None) -> bool:
     return False
 
 
+def _of_system(cause: BaseException, folder: Path) -> OSError:
+    """The file system's own error, or one that says what another library was told.
+
+    A full disk shows in torch and safetensors by a position in a file that is not the one due.
+    """
+    problem: BaseException | None = cause
+    while problem is not None:
+        if isinstance(problem, OSError):
+            return problem
+        problem = problem.__cause__ or problem.__context__
+    full = shutil.disk_usage(folder).free < _ROOM
+    told = OSError(("no space left on the disk: " if full else "") + str(cause))
+    told.__cause__ = cause
+    return told
+
+
 def _not_saved(final: Path, cause: BaseException | str) -> DataError:
     intact = latest_complete(final.parent)
     return DataError(
@@ -456,6 +475,6 @@ def _not_saved(final: Path, cause: BaseException | str) -> DataError:
         got=str(cause) or type(cause).__name__,
         why="a run goes on from whole checkpoints only; the partial one was removed, and "
         + (f"the last one, '{intact[0]}', is intact" if intact else "there is no earlier one"),
-        remedy="free some space or mend the permissions, then train with "
+        remedy="free some space or mend the permissions, then go on: --resume, or train with "
         f"resume_from_checkpoint={True if intact else 'auto'!r}; save_total_limit keeps fewer",
     )

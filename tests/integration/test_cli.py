@@ -336,11 +336,11 @@ def test_resume_refuses_another_run(
     assert "holds an earlier run" in capsys.readouterr().err
     other = write_rows(tmp_path / "other.jsonl", 6, seed=77)
     for changed, named in (
-        ({"ratio": 0.4}, "ratio"),
-        ({"model": world / "reference"}, "model, model_sha256"),
-        ({"train": other}, "train, train_sha256"),
+        ({"ratio": 0.4}, "keep_ratio"),
+        ({"model": world / "reference"}, "model_name_or_path, model_sha256"),
+        ({"train": other}, "train_file, train_sha256"),
         ({"limit": 5}, "train_sha256"),
-        ({"fisher": world / "fisher.safetensors"}, "fisher, fisher_sha256"),
+        ({"fisher": world / "fisher.safetensors"}, "fisher_file, fisher_sha256"),
     ):
         assert world.score(tmp_path, "--no_report", "--resume", **(small | changed)) == 2
         assert f"differs in {named}" in capsys.readouterr().err
@@ -428,7 +428,7 @@ BAD: dict[str, tuple[Case, str]] = {
     "ratio zero": (lambda w, t: {"ratio": 0}, r"ratio must lie in \(0, 1\]"),
     "layers": (lambda w, t: {"layers": "last"}, "--score_layers cannot be read"),
     "too many layers": (lambda w, t: {"layers": 5}, r"(?i)layers"),
-    "no model": (lambda w, t: {"model": t / "nowhere"}, "no folder with the tokenizer"),
+    "no model": (lambda w, t: {"model": t / "nowhere"}, "no such model folder"),
     "tokenizer": (
         lambda w, t: {"model": broken_model(w, t, "tokenizer.json", b"{]")},
         "tokenizer cannot be loaded",

@@ -269,7 +269,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("report") / "report.html",
         summary,
         title="Token values of <train>.jsonl",
-        settings={"estimator": "alphatoken", "layers": 3, "model": "m" * 200},
+        settings={"estimator": "alphatoken", "score_layers": 3, "model_name_or_path": "m" * 200},
         notes=["The retention term is exactly zero at step 0."],
         balance=[{"layer": 1, "adaptation": 0.5, "stability": 0.1, "ratio": 0.2}],
     )

@@ -1,0 +1,170 @@
+"""What a command refuses before its first expensive step, in which words, and with which status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError
+from alphatoken.fidelity.budget import parse_budget
+
+ROW = {"prompt": "one and two", "response": "three"}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(ROW) + "\n" for _ in range(4)))
+    return str(path)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command that must end before tokenizer and model; gives status and message."""
+    from alphatoken.train import loading
+
+    monkeypatch.setattr(loading, "load_or_refuse", lambda *_, **__: pytest.fail("loaded"))
+
+    def run(*words: object) -> tuple[int, str]:
+        status = main([str(word) for word in words])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        return status, error
+
+    return run
+
+
+def words_of(command: str, rows: str, out: object) -> list[object]:
+    model = ["--model_name_or_path", "./model", "--train_file", rows]
+    return {
+        "fisher": ["fisher", *model, "--output_file", out],
+        "filter": ["filter", *model, "--validation_rows", 2, "--output_file", out],
+        "score": ["score", *model, "--validation_rows", 2, "--output_dir", out],
+        "merge": ["merge", "--before", "./a", "--after", "./b", "--output_dir", out],
+    }[command]
+
+
+@pytest.mark.parametrize("command", ["fisher", "filter", "merge"])
+def test_nothing_is_overwritten_unasked(command: str, rows: str, tmp_path: Path, said: Any) -> None:
+    out = tmp_path / "out"
+    out.write_text("the only copy")
+    status, message = said(*words_of(command, rows, out))
+    assert status == 2
+    assert "is there already" in message or "exists" in message
+    assert out.read_text() == "the only copy"
+
+
+@pytest.mark.parametrize("command", ["fisher", "filter", "merge", "score"])
+def test_what_cannot_be_written_is_said_first(
+    command: str, rows: str, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from alphatoken.cli import folder
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder.tempfile, "TemporaryFile", full)
+    status, message = said(*words_of(command, rows, Path(rows).parent / "new"))
+    assert status == 1
+    assert "No space left on device" in message
+
+
+def test_an_earlier_run_is_refused_before_rows_are_read(
+    rows: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from alphatoken.cli import score_run
+
+    monkeypatch.setattr(score_run, "prepare_job", lambda _: pytest.fail("read"))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text("{}")
+    status, message = said(*words_of("score", rows, out))
+    assert status == 2
+    assert "holds an earlier run" in message
+    assert (out / "run.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("option", ["--target_file", "--retention_file"])
+def test_measured_rows_are_read_before_a_merge(option: str, tmp_path: Path, said: Any) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"frage": 1}\n')
+    words = words_of("merge", "", tmp_path / "out")
+    assert said(*words, option, tmp_path / "none.jsonl")[0] == 2
+    status, message = said(*words, option, bad)
+    assert status == 2
+    assert "frage" in message
+
+
+def test_all_wrong_input_has_one_status(rows: str, tmp_path: Path, said: Any) -> None:
+    missing = words_of("score", str(tmp_path / "none.jsonl"), tmp_path / "out")
+    assert said(*missing)[0] == 2
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def test_ends_of_sentences() -> None:
+    error = AlphaTokenError("no such recipe", got="x", remedy="did you mean laptop-sft?")
+    assert str(error) == "no such recipe. Got: x. Remedy: did you mean laptop-sft?"
+    assert str(ConfigError("a", got="one, ...")) == "a. Got: one, ..."
+    assert str(ConfigError("a.")) == "a."
+
+
+@pytest.mark.parametrize("text", ["5", "90", "", "5 x", "m"])
+def test_a_budget_has_a_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 15m"):
+        parse_budget(text)
+
+
+def test_the_plan_of_an_exhibit_says_once_that_its_model_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
+    words = ["paper", "ablation_rq3", "--scale", "laptop", "--dry_run"]
+    assert main([*words, "--output_dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("is not here") == 1
+    assert "make models" in error
+
+
+# --- a full disk in training ----------------------------------------------------------------------
+
+
+def test_a_full_disk_is_no_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of one is a number; the command's status is that of a file's error."""
+    from alphatoken.cli import _guarded
+    from alphatoken.cli.training import _save
+    from alphatoken.train.checkpoint import RunCheckpoints
+
+    args = SimpleNamespace(process_index=0)
+    checkpoints: Any = SimpleNamespace(_trainer=SimpleNamespace(args=args))
+    (tmp_path / "run").mkdir()
+
+    def write() -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 959808")
+
+    def save() -> int:
+        RunCheckpoints._together(checkpoints, tmp_path / "run" / "checkpoint-1", write)
+        return 0
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(DataError, match="no space left on the disk: .*unexpected pos"):
+        save()
+    assert _guarded(save, False) == 1
+
+    def last(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def save_model() -> int:
+        _save(SimpleNamespace(save_model=last), str(tmp_path))
+        return 0
+
+    with pytest.raises(DataError, match="trained model could not be written"):
+        save_model()
+    assert _guarded(save_model, False) == 1
