@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.storage import flush, read_tensors, write_tensors
+from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import data_fingerprint, frozen_fingerprint, option_values
 from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
 from alphatoken.train.resume import (
@@ -286,6 +287,14 @@ class CheckpointMixin(_Base):
     Exact: a run that was killed and resumed ends with the bits of one that was not (same machine
     and library versions, deterministic kernels).
     """
+
+    HOOKS: ClassVar[tuple[str, ...]] = ()
+    """What a kind of trainer uses of its library beside ``alphatoken.train.hooks.USED``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """See, where a trainer is below in the bases, that it has what it is hooked into."""
+        super().__init_subclass__(**kwargs)
+        require_hooks(cls, cls.HOOKS)
 
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""

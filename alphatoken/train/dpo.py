@@ -196,6 +196,10 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
+    HOOKS = (
+        "_is_vision_dataset", "_metrics", "_precompute_ref_logps", "_prepare_dataset",
+        "aux_loss_enabled", "compute_ref_log_probs", "precompute_ref_logps",
+    )  # fmt: skip
     _tag_names = [*DPOTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod

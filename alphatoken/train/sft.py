@@ -154,6 +154,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
+    HOOKS = (
+        "_formatting_func", "_is_vision_dataset", "_metrics", "_prepare_dataset",
+        "_skip_prepare_dataset", "_total_train_tokens", "aux_loss_enabled",
+    )  # fmt: skip
     _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod

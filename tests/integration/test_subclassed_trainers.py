@@ -267,7 +267,7 @@ def test_a_term_of_the_outputs_trains_as_in_transformers(tmp_path: Path) -> None
     ours = plain(with_a_term(AlphaTrainer), tmp_path / "ours", **more)
     theirs.train()
     ours.train()
-    assert furthest(theirs, ours) < 1e-5
+    assert furthest(theirs, ours) < 1e-4
 
 
 @pytest.mark.parametrize("way", ["never asks", "asks and goes its own way", "evaluation mode"])
