@@ -30,6 +30,7 @@ from alphatoken.model.batch import (
     as_batches,
 )
 from alphatoken.model.capture import Scope, record
+from alphatoken.model.fingerprint import settings_of, trained_of
 from alphatoken.model.head import watch_head
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.sharding import MasterWeights, Sharding
@@ -97,9 +98,11 @@ class Scorer:
         valuer: what turns a pass into values.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
-    state are afterwards as before, also after an exception. G and V are rebuilt when a parameter
-    has changed (in-place version counters; writing through ``.data`` does not count, call
-    ``refresh()`` then, or decide yourself with ``pin``).
+    state are afterwards as before, also after an exception. G and V are rebuilt when anything has
+    changed that they depend on: weights, by whichever writer, buffers, validation tensors, which
+    parameters train, adapters and settings. For this each ``score`` and each ``observe`` reads all
+    weights once, about what a forward of one token reads; with ``pin`` you decide, and nothing is
+    read.
 
     Raises:
         ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError,
@@ -146,13 +149,21 @@ class Scorer:
             validation = list(validation)
         whole = reduce is None and sharding is None
         self.given = Given(model, validation, retention, config, optimizer, adapter, whole)
-        self.adapter = adapter or find_adapter(model)
+        self._spread = reduce, sharding, masters
+        self._trained: object = None
+        self._settings: object = None
+        self._build()
+
+    def _build(self) -> None:
+        """Choose scope and parameters in the model as it is now; nothing is proved of it yet."""
+        given, (reduce, sharding, masters) = self.given, self._spread
+        self.adapter = given.adapter or find_adapter(given.model)
         self.builder = DirectionBuilder(
             self.adapter,
-            () if validation is None else as_batches(validation),
-            retention,
-            config,
-            optimizer,
+            () if given.validation is None else as_batches(given.validation),
+            given.retention,
+            given.config,
+            given.optimizer,
             reduce=reduce,
             sharding=sharding,
             masters=masters,
@@ -163,15 +174,34 @@ class Scorer:
             scope,
             self.builder.parameters,
             self.builder.names,
-            config.estimator,
-            skipped=scope.uncovered if config.uncovered == "skip" else {},
+            given.config.estimator,
+            skipped=scope.uncovered if given.config.uncovered == "skip" else {},
             sharding=sharding,
         )
         self.valuer = Valuer(self.adapter, self.builder, witness)
+        self._trained = trained_of(self.adapter.model)
+        self._settings = settings_of(self.adapter.model)
+
+    def _follow(self) -> None:
+        """Build anew where the model is not the one that scope and proofs are of.
+
+        Parameters may have been replaced, frozen or released, adapters switched. Under ``pin`` a
+        change of a mere setting waits for the next version, as one of weights does.
+        """
+        builder, model = self.builder, self.adapter.model
+        if builder.sharding is not None:  # weights come and go with each layer that runs
+            return
+        same = trained_of(model) == self._trained
+        if same and (builder.pinned is not None or settings_of(model) == self._settings):
+            return
+        warned = self.valuer
+        self._build()
+        self.builder.pin(builder.pinned)
+        self.valuer.warned_as(warned)
 
     def __repr__(self) -> str:
         """Model, layers, what values are taken against, and the options that were changed."""
-        layers = ", ".join(map(str, self.scope.layers))
+        layers = ", ".join(map(str, self.builder.scope.layers))
         retention = self.given.retention
         count = len(self.validation)
         against = f"{count} validation batch{'es' * (count != 1)}"
@@ -217,11 +247,13 @@ class Scorer:
     @property
     def scope(self) -> Scope:
         """The scored layers and their linears."""
+        self._follow()
         return self.builder.scope
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Parameter name -> parameter, everything that values are inner products over."""
+        self._follow()
         return self.builder.parameters
 
     @property
@@ -231,6 +263,7 @@ class Scorer:
         With ``preconditioner="full"`` M depends on the batch as well, and P is left out (P = 1)
         here; ``direction_for`` gives M for a batch.
         """
+        self._follow()
         return self.builder.direction()
 
     # --- what changes over a run -----------------------------------------------------------------
@@ -246,6 +279,7 @@ class Scorer:
             UnsupportedError: sharded weights, a ``reduce``, standard errors, or no G at all.
             DataError: the file could not be written.
         """
+        self._follow()
         save_gradient(self.builder, path)
 
     def load_gradient(self, path: str | os.PathLike[str]) -> None:
@@ -255,6 +289,7 @@ class Scorer:
             InputError: it is of other weights, validation rows or parameters.
             DataError: it cannot be read, or was altered. UnsupportedError: as in saving.
         """
+        self._follow()
         load_gradient(self.builder, path)
 
     def set_validation(
@@ -284,8 +319,9 @@ class Scorer:
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
 
-        This is for weights that change without their version counters (through ``.data``, or in
-        shards), and for keeping a direction over several steps. None returns to the counters.
+        This is for keeping a direction over several steps, for weights in shards, and for weights
+        that are known not to change, which then need not be read to see it. None returns to
+        rebuilding whenever something has changed.
         """
         self.builder.pin(version)
 
@@ -310,6 +346,7 @@ class Scorer:
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
+        self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
         valuer.witness.see_documents(checked)
@@ -336,6 +373,7 @@ class Scorer:
                 that contract such errors compute them anyway.
         """
         # M first: its forwards on the validation set must not be taken for the observed one.
+        self._follow()
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
@@ -355,6 +393,7 @@ class Scorer:
         """
         if self.config.preconditioner != "full":
             return self.direction
+        self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, None, step_weights)
         valuer.prepare(checked)
@@ -381,7 +420,8 @@ class Scorer:
         Raises:
             InputError: a direction that lacks a scored parameter.
         """
-        matrices = self.direction.total() if direction is None else direction
+        self._follow()
+        matrices = self.builder.direction().total() if direction is None else direction
         lacking = set(self.builder.names.values()) - matrices.keys()
         if lacking:
             raise InputError(

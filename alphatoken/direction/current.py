@@ -6,7 +6,7 @@ A ``DirectionBuilder`` chooses the parameters, builds G and V, and knows when th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -41,6 +41,7 @@ from alphatoken.estimate.matrices import Formed, Matrices
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, Scope, record, used_outside
+from alphatoken.model.fingerprint import numbers_of
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import MasterWeights, Sharding
@@ -65,6 +66,7 @@ class DirectionBuilder:
         parameters: parameter name -> parameter, everything that values are inner products over.
         names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
             places have one name.
+        pinned: what decides when G and V are stale; None for the weights themselves.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class DirectionBuilder:
         self._kept: tuple[object, dict[str, Tensor]] | None = None
         self._sizes: Sizes | None = None
         self._stamp: object = None
-        self._pinned: object = None
+        self.pinned: object | None = None
         self._check_options()
         self.set_validation(validation)
         self.set_retention(retention)
@@ -206,10 +208,14 @@ class DirectionBuilder:
         if not once:
             skipped = list(self.scope.uncovered)
             raise ConfigError(
-                "no trainable matrix of the scored layers is left in scope",
-                got=f"{len(skipped)} skipped, such as {skipped[0]}",
+                "no trainable parameter is left in scope",
+                got=f"{len(skipped)} skipped, such as {skipped[0]}"
+                if skipped
+                else "all are frozen",
                 why="values are inner products with gradients of trainable weights",
-                remedy="estimator='label' with uncovered='error', which covers them",
+                remedy="estimator='label' with uncovered='error', which covers them"
+                if skipped
+                else "unfreeze some (requires_grad_), or switch an adapter on",
             )
         return {name: chosen[name] for name in once.values()}
 
@@ -273,18 +279,53 @@ class DirectionBuilder:
         self._stamp = self._kept = None
 
     def pin(self, version: object | None) -> None:
-        """Let ``version`` decide what is stale, instead of the parameters' version counters."""
-        self._pinned = version
+        """Let ``version`` decide when G and V are stale, instead of the weights' numbers."""
+        self.pinned = version
 
     def _current_stamp(self) -> object:
         """A value that is equal at two times only if G and V need not be rebuilt in between."""
-        if self._pinned is not None:
-            return ("pinned", self._pinned)
-        if self.sharding is not None:  # counters of parts say nothing: always stale
+        if self.pinned is not None:
+            return ("pinned", self.pinned)
+        if self.sharding is not None:  # each process sees its own parts: always stale
             return object()
         # Every parameter of the model counts and not only those in scope: G is a gradient through
         # all of them, and moves with frozen ones too if somebody writes to them.
-        return tuple((id(p), p._version) for p in self.adapter.model.parameters())
+        model, p = self.adapter.model, self.config.preconditioner
+        return (
+            numbers_of(model.parameters()),
+            numbers_of(model.buffers()),
+            # Autocast rounds the products that G is made of.
+            [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+            numbers_of(_tensors_in((self.validation, self.retention))),
+            _identity(self.retention),
+            numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else self._optimizer_stamp(),
+        )
+
+    def _optimizer_stamp(self) -> object:
+        """What P is made of, where it is the optimizer's and the same for every batch."""
+        if self.config.preconditioner != "frozen" or self.optimizer is None:
+            return None
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
+        state = [self.optimizer.state.get(p, {}) for p in self.parameters.values()]
+        return numbers_of(_tensors_in((state, groups))), repr(groups)
+
+    def require_current(self) -> None:
+        """Raise where a weight was written to since ``prepare``, unless ``pin`` decides.
+
+        Raises:
+            ModelError: one was.
+        """
+        if self.pinned is not None or self.sharding is not None or self._stamp is None:
+            return
+        assert isinstance(self._stamp, tuple)
+        if numbers_of(self.adapter.model.parameters()) != self._stamp[0]:
+            raise ModelError(
+                "a weight has changed since the observed forward began",
+                why="its graph and the direction are of the earlier weights",
+                remedy="take the values before the optimizer's step, inside observe()",
+            )
 
     def require_gradients(self) -> None:
         """Raise where no graph can be built."""
@@ -550,6 +591,27 @@ class DirectionBuilder:
         if p is None or self.sharding is None:
             return p
         return {name: self.sharding.local(name, scale) for name, scale in p.items()}
+
+
+def _identity(retention: Retention) -> object:
+    """Which tensors a drift holds in memory: they are constants, so that none of them is read."""
+    if not isinstance(retention, FisherDrift):
+        return None
+    held = [m for m in (retention.fisher, retention.reference) if isinstance(m, dict)]
+    return [(id(tensor), tensor._version) for m in held for tensor in m.values()]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in mappings, lists and pairs; others may read their batches from a disk."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, PreferenceBatch):
+        yield from _tensors_in(list(vars(value).values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 _COUNT = "tokens of the batch"

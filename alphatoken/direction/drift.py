@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from alphatoken.direction.algebra import diagonal_drift, kronecker_drift
 from alphatoken.errors import FisherError, ModelError
 from alphatoken.estimate.matrices import Formed, Matrices
+from alphatoken.model.fingerprint import numbers_of
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.storage import TensorFile, write_tensors
 
@@ -32,7 +33,6 @@ __all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
-_SAMPLED = 256  # entries of a weight that are compared to see whether it was written to
 
 if TYPE_CHECKING:
     Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
@@ -200,8 +200,7 @@ class FisherDrift:
 
         V is never whole in memory, and neither are F and W_ref of an opened file: the device holds
         those of one matrix at a time. V belongs to the weights as they are at this call. If a
-        weight was written to since (its version counter and a few of its numbers are compared),
-        accessing its V raises.
+        weight was written to since, accessing its V raises.
 
         Args:
             parameters: as for :meth:`direction`.
@@ -214,15 +213,12 @@ class FisherDrift:
             ModelError: on access: the weight has changed since.
         """
         self._require(parameters)
-        # Both are compared because the version counter misses writes through ``.data``, while
-        # numbers spread over the whole weight change with every step of an optimizer.
-        before = {name: (w._version, _some_numbers(w)) for name, w in parameters.items()}
+        before = {name: numbers_of([w]) for name, w in parameters.items()}
 
         @torch.no_grad()
         def form(name: str) -> Tensor:
             weight = parameters[name]
-            version, numbers = before[name]
-            if weight._version != version or not torch.equal(_some_numbers(weight), numbers):
+            if numbers_of([weight]) != before[name]:
                 raise ModelError(
                     "a weight has changed since the direction was built, and V is not stored",
                     got=f"'{name}'",
@@ -460,12 +456,6 @@ def check_distance(relative: Mapping[str, float], most: float | None) -> None:
 
 def _parameter_name(name: str) -> str:
     return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-
-
-def _some_numbers(weight: Tensor) -> Tensor:
-    """A copy of some evenly spread entries, by which a later write to the weight is noticed."""
-    flat = weight.detach().flatten()
-    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()
 
 
 def _renamed(entries: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.batch import (
     LabelledBatch,
@@ -247,6 +247,9 @@ def objective_sums(
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
+        # All parameters lie where the forward does not pass, as those of a merged adapter do.
+        if not weighted.requires_grad:
+            return
         # Each gradient is added as the backward makes it and let go, so that sums and gradients of
         # all parameters never lie in memory side by side.
         hooks = [p.register_hook(partial(take, name)) for name, p in parameters.items()]
@@ -257,6 +260,14 @@ def objective_sums(
                 hook.remove()
 
     count = stream_losses(adapter, items, add, first=first, role=role)
+    if count and not total:
+        raise ModelError(
+            "the loss depends on no parameter in scope",
+            got=f"{len(parameters)} parameters, such as {next(iter(parameters))}",
+            why="every value would be zero",
+            remedy="unmerge the adapter that they belong to, or score parameters that the forward "
+            "uses",
+        )
     # Zeros where no loss leads to a parameter; in one order, whichever the backward took.
     return {name: total[name] if name in total else zeros(name) for name in parameters}, count
 
@@ -348,6 +359,7 @@ def objective_gradient(
     Raises:
         InputError: no validation batch, or one without response tokens.
         NumericalError: a NaN or Inf loss or gradient, naming token or parameter.
+        ModelError: the losses depend on none of the parameters.
     """
     sums, count = objective_sums(adapter, parameters, validation, first=first)
     mean = mean_gradient("validation", sums, count)

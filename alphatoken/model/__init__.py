@@ -18,7 +18,8 @@ training step meets these files in this order:
    backward.
 4. :mod:`~alphatoken.model.attention` is softmax attention whose backward can be cut to the
    position itself; from its probabilities come Value-Propagation's banded weights.
-5. :mod:`~alphatoken.model.partial_forward` begins a second forward at the first scored layer,
+5. :mod:`~alphatoken.model.fingerprint` tells whether anything that values depend on has changed.
+6. :mod:`~alphatoken.model.partial_forward` begins a second forward at the first scored layer,
    whose input the first one has remembered.
 
 :mod:`~alphatoken.model.layer_choice` reads which layers are scored,

@@ -72,6 +72,7 @@ class Observed:
                 ``Scorer.score``.
         """
         valuer, recorder = self._valuer, self._recorder
+        valuer.builder.require_current()
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
         valuer.witness.see_documents(batch)

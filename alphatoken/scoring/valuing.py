@@ -74,6 +74,10 @@ class Valuer:
         """Whether values need a recorded forward: label values along a fixed M do not."""
         return self.builder.captured or self.config.preconditioner == "full"
 
+    def warned_as(self, former: Valuer) -> None:
+        """Warn as another valuer of the same scorer would from here on."""
+        self.warn, self._warned = former.warn, former._warned
+
     # --- before the values -----------------------------------------------------------------------
 
     def read(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.property import properties_drift as drifting
 from tests.property import properties_proofs as proving
+from tests.property import properties_scorer as scoring
 from tests.property import properties_sharded as sharding
 from tests.property.mutants import SEVERAL, small
 from tests.property.mutation import Claim, claim, mutant
@@ -316,7 +317,7 @@ DRIFT = (
         "V that is formed later is taken of whatever the weights are then",
         (
             "direction.drift.FisherDrift.forming",
-            "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
+            "if numbers_of([weight]) != before[name]:",
             "if False:",
         ),
         STALE,
@@ -325,11 +326,27 @@ DRIFT = (
         "change-seen-by-its-version-only",
         "a weight that is written to through .data is taken for the one of before",
         (
-            "direction.drift.FisherDrift.forming",
-            "if weight._version != version or not torch.equal(_some_numbers(weight), numbers):",
-            "if weight._version != version:",
+            "model.fingerprint.numbers_of",
+            "by_device.setdefault(part.device, []).append(_digest(part))",
+            "found.append((id(tensor), tensor._version))",
         ),
         STALE,
+    ),
+    mutant(
+        "change-seen-by-a-sum",
+        "numbers that change places are taken for those of before",
+        (
+            "model.fingerprint._digest",
+            "(factors[: len(block)] * block).sum()",
+            "block.long().sum()",
+        ),
+        claim(scoring.check_direction_is_never_stale, small(), "path"),
+    ),
+    mutant(
+        "scope-of-what-trained",
+        "a scorer goes on with the parameters that trained when it was made",
+        ("scorer.Scorer._follow", "same = trained_of(model) == self._trained", "same = True"),
+        claim(scoring.check_direction_is_never_stale, small(), "path"),
     ),
     mutant(
         "half-precision-reference",

@@ -472,11 +472,12 @@ def test_a_planted_fault_does_not_agree(name: str) -> None:
 
 
 def test_stale_directions_do_not_agree() -> None:
-    """Weights written past their version counters; a Fisher and a reference that were replaced."""
+    """Weights written to under a pin; a Fisher and a reference that were replaced."""
     one = trial("direction", "path")
     case = one.setup.case
     with quiet():
         scorer = make_scorer(one.setup, "path", model=(model := case.model()))
+        scorer.pin("kept")
         assert scorer.verify(case.batch).passed
         model.layers[0].mlp.up_proj.weight.data.mul_(1.05)  # type: ignore[operator, union-attr]
         found = scorer.verify(case.batch)

@@ -1,0 +1,145 @@
+"""What values depend on, in a form by which two times can be told apart.
+
+Version counters do not tell: fused optimizers and writes through ``.data`` leave them as they are.
+So every number of every parameter and buffer is read, into 64 bits a tensor: one pass over the
+weights, about what a forward of one token reads. Samples would be cheaper, and would miss a step
+that rounding lets arrive at a few weights only. What a model does besides is in plain attributes of
+its modules (an adapter's scaling, which adapter is active, the attention's implementation) and in
+its hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["foreign_hooks", "numbers_of", "settings_of", "trained_of"]
+
+_PASSING = frozenset(("training", "gradient_checkpointing"))
+"""Attributes of a module that no value depends on: values are taken with dropout off."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def trained_of(model: nn.Module) -> tuple[object, ...]:
+    """Modules and parameters by identity, and which of them train: what a scope is chosen from."""
+    named = model.named_parameters(remove_duplicate=False)
+    return (
+        tuple((name, id(p), p.requires_grad) for name, p in named),
+        tuple(map(id, model.modules())),
+    )
+
+
+def numbers_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
+    """64 bits of each tensor: a change of one number always shows, others but for chance.
+
+    With the tensor's bytes as 64-bit words w_i in blocks, and odd random factors r_i, a block is
+    ``sum_i r_i w_i mod 2^64``. Tensors without storage (``meta``) count by their version.
+    """
+    found: list[object] = []
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        for part in _parts(tensor.detach()):
+            if part.is_meta:
+                found.append((id(tensor), tensor._version))
+            else:
+                by_device.setdefault(part.device, []).append(_digest(part))
+    # One transfer a device, since each of them waits for it.
+    found += [tuple(torch.stack(digests).tolist()) for digests in by_device.values()]
+    return tuple(found)
+
+
+def settings_of(model: nn.Module) -> tuple[object, ...]:
+    """Plain attributes of all modules and of their configurations, and hooks of others than us."""
+    found: list[object] = []
+    configs: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        attributes = {k: v for k, v in vars(module).items() if k not in _PASSING}
+        config = attributes.pop("config", None)
+        if config is not None:
+            configs[id(config)] = config
+        # A forward that was put into the instance hides the method of its class.
+        forward = id(attributes.get("forward"))
+        found.append((name, type(module), forward, foreign_hooks(module), _plain(attributes)))
+    found += [_plain(vars(c)) for c in configs.values() if hasattr(c, "__dict__")]
+    weights = (p._backward_hooks for p in model.parameters())
+    return (*found, tuple(tuple(hooks) for hooks in weights if hooks))
+
+
+def foreign_hooks(module: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Kind and number of the hooks on a module that this library did not put there."""
+    return tuple(
+        (kind, key)
+        for kind in _HOOKS
+        for key, hook in getattr(module, kind).items()
+        if not _is_ours(hook)
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a ``functools.partial``
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "alphatoken"
+
+
+def _plain(value: object) -> object:
+    """Numbers, names, and collections of them, in comparable form; None for all else."""
+    if isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)  # a NaN equals itself as text
+    if isinstance(value, Tensor):
+        whole = value.numel() == 1 and not value.is_meta
+        return repr(value.detach().item()) if whole else None
+    if isinstance(value, Mapping):
+        items = ((str(key), _plain(item)) for key, item in value.items())
+        return tuple((key, item) for key, item in items if item not in (None, ()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted(map(str, map(_plain, value))))
+    # A configuration inside another one, as of the text part of a larger model.
+    nested = hasattr(value, "to_dict") and not isinstance(value, type)
+    return _plain(vars(value)) if nested and hasattr(value, "__dict__") else None
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: itself, or those of a quantised or spread one."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> Tensor:
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = _factors(tensor.device)
+    for block in words.split(len(factors)):
+        total = total * _BETWEEN + (factors[: len(block)] * block).sum()
+    return total
+
+
+_BETWEEN = 6364136223846793005
+"""Odd, so that no block is lost among those that follow."""
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as integers, eight of them in each where they can be had so."""
+    flat = tensor.reshape(-1)
+    each = 8 // flat.element_size()
+    if each and flat.numel() % each == 0 and flat.storage_offset() % each == 0:
+        return flat.view(torch.int64)
+    return flat.view(torch.uint8)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd 64-bit numbers, as many as words are read at once: a cache full on a CPU."""
+    size = 2**16 if device.type == "cpu" else 2**22
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1).to(device)

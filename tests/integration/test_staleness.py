@@ -1,0 +1,326 @@
+"""A scorer is never stale: after any writer of weights or settings it equals a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.errors import AlphaTokenError, ModelError
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+ESTIMATORS = ("label", "path", "alphatoken")
+
+
+def plain(dtype: torch.dtype = torch.float64) -> Any:
+    return BY_NAME["llama"].build(1).to(dtype)
+
+
+def adapted() -> Any:
+    """Two adapters whose factors are not zero; the first is active."""
+    torch.manual_seed(3)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(plain(), config).double()
+    model.add_adapter("second", config)
+    return model.double().eval()
+
+
+def scorer_of(model: nn.Module, estimator: str, **options: Any) -> Scorer:
+    scored = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    drift = FisherDrift(
+        {n: torch.ones_like(p) for n, p in scored.items()}, {n: 0.9 * p for n, p in scored.items()}
+    )
+    config = ScorerConfig(estimator, layers=2, max_relative_drift=None, **options)
+    scorer = Scorer(model, VALIDATION, drift, config)
+    scorer.warn = False
+    return scorer
+
+
+def values_of(scorer: Scorer, how: str = "score") -> Tensor | str:
+    """The values, or by which words they are refused."""
+    try:
+        if how == "score":
+            return scorer.score(BATCH).total
+        inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+        with scorer.observe() as observed:
+            logits = scorer.given.model(**inputs, use_cache=False).logits
+            return observed.values(logits, BATCH["labels"]).total
+    except AlphaTokenError as error:
+        return str(error)
+
+
+def same_as_fresh(scorer: Scorer, estimator: str, before: Tensor, how: str) -> None:
+    """Equal to a scorer that is made now (against the same reference), and not to before."""
+    given = scorer.given
+    fresh: Tensor | str
+    try:
+        fresh = values_of(Scorer(given.model, VALIDATION, given.retention, given.config), how)
+    except AlphaTokenError as error:
+        fresh = str(error)
+    found = values_of(scorer, how)
+    if isinstance(fresh, str) or isinstance(found, str):
+        assert found == fresh
+        return
+    assert torch.equal(found, fresh)
+    assert not torch.equal(found, before)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def stepped(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[..., None]:
+    def write(model: nn.Module) -> None:
+        made = optimizer([p for p in model.parameters() if p.requires_grad], **options)
+        model(**BATCH).loss.backward()
+        made.step()
+        model.zero_grad()
+
+    return write
+
+
+def through_data(model: Any) -> None:
+    model.model.layers[-1].mlp.up_proj.weight.data.mul_(1.5)
+
+
+def one_number(model: Any) -> None:
+    model.model.layers[-1].mlp.up_proj.weight.data[3, 2] += 1e-3
+
+
+def below_the_scored(model: Any) -> None:
+    model.model.embed_tokens.weight.data.mul_(1.5)
+
+
+def by_foreach(model: nn.Module) -> None:
+    torch._foreach_mul_([p.data for p in model.parameters()], 1.1)
+
+
+def two_rows_swapped(model: Any) -> None:
+    weight = model.model.layers[-1].mlp.up_proj.weight
+    weight.data[[0, 1]] = weight.data[[1, 0]].clone()
+
+
+def loaded_by_assignment(model: nn.Module) -> None:
+    state = {name: 1.1 * tensor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: 1.1 * tensor for name, tensor in model.state_dict().items()})
+
+
+def from_a_flat_buffer(model: nn.Module) -> None:
+    """As ZeRO-1 and 2 do: the parameters become views of one buffer, which is written to."""
+    parameters = list(model.parameters())
+    flat = torch.cat(
+        [torch.zeros(1, dtype=torch.float64), *(p.detach().flatten() for p in parameters)]
+    )
+    start = 1
+    for p in parameters:
+        p.data = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    flat.mul_(1.1)
+
+
+def a_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+
+
+def a_hook(model: Any) -> None:
+    model.model.layers[-1].mlp.register_forward_hook(lambda module, args, output: 1.5 * output)
+
+
+def of_the_configuration(model: Any) -> None:
+    model.model.layers[-1].self_attn.scaling *= 2
+
+
+def frozen(model: Any) -> None:
+    """And released again where it was frozen."""
+    attention = model.model.layers[-1].self_attn
+    attention.requires_grad_(not attention.q_proj.weight.requires_grad)
+
+
+WRITERS: dict[str, Callable[..., None]] = {
+    "fused AdamW": stepped(torch.optim.AdamW, lr=1e-2, fused=True),
+    "fused Adam": stepped(torch.optim.Adam, lr=1e-2, fused=True),
+    "fused SGD": stepped(torch.optim.SGD, lr=1e-2, fused=True),
+    "fused Adagrad": stepped(torch.optim.Adagrad, lr=1e-2, fused=True),
+    "AdamW by foreach": stepped(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "SGD by foreach": stepped(torch.optim.SGD, lr=1e-2, foreach=True),
+    "through .data": through_data,
+    "one number": one_number,
+    "two rows swapped": two_rows_swapped,
+    "frozen weights": below_the_scored,
+    "_foreach_": by_foreach,
+    "load_state_dict": loaded,
+    "load_state_dict(assign=True)": loaded_by_assignment,
+    "a flat buffer": from_a_flat_buffer,
+    "a buffer": a_buffer,
+    "a hook": a_hook,
+    "an attribute": of_the_configuration,
+    "frozen": frozen,
+}
+
+
+EVERYWHERE = ("fused AdamW", "load_state_dict(assign=True)", "frozen")
+"""Seen by every estimator in the same way, as one each of weights, parameters and scope."""
+
+CASES = [(w, "label") for w in WRITERS] + [(w, e) for w in EVERYWHERE for e in ("path", "direct")]
+
+
+@pytest.mark.parametrize(("writer", "estimator"), CASES)
+def test_every_writer_is_noticed(writer: str, estimator: str) -> None:
+    model = plain()
+    scorer = scorer_of(model, estimator)
+    for how in ("score", "observe"):
+        before = values_of(scorer, how)
+        assert isinstance(before, Tensor)
+        assert torch.equal(before, values_of(scorer, how))  # type: ignore[arg-type]
+        WRITERS[writer](model)
+        same_as_fresh(scorer, estimator, before, how)
+
+
+def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:
+    """A sample of 16-bit weights would hardly hold the one that moved."""
+    model = plain(torch.bfloat16)
+    weight = model.model.layers[-1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.fill_(1.0)[5, 3] = 0.0
+    scorer = scorer_of(model, "label")
+    scorer.score(BATCH)
+    old = scorer.builder.held.adaptation
+    weight.data.sub_(1e-5)
+    assert int((weight != 1.0).sum()) == 1
+    assert weight[5, 3] != 0.0
+    scorer.score(BATCH)
+    assert scorer.builder.held.adaptation is not old
+
+
+def test_optimizer_state_alone_makes_a_frozen_preconditioner_stale() -> None:
+    """A step of warm-up with learning rate 0 moves no weight, and moves P."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    stepped_by(model, optimizer)
+    config = ScorerConfig("label", layers=2, preconditioner="frozen", precondition_after=1)
+    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
+    before = scorer.score(BATCH).total
+    stepped_by(model, optimizer, VALIDATION)
+    fresh = Scorer(model, VALIDATION, config=config, optimizer=optimizer).score(BATCH).total
+    assert torch.equal(scorer.score(BATCH).total, fresh)
+    assert not torch.equal(before, fresh)
+
+
+def stepped_by(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = BATCH) -> None:
+    optimizer.zero_grad()
+    model(**batch).loss.backward()
+    optimizer.step()
+
+
+def test_validation_rows_that_are_written_to_are_noticed() -> None:
+    validation = {k: v.clone() for k, v in VALIDATION.items()}
+    scorer = Scorer(plain(), validation, config=ScorerConfig("label", layers=2))
+    before = scorer.score(BATCH).total
+    validation["labels"].data[0] = -100
+    fresh = Scorer(scorer.given.model, validation, config=scorer.config).score(BATCH).total
+    assert torch.equal(scorer.score(BATCH).total, fresh)
+    assert not torch.equal(before, fresh)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def rescaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(2.0)
+
+
+@contextmanager
+def merged(model: Any) -> Iterator[None]:
+    model.merge_adapter()
+    try:
+        yield
+    finally:
+        model.unmerge_adapter()
+
+
+CHANGES: dict[str, Callable[..., Any]] = {
+    "scaling": rescaled,
+    "set_adapter": lambda model: model.set_adapter("second"),
+    "disable_adapter": lambda model: model.disable_adapter(),
+    "merge_adapter": merged,
+    "unloaded": lambda model: model.delete_adapter("second") or model.set_adapter("default"),
+    "a third": lambda model: (
+        model.add_adapter("third", model.peft_config["second"]) or model.set_adapter("third")
+    ),
+    "fused AdamW": stepped(torch.optim.AdamW, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("parameters", ["linears", "all"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_adapters_is_noticed(change: str, parameters: str) -> None:
+    model = adapted()
+    config = ScorerConfig("label", layers=2, parameters=parameters)
+    scorer = Scorer(model, VALIDATION, config=config)
+    before = scorer.score(BATCH).total
+    context = CHANGES[change](model)
+    with context if hasattr(context, "__enter__") else nullcontext():
+        for how in ("score", "observe"):
+            assert text(values_of(scorer, how)) == text(of_a_fresh(model, config, how))
+    if hasattr(context, "__enter__"):  # all is as it was before
+        torch.testing.assert_close(scorer.score(BATCH).total, before)
+
+
+def of_a_fresh(model: nn.Module, config: ScorerConfig, how: str) -> Tensor | str:
+    try:
+        return values_of(Scorer(model, VALIDATION, config=config), how)
+    except AlphaTokenError as error:
+        return str(error)
+
+
+def text(found: Tensor | str) -> object:
+    return found if isinstance(found, str) else found.tolist()
+
+
+# --- a pin, and a step inside observe() -----------------------------------------------------------
+
+
+def test_a_pin_keeps_the_direction_and_follows_what_trains() -> None:
+    model = plain()
+    scorer = scorer_of(model, "label")
+    scorer.pin("kept")
+    scorer.score(BATCH)
+    old = scorer.builder.held
+    WRITERS["fused AdamW"](model)
+    WRITERS["an attribute"](model)
+    scorer.score(BATCH)
+    assert scorer.builder.held.adaptation == old.adaptation  # the very tensors
+    frozen(model)
+    assert torch.equal(scorer.score(BATCH).total, scorer_like(scorer).score(BATCH).total)
+    assert scorer.builder.pinned == "kept"
+
+
+def scorer_like(scorer: Scorer) -> Scorer:
+    given = scorer.given
+    return Scorer(given.model, given.validation, given.retention, given.config)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_step_between_forward_and_values_is_refused(estimator: str) -> None:
+    model = plain()
+    scorer = scorer_of(model, estimator)
+    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+    with scorer.observe() as observed:
+        logits = model(**inputs, use_cache=False).logits
+        through_data(model)
+        with pytest.raises(ModelError, match="a weight has changed"):
+            observed.values(logits, BATCH["labels"])
