@@ -4,8 +4,8 @@
     oracle score   the same with V = gradient of the loss on held-out retention rows
 
 Both at the model after fine-tuning, with the Fisher fitted at the reference: as in the paper, by
-responses sampled freely after held-out prompts, which are neither tuned on nor valued. ``none`` is
-the control F = 1: does the Fisher add anything to the drift itself? The oracle is also split: what
+responses sampled freely after prompts of rows that are not valued. ``none`` is the control
+F = 1: does the Fisher add anything to the drift itself? The oracle is also split: what
 it was at the reference already (r_0), which no proxy can know, and what the drift changed, which is
 all that the proxy models.
 """
@@ -501,7 +501,8 @@ def _notes(
     ]
     held = len(subject.fisher_rows)
     notes.append(
-        f"Fishers are fitted on {held} held-out prompts, neither tuned on nor valued."
+        f"Fishers are fitted on the prompts of {held} rows that are not valued; whether the model "
+        "was tuned on them is not known here. The paper's are held out of training."
         if subject.prompts
         else f"No prompts were held out: Fishers are fitted on those of the {held} training rows, "
         "which are valued too. The paper's are held out."

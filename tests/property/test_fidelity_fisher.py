@@ -274,7 +274,11 @@ def test_the_notes_say_which_rows_the_fishers_are_of(found: Diagnosis) -> None:
     held = diagnostic.diagnose(
         planted(prompts=every_label()), replace(TINY, labels="token", both=False, sizes=())
     )
-    assert any(f"on {CONTEXTS * LABELS} held-out prompts" in note for note in held.notes)
+    said = (
+        f"the prompts of {CONTEXTS * LABELS} rows that are not valued; whether the model was tuned"
+    )
+    assert any(said in note for note in held.notes)
+    assert not any("neither tuned on" in note for note in held.notes)  # this nobody told it
 
 
 @pytest.mark.slow

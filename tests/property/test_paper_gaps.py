@@ -804,6 +804,45 @@ def test_gap_34_a_row_is_a_row_of_the_batch() -> None:
         assert args.dataloader_drop_last is False
 
 
+def test_gap_35_the_compared_fisher_is_fitted_anew() -> None:
+    from alphatoken.cli.diagnose_options import PROMPTS
+    from alphatoken.fidelity.fisher import Options
+    from alphatoken.paper.exhibits import find
+
+    assert (PROMPTS, Options().max_new_tokens) == (200, 48)
+    asked = find("fig:fisher_proxy_fidelity").diagnosis
+    assert asked is not None
+    full = asked.options["full"]
+    assert [full[n] for n in ("fisher_samples", "fisher_prompts", "max_new_tokens")] == [
+        1000, 1000, 256,
+    ]  # fmt: skip
+    assert "fisher_file" not in full
+
+
+def test_gap_36_the_papers_value_is_on_each_assumed_axis() -> None:
+    from alphatoken.paper.exhibits import find
+
+    axes = {
+        group.title.split()[-1]: [float(line.name) for line in group.lines]
+        for group in find("fig:sensitivity").groups
+    }
+    own = {
+        line.method: float(line.name)
+        for group in find("fig:sensitivity").groups
+        for line in group.lines
+    }
+    assert axes == {
+        "ρ": [0.3, 0.4, 0.5, 0.6, 0.7], "λ": [0.6, 0.9, 1.2, 1.5, 1.8], "W": [4, 8, 16, 32, 64],
+        "layers": [1, 2, 3, 5, 8], "B_val": [4, 8, 16, 32, 64],
+    }  # fmt: skip
+    assert all(own[name] == float(name.rpartition("-")[2]) for name in own if name != "alphatoken")
+    args = arguments("magicoder-llama").training
+    for name, value in (("ρ", args.keep_ratio), ("λ", args.stability_weight), ("W", args.window)):
+        assert value in axes[name]
+    assert float(args.score_layers) in axes["layers"]
+    assert args.validation_batch_size in axes["B_val"]
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "paper-gaps.md"
 
 
@@ -820,7 +859,7 @@ def test_every_option_of_the_recipes_has_a_place() -> None:
 def test_every_row_of_the_page_has_its_test() -> None:
     text = PAGE.read_text(encoding="utf-8")
     numbers = [int(n) for n in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
-    assert numbers == list(range(1, 35))
+    assert numbers == list(range(1, 37))
     tests = {name for name in globals() if name.startswith("test_gap_")}
     for number in numbers:
         assert f"`test_gap_{number:02d}`" in text
