@@ -60,9 +60,13 @@ def screened(trainer: Any) -> Any:
         return select_rows(data, (~dropped).nonzero().flatten().tolist(), "screen")
     tokens = _highest(torch.cat(losses), options.screen_share).split([len(x) for x in losses])
     labels = [_without(row, gone) for row, gone in zip(rows, tokens, strict=True)]
-    if not hasattr(data, "add_column"):
+    transformed = (getattr(data, "format", None) or {}).get("type") == "custom"
+    if not hasattr(data, "add_column") or transformed:
         raise ConfigError(
-            "tokens can be screened in a datasets.Dataset only", got=type(data).__name__
+            "tokens can be screened in the columns of a datasets.Dataset only",
+            got=f"{type(data).__name__}{' with a transform' if transformed else ''}",
+            why="what goes is written as labels of -100",
+            remedy="a datasets.Dataset without with_transform, or screen_share=0",
         )
     if "labels" in data.column_names:
         data = data.remove_columns("labels")

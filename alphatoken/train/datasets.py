@@ -8,7 +8,7 @@ dropped without a word. Here they are found first, by row number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from alphatoken.data import Pair, Row, Turn
 from alphatoken.data.encode import messages_of
@@ -18,6 +18,7 @@ __all__ = [
     "check_preference_rows",
     "check_sft_rows",
     "cut_pair",
+    "plain_rows",
     "preference_problems",
     "preference_records",
     "record_counts",
@@ -33,6 +34,47 @@ _SFT_COLUMNS = (
 )  # fmt: skip
 _BYTES_ASIDE = 64
 """Tokens that a template may add: no prompt of ``limit - 64`` bytes is longer than ``limit``."""
+
+
+# --- rows in whatever they are held --------------------------------------------------------------
+
+
+class _PlainRows(Sequence[dict[str, Any]]):
+    """Rows read one by one by their number, tensors and arrays in them as lists."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)  # a data set of one's own may have another end
+        row = self._dataset[index]
+        return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in dict(row).items()}
+
+
+def plain_rows(dataset: Any) -> Any:
+    """A data set whose rows are mappings of lists, numbers and texts, for whoever reads them.
+
+    A ``datasets.Dataset`` in a format of tensors or with a transform, and a torch ``Dataset``, give
+    tensors, or columns that are not those that are stored. Streams and all others stay.
+    """
+    kind = (getattr(dataset, "format", None) or {}).get("type")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return dataset
+    if isinstance(dataset, (list, tuple, _PlainRows)):
+        return dataset
+    if hasattr(dataset, "column_names") and kind is None:
+        return dataset
+    return _PlainRows(dataset)
 
 
 # --- checks ------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class TokenGate:
 
     Attributes:
         log_probs: (b, t - 1), attached to the model's graph; None before the call.
+        aux_loss: the routers' loss of a mixture of experts, where the model gave one.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,7 +62,7 @@ class TokenGate:
         # The same log-probabilities after ``share_head``, and where the next token is labelled.
         self._shared: Tensor | None = None
         self._asked: Tensor | None = None
-        self._auxiliary = False
+        self.aux_loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -78,13 +79,14 @@ class TokenGate:
                 remedy="switch off label smoothing, compute_loss_func, Liger and other options "
                 "that build a loss of the logits",
             )
-        self._auxiliary = getattr(outputs, "aux_loss", None) is not None
+        self.aux_loss = getattr(outputs, "aux_loss", None)
         outputs.log_probs = self.enter(log_probs)
         return outputs
 
     def logits(self, inputs: dict[str, Any], labels: Tensor) -> Tensor:
         """Run the model without labels, and return the leaf of its token log-probabilities."""
-        self._logits = self._model(**inputs).logits
+        outputs = self._model(**inputs)
+        self._logits, self.aux_loss = outputs.logits, getattr(outputs, "aux_loss", None)
         # Another name for the same logits: losses of it take no error of the head that is shared.
         plain = self._logits.view_as(self._logits)
         return self.enter(-token_losses(plain, labels)[:, 1:])
@@ -98,10 +100,14 @@ class TokenGate:
         self._leaf = log_probs.detach().requires_grad_()
         return self._leaf
 
+    def plain(self, **inputs: Any) -> Any:
+        """The model's outputs, of a forward beside the one that is kept."""
+        return self._model(**inputs)
+
     @property
     def auxiliary(self) -> bool:
         """Whether the model adds a loss of its own, as the routers of mixtures of experts do."""
-        return self._auxiliary
+        return self.aux_loss is not None
 
     def share_head(self, labels: Tensor) -> None:
         """Let values and the update take one error of the head, in place of one each.
@@ -165,7 +171,7 @@ class TokenGate:
         factor = (by_prediction.to(coefficients) * coefficients).detach()
         whole = self._shared is None or bool((by_prediction[self._asked] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
-        base = loss if self._auxiliary else loss.detach()
+        base = loss if self.auxiliary else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
 
 

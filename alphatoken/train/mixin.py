@@ -34,6 +34,7 @@ from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.train.card import add_section, card_section
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import Given, check_run, check_watch
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import KeptOutputs, TokenGate
@@ -98,6 +99,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     optimizer: Any
     aux_loss_enabled: bool
 
+    own_collator: Any
+    """The collator that was handed over, or None."""
+
     BASE: ClassVar[type[Any]]
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
@@ -127,6 +131,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if given.get("formatting_func") is None:  # else only that knows what a row is
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
+        self.own_collator = given.get("data_collator")
         super().__init__(**given)
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         self.refuse_base()
@@ -190,14 +195,16 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 found["train"] = given["train_dataset"]
             for name, rows in found.items():
                 found[name] = self.own_form(rows, _SAID.get(name, name), given)
+        plain = {name: plain_rows(rows) for name, rows in found.items()}
         for name in ("train", "validation", "retention"):
             if name in found:
-                self.check_rows(found[name], args, _SAID.get(name, name))
+                self.check_rows(plain[name], args, _SAID.get(name, name))
         train = found.pop("train", None)
         if train is not None:
             given["train_dataset"] = train
             if args.process_index == 0:
-                warn_of_leaks(train, found, text_field=getattr(args, "dataset_text_field", "text"))
+                text_field = getattr(args, "dataset_text_field", "text")
+                warn_of_leaks(plain.pop("train"), plain, text_field=text_field)
         return {name: found.get(name) for name in held}
 
     def __repr__(self) -> str:

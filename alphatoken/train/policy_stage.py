@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.checks import require_second_model, require_validation
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import option_values
 from alphatoken.train.layouts import layout
 from alphatoken.train.policy import PolicyStage, TokenPolicy
@@ -62,7 +63,8 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
                 why="a stream has no rows to go back to",
                 remedy="give a data set that is held on disk or in memory",
             )
-        self._dataset, self._length, self._mode = dataset, max_length, truncation_mode
+        self._dataset = plain_rows(dataset)
+        self._length, self._mode = max_length, truncation_mode
 
     def __len__(self) -> int:
         return len(self._dataset)

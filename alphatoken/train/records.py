@@ -12,6 +12,7 @@ from torch import Tensor
 from alphatoken.errors import warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.ledger import ValueLedger
@@ -115,7 +116,8 @@ class RunRecords:
         trainer.save_state()
         folder = Path(str(trainer.args.output_dir))
         if whole is not None and len(whole):
-            rows = trainer.train_dataset if hasattr(trainer.train_dataset, "__len__") else None
+            data = trainer.train_dataset
+            rows = plain_rows(data) if hasattr(data, "__len__") else None
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             args = trainer.args
             unit = ledger_unit(trainer.optimizer, args.preconditioner, args.precondition_after)

@@ -20,6 +20,7 @@ from alphatoken.model.capture import resolve_layers
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.checks import check_lengths, check_pool
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks, sharding_of
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
 from alphatoken.train.host import TokenTrainer
@@ -70,7 +71,7 @@ def prepare_run_rows(
     reference: Mapping[str, Tensor] = _scored_weights(trainer)
     adapter = find_adapter(trainer.model)
     if hasattr(trainer.train_dataset, "__len__"):  # of a stream no row is known yet
-        check_lengths(adapter, trainer.train_dataset, "training", trainer.row_length)
+        check_lengths(adapter, plain_rows(trainer.train_dataset), "training", trainer.row_length)
     validation_rows: list[dict[str, Any]] = []
     if options.objective != "stability":
         validation_rows = trainer.prepare_rows(validation, "validation")

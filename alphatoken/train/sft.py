@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.card import TAG
-from alphatoken.train.datasets import check_sft_rows
+from alphatoken.train.datasets import check_sft_rows, plain_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.given import choose_bf16, model_name
 from alphatoken.train.given_rows import as_dataset, rows_in_trl_form, uses_template
@@ -91,7 +91,7 @@ class LabelledRows(AlphaTrainerMixin):
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """What comes before the first response token of each row."""
         prompts = []
-        for row in rows:
+        for row in plain_rows(rows):
             labels = row.get("labels", row["input_ids"])
             first = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
             prompts.append(list(row["input_ids"][: max(first, 1)]))
@@ -106,7 +106,7 @@ class LabelledRows(AlphaTrainerMixin):
             ConfigError: the rows are packed.
         """
         sequences = []
-        for row in islice(rows, samples):
+        for row in islice(plain_rows(rows), samples):
             if len(row.get("seq_lengths") or ()) > 1:
                 raise ConfigError(
                     "fisher_labels='token' cannot take packed rows",
@@ -123,7 +123,8 @@ def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]
     Raises:
         InputError: none has.
     """
-    usable = [row for row in rows if bool(label_mask(torch.as_tensor(row["labels"])[None]).any())]
+    labels = [torch.as_tensor(row.get("labels", row["input_ids"]))[None] for row in rows]
+    usable = [row for row, own in zip(rows, labels, strict=True) if bool(label_mask(own).any())]
     if not usable:
         raise InputError(
             f"no row of the {name} dataset has a response token",
@@ -206,5 +207,6 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows that have a response."""
-        rows = [{"labels": row["input_ids"], **row} for row in self.tokenised(dataset, name)]
+        prepared = plain_rows(self.tokenised(dataset, name))
+        rows = [{"labels": row["input_ids"], **row} for row in prepared]
         return with_responses(rows, name)

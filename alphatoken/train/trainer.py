@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.model.batch import label_mask
+from alphatoken.model.batch import IGNORE, label_mask, token_losses
+from alphatoken.model.capture import evaluation_mode
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gate import KeptOutputs, TokenGate
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses, with_responses
@@ -38,21 +40,27 @@ class AlphaTrainer(LabelledRows, Trainer):
     """transformers' ``Trainer`` on token-weighted cross-entropy.
 
     Batches need ``input_ids`` and ``labels`` (unshifted, -100 where nothing is learned). The loss
-    is the cross-entropy that causal models compute themselves, built here of the logits.
+    is the cross-entropy that causal models compute themselves, built here of the logits, and the
+    routers' loss of mixtures of experts where the model gives it. At the first step it is compared
+    with the model's own.
 
     Its arguments are those of ``Trainer``, where ``args`` may be an ``AlphaConfig``,
     ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``, ``fisher``,
     ``fisher_dataset``, ``policy`` and ``policy_reference`` of
     :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are tokenised rows with
-    ``input_ids`` and ``labels``.
+    ``input_ids``, and with ``labels`` unless the collator makes them.
     """
 
     BASE, CONFIG, BASE_CONFIG = Trainer, AlphaConfig, TrainingArguments
+    HOOKS = ("_get_collator_with_removed_columns", "model_accepts_loss_kwargs")
+    _loss_seen = False
+    """Whether the model's own loss has been seen to be the one that is built here."""
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
         """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
-        first = dataset[0] if isinstance(dataset, Sequence) and dataset else {"input_ids": ()}
+        rows = plain_rows(dataset)
+        first = rows[0] if isinstance(rows, Sequence) and rows else {"input_ids": ()}
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -70,9 +78,13 @@ class AlphaTrainer(LabelledRows, Trainer):
         assert isinstance(model, TokenGate)
         labels = inputs["labels"]
         rest = {k: v for k, v in inputs.items() if k != "labels"}
+        if not self._loss_seen:
+            self._see_the_models_loss(model, inputs, num_items)
         total = -model.logits({**rest, "use_cache": False}, labels).sum()
         count = label_mask(labels).sum() if num_items is None else torch.as_tensor(num_items)
         loss = total / count.to(total.device).clamp(min=1)
+        if model.aux_loss is not None:
+            loss = loss + self._router_share * model.aux_loss.to(loss.device)
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
@@ -91,11 +103,70 @@ class AlphaTrainer(LabelledRows, Trainer):
             )
         return type(seen.outputs)(**{**seen.outputs, "loss": loss})
 
+    @property
+    def _router_share(self) -> float:
+        """Weight of the routers' loss in that of a mixture of experts, as the model has it."""
+        config = self.model.config.get_text_config()
+        return float(getattr(config, "router_aux_loss_coef", 0.0))
+
+    @torch.no_grad()
+    def _see_the_models_loss(self, gate: TokenGate, inputs: dict[str, Any], num_items: Any) -> None:
+        """See once, in a forward without dropout, that the loss built here is the model's own.
+
+        Raises:
+            UnsupportedError: the model makes another one of these labels.
+        """
+        labels = inputs["labels"]
+        given = {**inputs, "use_cache": False}
+        if num_items is not None and self.model_accepts_loss_kwargs:
+            given["num_items_in_batch"] = num_items
+        with evaluation_mode(self.model):
+            outputs = gate.plain(**given)
+        self._loss_seen = True  # on every process alike, whatever its first batch holds
+        if not bool((labels[:, 1:] != IGNORE).any()):
+            return
+        count = (labels[:, 1:] != IGNORE).sum() if num_items is None else num_items
+        found = token_losses(outputs.logits, labels).sum() / count
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if auxiliary is not None:
+            found = found + self._router_share * auxiliary.to(found.device)
+        theirs = outputs.loss.to(found)
+        # Some models form it in their own precision; a part left out is larger than its rounding.
+        if not torch.allclose(found, theirs, rtol=1e-2 if self._is_half(outputs) else 1e-4):
+            raise UnsupportedError(
+                "the model's loss is not the cross-entropy of its labels",
+                got=f"{float(theirs):.6g} of {type(self.model).__name__}, the cross-entropy is "
+                f"{float(found):.6g}",
+                why="AlphaTrainer would train without what the model adds to it",
+                remedy="transformers' Trainer, or a model without that part of the loss",
+            )
+
+    @staticmethod
+    def _is_half(outputs: Any) -> bool:
+        return bool(outputs.logits.dtype.itemsize < 4)
+
     def tokenised(self, dataset: Any, name: str) -> Any:
         """The rows as they are: they come tokenised."""
         return dataset
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
-        """The rows as they are."""
-        rows = [{k: row[k] for k in ("input_ids", "labels")} for row in dataset]
+        """The rows as they are; without labels, every token is one, or the collator says which."""
+        rows = [dict(row) for row in plain_rows(dataset)]
+        if self.own_collator is None:
+            rows = [{"labels": row["input_ids"], **row} for row in rows]
+            rows = [{k: row[k] for k in ("input_ids", "labels")} for row in rows]
         return with_responses(rows, name)
+
+    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+        """One batch, by the collator that was handed over where there is one."""
+        if self.own_collator is None:
+            return super().row_batch(rows)
+        if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies
+            rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
+        collate = self._get_collator_with_removed_columns(self.own_collator)
+        return self._prepare_inputs(collate([dict(row) for row in rows]))
+
+    @property
+    def _rows_have_labels(self) -> bool:
+        rows = plain_rows(self.train_dataset)
+        return not hasattr(rows, "__len__") or "labels" in rows[0]

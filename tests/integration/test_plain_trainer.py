@@ -1,0 +1,195 @@
+"""What users of transformers' own Trainer have: collators, data sets, mixtures of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
+from tests.integration.tiny_training import (
+    ALPHA,
+    furthest,
+    mixture,
+    model,
+    options,
+    tokenizer,
+)
+
+
+def ids(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Token ids without labels, of differing lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(6, 14, (count,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(4, 30, (n,), generator=generator).tolist()} for n in lengths
+    ]
+
+
+def labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [{**row, "labels": [-100, -100, *row["input_ids"][2:]]} for row in ids(count, seed)]
+
+
+class OfTorch(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of tensors, and no end of its own."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {k: torch.tensor(v) for k, v in self.rows[index % len(self.rows)].items()}
+
+
+def transformed(rows: list[dict[str, Any]]) -> Dataset:
+    """What is stored is the numbers of rows; their ids and labels are made when they are read."""
+    names = list(rows[0])
+
+    def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        return {name: [rows[i][name] for i in batch["prompt"]] for name in names}
+
+    return Dataset.from_dict({"prompt": list(range(len(rows)))}).with_transform(read)
+
+
+FORMS = {
+    "list": list,
+    "dataset": Dataset.from_list,
+    "tensors": lambda rows: Dataset.from_list(rows).with_format("torch"),
+    "torch": OfTorch,
+    "transform": transformed,
+}
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator of a user's own."""
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def column(name: str, fill: int) -> torch.Tensor:
+        lists = [torch.as_tensor(row[name]).tolist() for row in rows]
+        return torch.tensor([one + [fill] * (width - len(one)) for one in lists])
+
+    inputs = column("input_ids", 0)
+    return {
+        "input_ids": inputs,
+        "attention_mask": (inputs != 0).long(),
+        "labels": column("labels", -100),
+    }
+
+
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    found = options(folder, **{"max_steps": 2, **more})
+    del found["max_length"]
+    return found
+
+
+def ours(folder: Path, rows: Any, validation: Any, collator: Any, **more: Any) -> AlphaTrainer:
+    given = {**ALPHA, "retention": "none", "remove_unused_columns": False, **more}
+    start = given.pop("model", None) or model()
+    return AlphaTrainer(
+        start, AlphaConfig(**arguments(folder, **given)), collator, rows,
+        validation_dataset=validation, processing_class=tokenizer(),
+    )  # fmt: skip
+
+
+def theirs(folder: Path, rows: Any, collator: Any, **more: Any) -> Trainer:
+    start = more.pop("model", None) or model()
+    args = TrainingArguments(**arguments(folder, remove_unused_columns=False, **more))
+    return Trainer(start, args, collator, rows, processing_class=tokenizer())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_in_every_form_have_the_values_of_lists(tmp_path: Path, form: str) -> None:
+    made = FORMS[form]
+    trained = []
+    for name, kind in (("lists", list), (form, made)):
+        trainer = ours(tmp_path / name, kind(labelled(16)), kind(labelled(8, 5)), padded)
+        trainer.train()
+        trained.append(trainer)
+        values = list((tmp_path / name / "_alphatoken" / "values").glob("values.*"))
+        assert values
+    assert furthest(*trained) == 0
+    assert trained[0].state.log_history[0]["alpha/total_mean"] == pytest.approx(
+        trained[1].state.log_history[0]["alpha/total_mean"]
+    )
+
+
+@pytest.mark.parametrize("form", ["tensors", "transform"])
+def test_tokenised_rows_of_tensors_in_the_trainer_of_trl(tmp_path: Path, form: str) -> None:
+    skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    trainer = AlphaSFTTrainer(
+        model=model(),
+        args=AlphaSFTConfig(**{**options(tmp_path), **ALPHA, **skip, "retention": "none"}),
+        train_dataset=FORMS[form](labelled(16)),
+        validation_dataset=FORMS[form](labelled(8, 5)),
+        processing_class=tokenizer(),
+        data_collator=padded,
+    )
+    trainer.train()
+    assert "alpha/kept_share" in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("form", ["list", "dataset", "torch"])
+def test_the_collator_makes_the_labels(tmp_path: Path, form: str) -> None:
+    """transformers' collator for language modelling, the usual one: ids are all that rows have."""
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    made = FORMS[form]
+    all_kept = ours(tmp_path / "all", made(ids(16)), made(ids(8, 5)), collator, keep_ratio=1.0)
+    plain = theirs(tmp_path / "plain", made(ids(16)), collator)
+    all_kept.train()
+    plain.train()
+    assert furthest(all_kept, plain) < 1e-4
+    half = ours(tmp_path / "half", made(ids(16)), made(ids(8, 5)), collator)
+    half.train()
+    assert 0.4 < half.state.log_history[0]["alpha/kept_share"] < 0.6
+    batch = half.row_batch(half.rows.validation[:3])
+    assert torch.equal(batch["labels"] == -100, batch["input_ids"] == 0)
+
+
+def routing(share: float = 0.5) -> Any:
+    made = mixture()
+    made.config.output_router_logits = True
+    made.config.router_aux_loss_coef = made.router_aux_loss_coef = share
+    return made
+
+
+def test_the_routers_of_a_mixture_are_trained_as_in_transformers(tmp_path: Path) -> None:
+    rows = labelled(16)
+    plain = theirs(tmp_path / "plain", rows, padded, model=routing())
+    all_kept = ours(
+        tmp_path / "all", rows, None, padded, model=routing(), policy="random", keep_ratio=1.0
+    )
+    plain.train()
+    all_kept.train()
+    assert furthest(plain, all_kept) < 1e-4
+    other = theirs(tmp_path / "other", rows, padded, model=routing(0.0))
+    other.train()
+    assert furthest(plain, other) > 1e-3, "the routers' loss matters here"
+
+
+def test_a_loss_with_a_part_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    start = model()
+    forward = start.forward
+
+    def with_more(**inputs: Any) -> Any:
+        outputs = forward(**inputs)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
+        return outputs
+
+    start.forward = with_more
+    trainer = ours(tmp_path, labelled(16), None, padded, model=start, policy="random")
+    with pytest.raises(UnsupportedError, match="not the cross-entropy of its labels"):
+        trainer.train()
+
+
+def test_a_screen_does_not_get_lost_in_a_transform(tmp_path: Path) -> None:
+    more = {"policy": "random", "screen_share": 0.2}
+    with pytest.raises(ConfigError, match="with a transform"):
+        ours(tmp_path, transformed(labelled(16)), None, padded, **more)
