@@ -17,7 +17,7 @@ from alphatoken.errors import InputError
 from alphatoken.train.datasets import preference_records, sft_records
 from alphatoken.train.loading import load_tokenizer
 
-__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "uses_template"]
+__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of", "uses_template"]
 
 
 def as_dataset(rows: Any, name: str) -> Any:
@@ -97,14 +97,23 @@ def pairs_in_trl_form(dataset: Any, name: str, chat: Callable[[], bool]) -> Any:
 def uses_template(given: Mapping[str, Any]) -> bool:
     """Whether rows of a trainer with these arguments become chats, as on the command line.
 
-    They do where the tokenizer has a template; one that was not handed over is the model's.
+    They do where the tokenizer has a template.
     """
     if getattr(given["args"], "chat_template_path", None) is not None:
         return True
+    return getattr(tokenizer_of(given), "chat_template", None) is not None
+
+
+def tokenizer_of(given: Mapping[str, Any]) -> Any:
+    """The tokenizer of a trainer with these arguments; one that was not handed over: the model's.
+
+    Raises:
+        ModelError: there is none.
+    """
     tokenizer, model = given.get("processing_class"), given.get("model")
     if tokenizer is None and model is not None:
         tokenizer = load_tokenizer(model if isinstance(model, str) else model.config._name_or_path)
-    return getattr(tokenizer, "chat_template", None) is not None
+    return tokenizer
 
 
 def _columns(dataset: Any) -> set[str]:

@@ -39,6 +39,7 @@ from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.gate import KeptOutputs, TokenGate
 from alphatoken.train.given import by_name, own_config
+from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.layouts import check_same_weights, name_wrapped_layers
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
@@ -48,6 +49,7 @@ from alphatoken.train.pair_watch import pair_watch
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
+from alphatoken.train.prepared import check_prepared, refusals_named
 from alphatoken.train.records import RunRecords
 from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
@@ -132,7 +134,12 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
         self.own_collator = given.get("data_collator")
-        super().__init__(**given)
+        with refusals_named(given.get("train_dataset"), partial(tokenizer_of, given)):
+            super().__init__(**given)
+        check_prepared(
+            given.get("train_dataset"), self.train_dataset, self.model, self.processing_class,
+            self.args,
+        )  # fmt: skip
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         self.refuse_base()
         options = self.args

@@ -26,6 +26,7 @@ from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
 from alphatoken.train.host import TokenTrainer
 from alphatoken.train.masters import masters_of
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.prepared import check_tokens, refusals_named
 from alphatoken.train.valuation import Batches, Valuation
 
 __all__ = ["RunRows", "build_valuation", "prepare_run_rows"]
@@ -74,13 +75,17 @@ def prepare_run_rows(
         check_lengths(adapter, plain_rows(trainer.train_dataset), "training", trainer.row_length)
     validation_rows: list[dict[str, Any]] = []
     if options.objective != "stability":
-        validation_rows = trainer.prepare_rows(validation, "validation")
+        with refusals_named(validation, lambda: trainer.processing_class, "validation"):
+            validation_rows = trainer.prepare_rows(validation, "validation")
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
+        check_tokens(validation_rows, trainer.model, trainer.processing_class, "validation")
     has_stability_term = options.objective != "adaptation"
     retention_rows: list[dict[str, Any]] = []
     if options.retention == "data" and has_stability_term:
-        retention_rows = trainer.prepare_rows(retention, "retention")
+        with refusals_named(retention, lambda: trainer.processing_class, "retention"):
+            retention_rows = trainer.prepare_rows(retention, "retention")
+        check_tokens(retention_rows, trainer.model, trainer.processing_class, "retention")
     if options.retention in ("diagonal", "kronecker") and has_stability_term:
         if fisher is None:
             fisher = fit_or_load_fisher(trainer, fisher_dataset)

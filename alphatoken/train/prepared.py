@@ -1,0 +1,160 @@
+"""What the trainer below makes of the training rows, looked at before the first step.
+
+TRL cuts rows at ``max_length``, drops those of which no response token is left without a word,
+hands ids to the model as they come, and lets the error of a chat template pass without the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from alphatoken.errors import (
+    AlphaTokenError,
+    AlphaTokenWarning,
+    InputError,
+    quoted,
+    warn_caller,
+)
+from alphatoken.model.token_ids import embedding_rows
+
+__all__ = ["check_prepared", "check_tokens", "refusals_named"]
+
+_IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
+
+
+@contextmanager
+def refusals_named(
+    rows: Any, tokenizer: Callable[[], Any], name: str = "training"
+) -> Iterator[None]:
+    """What a chat template says against a row, inside, becomes an error that names the row.
+
+    Args:
+        rows: that the trainer prepares inside.
+        tokenizer: gives what it prepares them with; asked where something went wrong.
+        name: of the data set.
+
+    Raises:
+        InputError: the template refuses a row.
+    """
+    try:
+        yield
+    except AlphaTokenError:
+        raise
+    except Exception:  # templates raise whatever their author wrote
+        own = tokenizer()
+        if getattr(own, "chat_template", None) is not None and hasattr(rows, "__len__"):
+            for number, row in enumerate(rows):
+                for messages in _conversations(row):
+                    _require_written(messages, own, f"{name} row", number)
+        raise
+
+
+def _conversations(row: Any) -> Iterator[Any]:
+    """The chats of one record in TRL's forms."""
+    if not isinstance(row, Mapping):
+        return
+    prompt = row.get("prompt")
+    before = prompt if isinstance(prompt, list) else []
+    for name in ("messages", "completion", "chosen", "rejected"):
+        if isinstance(row.get(name), list):
+            yield [*before, *row[name]]
+
+
+def _require_written(messages: Any, tokenizer: Any, what: str, number: int) -> None:
+    try:
+        tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:
+        raise InputError(
+            f"the chat template refuses a {what}",
+            got=f"row {number}: {quoted(error)}",
+            why="a row that cannot be written cannot be trained on",
+            remedy="mend it (order of roles?) or drop it, or give another chat template",
+        ) from None
+
+
+def check_prepared(
+    given: Any, prepared: Any, model: Any, tokenizer: Any, args: Any, name: str = "training"
+) -> None:
+    """Refuse rows that nothing is left of, or with tokens that the model lacks; count what was cut.
+
+    Args:
+        given: rows as they were handed to the trainer below.
+        prepared: as it will train on them; of a stream nothing is known yet.
+        model: that looks the ids up.
+        tokenizer: that made them, for the message.
+        args: of the trainer.
+        name: of the data set.
+
+    Raises:
+        InputError: no row is left; a token without a row in the embedding: names both, and where.
+    """
+    if not (hasattr(prepared, "__len__") and hasattr(given, "__len__")):
+        return
+    before, after, limit = len(given), len(prepared), getattr(args, "max_length", None)
+    if before and not after:
+        raise InputError(
+            f"no {name} row has a response token left",
+            got=f"{before} rows, max_length {limit}",
+            why="there would be nothing to train on",
+            remedy="a larger max_length, or shorter prompts",
+        )
+    if after < before and not getattr(args, "packing", False):
+        warn_caller(
+            f"{before - after} of {before} {name} rows have no response token within "
+            f"max_length={limit}, and are left out.",
+            AlphaTokenWarning,
+        )
+    check_tokens(prepared, model, tokenizer, name)
+
+
+def check_tokens(rows: Any, model: Any, tokenizer: Any, name: str) -> None:
+    """Refuse tokenised rows with tokens that the model's embedding has no row for.
+
+    Raises:
+        InputError: names token, tokenizer and row.
+    """
+    size = embedding_rows(model)
+    first = rows[0] if len(rows) else None
+    if size is None or not isinstance(first, Mapping):
+        return
+    for column in set(_IDS) & set(first):
+        if _largest(rows, column) < size:
+            continue
+        for number, row in enumerate(rows):
+            if (token := _last(row[column])) >= size:
+                raise InputError(
+                    f"a token of a {name} row has no row in the embedding",
+                    got=f"row {number}: {_said(tokenizer, token)}; {size} rows",
+                    why="it was added to the tokenizer, and not to the model",
+                    remedy="the tokenizer that the model was trained with, or first "
+                    "model.resize_token_embeddings(len(tokenizer))",
+                )
+
+
+def _largest(rows: Any, column: str) -> int:
+    """The largest id, by columns where the rows lie in Arrow."""
+    import pyarrow.compute as pc
+
+    table: Any = getattr(rows, "data", None)
+    known = column in getattr(table, "column_names", ())  # not where a transform makes it
+    if not known or getattr(rows, "_indices", None) is not None:
+        return max((_last(row[column]) for row in rows), default=0)
+    chunks = table.column(column).chunks
+    found = (pc.max(pc.list_flatten(chunk)).as_py() for chunk in chunks)
+    return max((largest for largest in found if largest is not None), default=0)
+
+
+def _last(ids: Any) -> int:
+    found = torch.as_tensor(ids)
+    return int(found.max()) if found.numel() else 0
+
+
+def _said(tokenizer: Any, token: int) -> str:
+    own = getattr(tokenizer, "tokenizer", tokenizer)
+    text = own.convert_ids_to_tokens(token) if own is not None else None
+    of = getattr(own, "name_or_path", "")
+    return f"token {text!r} (id {token}) of the tokenizer {of}".rstrip()

@@ -1,0 +1,103 @@
+"""What TRL leaves of training rows: none, fewer, or tokens that the model has no row for."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from alphatoken.errors import AlphaTokenWarning, InputError
+from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from tests.integration import tiny_training as tiny
+
+LONG = "what is the sum of these two numbers, if you please? "
+"""A prompt that fills the 16 tokens of these tests."""
+KINDS = {"sft": (AlphaSFTTrainer, AlphaSFTConfig), "dpo": (AlphaDPOTrainer, AlphaDPOConfig)}
+
+
+def rows(kind: str, prompts: list[str]) -> Dataset:
+    answers = {"completion": " 7."} if kind == "sft" else {"chosen": " 7.", "rejected": " 8."}
+    return Dataset.from_list([{"prompt": prompt, **answers} for prompt in prompts])
+
+
+def trainer(kind: str, folder: Path, prompts: list[str], **given: Any) -> Any:
+    trained, config = KINDS[kind]
+    given = {"processing_class": tiny.tokenizer(), "model": tiny.model(), **given}
+    if kind == "dpo":
+        given["ref_model"] = tiny.model()
+    policy = given.pop("policy", "random")
+    length = given.pop("max_length", 16)
+    args = config(**tiny.options(folder, max_length=length), policy=policy, retention="none")
+    return trained(args=args, train_dataset=rows(kind, prompts), **given)
+
+
+@pytest.mark.parametrize("policy", ["all", "random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_which_nothing_is_left_are_refused(kind: str, policy: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no training row has a response token left") as caught:
+        trainer(kind, tmp_path, [LONG] * 8, policy=policy)
+    assert "8 rows, max_length 16" in caught.value.got
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_left_out_are_counted(kind: str, tmp_path: Path) -> None:
+    said = r"3 of 8 training rows have no response token within max_length=16, and are left out"
+    with pytest.warns(AlphaTokenWarning, match=said):
+        made = trainer(kind, tmp_path, [LONG] * 3 + [f"{n}+{n}=" for n in range(5)])
+    assert len(made.train_dataset) == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        trainer(kind, tmp_path, [f"{n}+{n}=" for n in range(5)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_beyond_the_embedding_is_named_with_its_row(kind: str, tmp_path: Path) -> None:
+    """Added to the tokenizer and not to the model; on a CPU torch says "index out of range"."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<step>"])
+    prompts = ["1+2=", "<step>1+2=", "3+4="]
+    with pytest.raises(InputError, match="a token of a training row has no row") as caught:
+        trainer(kind, tmp_path, prompts, processing_class=tokenizer)
+    size = len(tokenizer) - 1
+    assert f"row 1: token '<step>' (id {size})" in caught.value.got
+    assert f"{size} rows" in caught.value.got
+    model = tiny.model()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the remedy
+    trainer(kind, tmp_path, prompts, processing_class=tokenizer, model=model)
+
+
+def test_validation_rows_have_no_such_token_either(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<step>"])
+    held = rows("sft", ["2+2=", "2+<step>="])
+    with pytest.raises(InputError, match="a token of a validation row has no row"):
+        trainer("sft", tmp_path, ["1+2=", "3+4="], processing_class=tokenizer, policy="top",
+                validation_dataset=held)  # fmt: skip
+
+
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('turns must alternate') }}{% endif %}{{ m.role + ' ' + m.content + ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_the_template_refuses_is_named(kind: str, tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = STRICT
+    good, bad = [{"role": "user", "content": "1+2="}], [{"role": "system", "content": "add"}]
+    answer = [{"role": "assistant", "content": "3."}]
+    other = [{"role": "assistant", "content": "4."}]
+    sides = {"completion": answer} if kind == "sft" else {"chosen": answer, "rejected": other}
+    data = Dataset.from_list([{"prompt": chat, **sides} for chat in (good, good, bad, good)])
+    trained, config = KINDS[kind]
+    args = config(**tiny.options(tmp_path), policy="random", retention="none")
+    reference = {"ref_model": tiny.model()} if kind == "dpo" else {}
+    with pytest.raises(InputError, match="template refuses a training row") as caught:
+        trained(model=tiny.model(), args=args, train_dataset=data, processing_class=tokenizer,
+                **reference)  # fmt: skip
+    assert "row 2: TemplateError: turns must alternate" in caught.value.got
