@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice, warn_caller
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
+from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
 
 __all__ = ["ScorerConfig"]
@@ -37,7 +38,8 @@ class ScorerConfig:
         path: the parts that are computed and summed: "both", "direct" or "causal". Other than
             "both" needs an estimator with a split: all but label and path ("direct" has no
             causal part).
-        layers: scored decoder layers: K for the last K, "all", or indices.
+        layers: scored decoder layers: K for the last K, "all", or indices. The default is at most
+            the depth; where ``parameters`` are "all" it plays no part.
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
             (``Direction.balance``) before choosing it.
@@ -88,7 +90,7 @@ class ScorerConfig:
     estimator: str = "alphatoken"
     objective: str = "both"
     path: str = "both"
-    layers: int | str | Sequence[int] = 3
+    layers: int | str | Sequence[int] = DEFAULT_LAYERS
     window: int | None = 32
     stability_weight: float = 1.5
     stability_units: str = "plain"

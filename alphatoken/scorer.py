@@ -349,7 +349,8 @@ class Scorer:
         self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
-        valuer.witness.see_documents(checked)
+        self.builder.require_gradients()
+        valuer.witness.see_arguments(checked)
         valuer.prepare(checked)
         # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:

@@ -19,7 +19,9 @@ Two ways beside that one: :mod:`~alphatoken.estimate.forward_mode` computes labe
 are exact for a loss mask, by one differentiation along ``M``; and
 :mod:`~alphatoken.estimate.gradients` sums captured uses to whole gradients, which
 :mod:`~alphatoken.estimate.proofs` compares with autograd's on the user's own model before any
-value is returned (label values need no such proof, sharded weights allow none).
+value is returned (sharded weights allow no such proof). For label values
+:mod:`~alphatoken.estimate.derivatives` compares forward mode with autograd, and for all of them
+:mod:`~alphatoken.estimate.causality` shows that no prediction sees its own token.
 
 **May import** ``model``, ``values``, ``support`` and ``errors``. **Mathematics**:
 docs/notation.md and docs/estimators.md; the oracles are

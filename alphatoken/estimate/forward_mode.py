@@ -72,8 +72,22 @@ def _run(call: Callable[[], Any]) -> Any:
     )
 
 
-class _OneProduct(TorchFunctionMode):
-    """Inside, a linear map of which only one factor moves takes one product for its tangent.
+class _Rules(TorchFunctionMode):
+    """Inside, linear maps and embeddings of dual tensors follow the rules below."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and not kwargs.keys() - {"bias"}:
+            return _linear(*args, **kwargs)
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map of which only one factor moves takes one product for its tangent.
 
         d(x W^T + b)  =  dx W^T + x dW^T + db
 
@@ -81,20 +95,42 @@ class _OneProduct(TorchFunctionMode):
     one has in every linear above the highest scored layer and between scored ones, and in those of
     the lowest whose input does not move yet. The numbers are the same.
     """
+    (input_, dx), (w, dw) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(weight)
+    if (dx is None) == (dw is None):
+        return F.linear(x, weight, bias)
+    b, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
+    tangent = F.linear(input_, dw) if dx is None else F.linear(dx, w)
+    if db is not None:
+        tangent = tangent + db
+    dual: Tensor = forward_ad.make_dual(F.linear(input_, w, b), tangent)
+    return dual
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.linear or kwargs.keys() - {"bias"}:
-            return func(*args, **kwargs)
-        x, weight, bias = (*args, kwargs.get("bias"))[:3]
-        (x, dx), (weight, dw) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(weight)
-        if (dx is None) == (dw is None):
-            return func(*args, **kwargs)
-        bias, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
-        tangent = func(x, dw) if dx is None else func(dx, weight)
-        return forward_ad.make_dual(func(x, weight, bias), tangent if db is None else tangent + db)
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """An embedding moves as its backward says, which is what trains, and not as its forward does.
+
+    The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
+    does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
+    """
+    w, dw = forward_ad.unpack_dual(weight)
+    rows = F.embedding(ids, w, padding_idx, max_norm, norm_type)
+    if dw is None:
+        return rows
+    moved = F.embedding(ids, dw)
+    if scale_grad_by_freq:
+        moved = moved / torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(moved)
+    if padding_idx is not None:
+        moved = moved.masked_fill((ids == padding_idx % len(w)).unsqueeze(-1), 0.0)
+    dual: Tensor = forward_ad.make_dual(rows, moved)
+    return dual
 
 
 def _places(model: nn.Module, duals: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +235,7 @@ def _dual_losses(
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),
         forward_ad.dual_level(),
-        _OneProduct(),
+        _Rules(),
     ):
         # By identity: a tied weight moves at all its places, and its derivative goes through them
         # all.

@@ -2,7 +2,8 @@
 
 *Coverage*: the captured uses of the scored weights explain autograd's gradient. *Isolation*: the
 self-only backward leaks nothing to other positions. *Documents*: packed neighbours do not see each
-other. Each raises, naming the place and an estimator or input that does work.
+other. *Causality* and *derivatives* have files of their own. Each raises, naming the place and an
+estimator or input that does work.
 
 They run on a slice of a batch (``model/batch_slice.py``), so that the first use of a scorer costs
 little more than any later one. What a slice shows holds for every use of a weight, and for every
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.estimate.causality import argument_kinds, prove_causality
+from alphatoken.estimate.derivatives import prove_derivatives
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.batch_slice import around_documents, real_tokens
+from alphatoken.model.batch_slice import around_documents, around_responses, real_tokens
 from alphatoken.model.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
@@ -350,6 +353,8 @@ class CoverageReport:
         isolated: True once the self-only backward was proved to leak nothing to other positions,
             False while no batch was long enough to show it; None where nothing was tried yet or
             the estimator does not need it.
+        derivatives: of ``label``, the relative difference between forward mode and autograd on the
+            first batch; None otherwise.
         unproved: proofs that cannot run here, and why.
     """
 
@@ -358,11 +363,12 @@ class CoverageReport:
     skipped: dict[str, str]
     relative_error: float | None = None
     isolated: bool | None = None
+    derivatives: float | None = None
     unproved: dict[str, str] = field(default_factory=dict)
 
 
 _SHARDED = "no process has whole weights, so autograd's gradient of one cannot be compared"
-_SHARDED_DOCUMENTS = "it needs forwards of its own, which processes with packed rows run alone"
+_SHARDED_ALONE = "it needs forwards of its own, which the processes may not run together"
 
 
 class Witness:
@@ -377,14 +383,13 @@ class Witness:
         scope: what is captured.
         parameters: name -> parameter, everything in scope.
         names: place of a parameter -> its name.
-        estimator: one that works on captured errors, or "label", for which there is only the
-            proof on packed documents.
+        estimator: one that works on captured errors, or "label".
         skipped: for the report.
-        sharding: of the weights; where there is one, coverage and documents are not proved.
+        sharding: of the weights; where there is one, nothing but isolation is proved.
 
     Attributes:
         report: what was proved so far.
-        pending: True until coverage was proved (or ruled out).
+        pending: True until coverage, or of ``label`` the derivatives, were proved (or ruled out).
     """
 
     def __init__(
@@ -401,14 +406,20 @@ class Witness:
         self._adapter, self._scope, self._estimator = adapter, scope, estimator
         self._parameters, self._names, self._sharding = parameters, names, sharding
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
-        self.pending = estimator in CAPTURED
+        self._causal: set[frozenset[str]] = set()  # and kinds of arguments
+        self.pending = estimator in CAPTURED or sharding is None
         self.report = CoverageReport(
             tuple(linear.name for linear in scope.linears),
             tuple(parameters),
             skipped,
             unproved={}
             if sharding is None
-            else {"coverage": _SHARDED, "documents": _SHARDED_DOCUMENTS},
+            else {
+                "coverage": _SHARDED,
+                "documents": _SHARDED_ALONE,
+                "causality": _SHARDED_ALONE,
+                "derivatives": _SHARDED,
+            },
         )
 
     def take(self, report: CoverageReport) -> None:
@@ -418,7 +429,10 @@ class Witness:
         """
         if set(self.report.linears) <= set(report.linears):
             self.report = replace(
-                self.report, relative_error=report.relative_error, isolated=report.isolated
+                self.report,
+                relative_error=report.relative_error,
+                isolated=report.isolated,
+                derivatives=report.derivatives,
             )
             self.pending = False
 
@@ -452,10 +466,35 @@ class Witness:
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
-    def see_documents(self, batch: LabelledBatch) -> None:
-        """Refuse packed batches on a model that lets one document see another."""
-        if batch.document_starts is None or self._sharding is not None:
+    def see_derivatives(self, batch: LabelledBatch, losses: Tensor, first: int) -> None:
+        """Prove on the losses of this slice that forward mode gives what autograd does.
+
+        Raises:
+            UnsupportedError: see ``derivatives``.
+        """
+        found = prove_derivatives(self._adapter, batch, losses, self._parameters, first=first)
+        self.report = replace(self.report, derivatives=found)
+        self.pending = False
+
+    def see_arguments(self, batch: LabelledBatch) -> None:
+        """Refuse a batch of which a prediction sees later tokens, or another document.
+
+        Forwards of its own are run for kinds of arguments that were not met yet.
+
+        Raises:
+            ModelError: see ``causality`` and ``prove_documents``.
+        """
+        if self._sharding is not None:
             return
+        kinds = argument_kinds(batch)
+        if kinds is None or kinds not in self._causal:
+            proved = prove_causality(self._adapter, around_responses(batch))
+            if proved and kinds is not None:
+                self._causal.add(kinds)
+        if batch.document_starts is not None:
+            self._see_documents(batch)
+
+    def _see_documents(self, batch: LabelledBatch) -> None:
         arguments = boundary_arguments(batch)
         if arguments is None or arguments not in self._documents:
             # Its masks were judged on the whole batch. Where they cannot be, the batch is proved

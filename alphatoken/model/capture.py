@@ -28,6 +28,7 @@ from alphatoken.model.attention import (
 )
 from alphatoken.model.convolution import ConvolutionStatistics, switchable_convolution
 from alphatoken.model.delta_rule import DeltaStatistics, Span, switchable_delta_rule
+from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.protocol import (
     AttentionCall,
     ConvolutionCall,
@@ -70,8 +71,10 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
         adapter: of the model.
         layers: K for the last K layers, "all", or indices (negative ones count from the end).
 
+    The default number is at most the depth.
+
     Raises:
-        ConfigError: K or an index outside the model, an empty choice, another type.
+        ConfigError: another K or an index outside the model, an empty choice, another type.
     """
     depth = len(adapter.layers())
     # This must come before the tests of the type: a string is a Sequence as well, and a bool is an
@@ -87,6 +90,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
             remedy="pass a number K for the last K layers, 'all', or indices",
         )
     if isinstance(layers, int):
+        layers = min(layers, depth) if layers == DEFAULT_LAYERS else layers
         if not 1 <= layers <= depth:
             raise ConfigError(
                 "the number of scored layers must lie within the model",
@@ -428,6 +432,17 @@ class Recorder:
         self.attentions.clear()
         self._convolved.clear()
         self.forward = self.begun = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forwards inside leave no trace: what was recorded before is what is kept."""
+        kept = self.forward, self.begun, self.linears, self.attentions, self._convolved
+        self.forward, self.begun = None, None
+        self.linears, self.attentions, self._convolved = [], [], {}
+        try:
+            yield
+        finally:
+            self.forward, self.begun, self.linears, self.attentions, self._convolved = kept
 
     def _keep(self) -> None:
         """Make the pass that runs the one that is kept; called when a tensor in a graph is seen."""

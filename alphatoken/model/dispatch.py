@@ -295,9 +295,12 @@ def _translated(
     # A function that a user has put around the kernel may name nothing, and take it as ``*args``.
     mask = named.get("attention_mask", args[0] if args else None)
     query = tensors[0]
-    # To an sdpa kernel no mask means causal attention, as to ``AttentionCall``. An eager function
-    # masks nothing then, and lets every query see every key.
-    if mask is None and getattr(kernel, "__name__", "") == "eager_attention_forward":
+    # To an sdpa kernel no mask means causal attention, as to ``AttentionCall``, unless the module
+    # says otherwise. An eager function masks nothing then, and lets every query see every key.
+    causal = named.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    eager = getattr(kernel, "__name__", "") == "eager_attention_forward"
+    if mask is None and (eager or not causal) and kernel is not flash_attention_forward:
         mask = torch.ones(
             1, 1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["read_layers"]
+__all__ = ["DEFAULT_LAYERS", "read_layers"]
+
+DEFAULT_LAYERS = 3
+"""The last three layers, as in the paper; all of a model that has fewer."""
 
 
 def read_layers(text: str | int, name: str = "score_layers") -> int | str | list[int]:

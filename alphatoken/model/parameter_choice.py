@@ -91,6 +91,8 @@ class ParameterChoice:
     def scope(self, adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
         """The scored layers, what of them and of the model is chosen, where a graph must begin.
 
+        Where every parameter is chosen, all layers are scored, whatever ``layers`` says.
+
         Raises:
             ConfigError: bad ``layers``, no trainable linear in them where linears are chosen, no
                 expert that can be captured where experts are, or a pattern that fits no trainable
@@ -99,7 +101,7 @@ class ParameterChoice:
         if self.linears:
             scope = find_scope(adapter, layers, experts=self.experts)
         else:
-            chosen = resolve_layers(adapter, layers)
+            chosen = resolve_layers(adapter, "all" if self.everything else layers)
             scope = Scope(chosen, (), first=len(adapter.layers()) - 1)
         named = self._named(adapter.model)
         lowest = min(scope.first, _lowest(adapter, named.values(), scope.first))

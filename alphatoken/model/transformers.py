@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from alphatoken.errors import ModelError
+from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.delta_dispatch import is_delta_net, rerouted
 from alphatoken.model.dispatch import dispatched, is_understood, listened
 from alphatoken.model.experts import PARAMETERS, ExpertsListener
@@ -93,6 +93,13 @@ class TransformersAdapter:
                 "this is not a transformers model",
                 got=type(self.base).__qualname__,
                 remedy="pass the PreTrainedModel (or PeftModel) itself",
+            )
+        if getattr(self.base.config, "is_encoder_decoder", False):
+            raise UnsupportedError(
+                "encoder-decoder models are not covered",
+                got=type(self.base).__qualname__,
+                why="it shifts labels by itself, and its predictions see the encoder's input too",
+                remedy="a causal language model, such as the family's ...ForCausalLM",
             )
         self.config = self.base.config.get_text_config(decoder=True)
         self._layers = list(layers) if layers is not None else self._find_layers()

@@ -75,7 +75,8 @@ class Observed:
         valuer.builder.require_current()
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
-        valuer.witness.see_documents(batch)
+        with recorder.aside():
+            valuer.witness.see_arguments(batch)
         weights = Weights.read(batch.mask, token_weights, step_weights)
         head = watched_head(scores)
         # Losses need their graph where errors are taken of them: by estimators that capture, and

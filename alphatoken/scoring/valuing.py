@@ -7,7 +7,7 @@ The order is always the same: ``read`` a batch, ``prepare`` the direction, have 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -116,12 +116,16 @@ class Valuer:
             # processes at once, and one that left its proof out would keep the others waiting:
             # there the whole batch is shown, and its error is raised.
             try:
+                self.witness.see_arguments(batch)
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
                 if self.builder.sharding is not None:
                     raise
                 return
-            self.witness.see(*seen.recorded, batch.mask)
+            if self.builder.captured:
+                self.witness.see(*seen.recorded, batch.mask)
+            else:
+                self.witness.see_derivatives(batch, seen.recorded[1], self.builder.first or 0)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
@@ -246,6 +250,9 @@ class Valuer:
     def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
         """Label values along each side, by one dual forward each."""
         start = self._start(seen)
+        if self.witness.pending:  # M is built from no batch, and none was known before this one
+            with nullcontext() if seen.recorder is None else seen.recorder.aside():
+                self.prove(around_responses(seen.batch))
 
         def along(side: Side) -> Parts:
             nonlocal start

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaForCausalLM,
+)
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import (
@@ -256,6 +262,68 @@ def test_boundaries_that_are_always_told_alike_are_proved_once() -> None:
     ones = make_batch(("pprr|prrpr",), vocabulary=VOCABULARY, seed=4)
     with pytest.raises(ModelError, match="packed documents see each other"):
         scorer.score({**ones, "attention_mask": torch.ones(1, 9, dtype=torch.long)})
+
+
+# --- passes that look ahead -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
+    """Each mask of pairs is judged; the pass that was refused leaves no trace."""
+    batch = make_batch(("pprrprr", "prprrrr"), vocabulary=VOCABULARY, seed=1)
+    inputs = {"input_ids": batch["input_ids"]}
+    ahead = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+    model = BY_NAME["llama"].build(1)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2))
+    plain = scorer.score(batch).total
+    causal = scorer.score({**batch, "attention_mask": ahead.tril()}).total
+    assert torch.allclose(causal, plain, rtol=1e-6)
+    with pytest.raises(ModelError, match="looks ahead"):
+        scorer.score({**batch, "attention_mask": ahead})
+    with scorer.observe() as observed:
+        for mask in (ahead, ahead.tril()):
+            logits = model(**inputs, attention_mask=mask, use_cache=False).logits
+            if mask is ahead:
+                with pytest.raises(ModelError, match="looks ahead"):
+                    observed.values(logits, batch["labels"])
+        again = observed.values(logits, batch["labels"]).total
+    assert torch.allclose(again, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["direct", "label"])
+def test_a_model_that_attends_both_ways_is_refused(estimator: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
+    for decoder in (False, True):
+        config = BertConfig(**sizes, vocab_size=VOCABULARY, num_hidden_layers=2, is_decoder=decoder)
+        model = BertLMHeadModel(config).double().eval()
+        scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=1))
+        if decoder:
+            assert bool(scorer.score(BATCH).total.any())
+            continue
+        with pytest.raises(ModelError, match="looks ahead"):
+            scorer.score(BATCH)
+
+
+def test_encoder_decoders_are_refused_by_name() -> None:
+    config = BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        Scorer(BartForConditionalGeneration(config), VALIDATION)
+
+
+# --- a model of fewer layers than the default -----------------------------------------------------
+
+
+def test_the_default_number_of_layers_is_at_most_the_depth() -> None:
+    model = BY_NAME["llama"].build(1, num_hidden_layers=2)
+    assert Scorer(model, VALIDATION).scope.layers == (0, 1)
+    for layers in (3, 7):  # where all parameters are meant no number of layers plays a part
+        options = ScorerConfig("label", layers=layers, parameters="all")
+        assert Scorer(model, VALIDATION, config=options).scope.layers == (0, 1)
+    with pytest.raises(ConfigError, match="within the model"):
+        Scorer(model, VALIDATION, config=ScorerConfig(layers=4))
 
 
 # --- passes that read a cache ---------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
-from alphatoken.data import EncodeOptions, Example, Row, collate, encode_rows
+from alphatoken.data import EncodeOptions, Example, Row, Turn, collate, encode_rows
 from alphatoken.data.stdlib import code_pairs, code_rows
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import heatmap
@@ -121,6 +121,34 @@ def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
     alone = Scorer(model, validation, config=ScorerConfig(layers=1)).score(collate(examples[1:2]))
     width = alone.total.shape[1]
     assert relative(ours.total[1:, :width], alone.total) < 1e-3  # padding and company do nothing
+
+
+def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer: Any) -> None:
+    """Chat rows hold the padding token, whose embedding the backward gives nothing."""
+    texts = ("Name a bird.", "A wren."), ("3 + 3?", "6")
+    given = [
+        Row(i, f"r{i}", (Turn("user", asked), Turn("assistant", said)))
+        for i, (asked, said) in enumerate(texts)
+    ]
+    (own, held), _ = encode_rows(given, tokenizer)
+    scorer = Scorer(model, collate([held]), config=ScorerConfig("label", parameters="all"))
+    values = scorer.score(collate([own])).total[0]
+    weights = list(model.parameters())
+
+    def gradients(batch: dict[str, Tensor]) -> Iterator[list[Tensor]]:
+        for i in batch["labels"][0].ne(-100).nonzero().flatten().tolist():
+            logits = model(batch["input_ids"]).logits[0, i - 1]
+            loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0, i])
+            yield list(torch.autograd.grad(loss, weights))
+
+    validation = list(gradients(collate([held])))
+    mean = [sum(parts) / len(validation) for parts in zip(*validation, strict=True)]
+    tokens = collate([own])["labels"][0].ne(-100).nonzero().flatten().tolist()
+    for i, gradient in zip(tokens, gradients(collate([own])), strict=True):
+        terms = [(g * m).double() for g, m in zip(gradient, mean, strict=True)]
+        wanted = sum(float(t.sum()) for t in terms)
+        absolute = sum(float(t.abs().sum()) for t in terms)
+        assert float(values[i]) == pytest.approx(wanted, abs=1e-4 * absolute)
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"alphatoken", "label"}))

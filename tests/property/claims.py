@@ -250,6 +250,9 @@ check_observed_equals_scored | | (score, and a fresh run) | exact
 check_model_is_left_alone | | (a snapshot) | exact
 check_frozen_linears_are_out_of_scope | | row_sums, column_sums | exact
 check_a_trap_is_refused | | (traps) | exact
+check_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
+check_a_backward_that_is_followed | grad_alignment | label_values, validation_gradient | exact
+check_a_model_that_looks_ahead_is_refused | | (a model that does) | exact
 check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
 check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
 check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact

@@ -56,6 +56,8 @@ class DecoderConfig:
         windows: sliding window by layer, repeated to the depth; None for full attention, W for
             the W latest positions, itself included.
         tied_embeddings: the head shares the embedding's weight.
+        padding_token: the embedding's backward gives this row nothing.
+        rare_tokens: it divides a row's gradient by how often the batch holds the token.
         fused_qkv: one linear with rows q | k | v.
         transposed: the blocks' linears store (d_in, d_out), as GPT-2's Conv1D does.
         repeated_block: the last layer is the first layer's block object again.
@@ -98,6 +100,8 @@ class DecoderConfig:
     sinks: bool = False
     windows: tuple[int | None, ...] = (None,)
     tied_embeddings: bool = False
+    padding_token: int | None = None
+    rare_tokens: bool = False
     fused_qkv: bool = False
     transposed: bool = False
     repeated_block: bool = False
@@ -414,7 +418,13 @@ class ReferenceDecoder(nn.Module):
     def __init__(self, config: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden, dtype=torch.float64)
+        self.embedding = nn.Embedding(
+            config.vocabulary,
+            config.hidden,
+            config.padding_token,
+            scale_grad_by_freq=config.rare_tokens,
+            dtype=torch.float64,
+        )
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(
                 config.max_positions, config.hidden, dtype=torch.float64

@@ -10,6 +10,7 @@ from functools import partial
 from hypothesis import strategies as st
 
 from tests.property import properties_drift as drifting
+from tests.property import properties_estimators as estimating
 from tests.property import properties_proofs as proving
 from tests.property import properties_scorer as scoring
 from tests.property import properties_sharded as sharding
@@ -51,6 +52,11 @@ CUT = claim(
     st.sampled_from(proving.FORMS),
     examples=40,
 )  # fmt: skip
+OWN_BACKWARD = claim(
+    proving.check_a_backward_of_its_own_is_refused, "a mask on a gradient", examples=1
+)
+FOLLOWED = claim(proving.check_a_backward_that_is_followed, "padding row", examples=1)
+AHEAD = claim(proving.check_a_model_that_looks_ahead_is_refused, "path", examples=1)
 ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.booleans())
 
 
@@ -219,6 +225,45 @@ PROOFS = (
         "the first document's logits are compared, which nothing comes before",
         ("prove_documents", "watched = (places >= last)", "watched = (places == 0)"),
         DOCUMENTS,
+    ),
+    mutant(
+        "padding-row-moves-the-input",
+        "forward mode moves the row that an embedding's backward leaves out",
+        ("_embedding", "if padding_idx is not None:", "if False:"),
+        FOLLOWED,
+        claim(
+            estimating.check_label_over_all_parameters,
+            small(tied_embeddings=True, padding_token=1, vocabulary=3),
+        ),
+        room="estimate.forward_mode.",
+    ),
+    mutant(
+        "frequent-tokens-move-as-rare-ones",
+        "forward mode does not divide by how often the batch holds a token",
+        ("_embedding", "if scale_grad_by_freq:", "if False:"),
+        claim(estimating.check_label_over_all_parameters, small(rare_tokens=True, vocabulary=3)),
+        room="estimate.forward_mode.",
+    ),
+    _proof(
+        "any-backward-accepted",
+        "forward mode is not compared with autograd",
+        ("prove_derivatives", "if not found <= allowed:", "if False:"),
+        OWN_BACKWARD,
+        room="estimate.derivatives.",
+    ),
+    _proof(
+        "another-parameter-blamed",
+        "the half that explains the difference less is searched",
+        ("_parted", "names = max(", "names = min("),
+        OWN_BACKWARD,
+        room="estimate.derivatives.",
+    ),
+    _proof(
+        "one-look-ahead-accepted",
+        "a prediction may see its own token",
+        ("prove_causality", "places >= first[:, None]", "places > first[:, None]"),
+        AHEAD,
+        room="estimate.causality.",
     ),
     _proof(
         "mixers-taken-for-attention",

@@ -281,13 +281,21 @@ def applied(mutant: Mutant | None) -> Iterator[Counter[str]]:
 
 @contextmanager
 def without_proofs() -> Iterator[None]:
-    """The scorer takes coverage and isolation for granted."""
-    before = proofs.prove_coverage, proofs.prove_isolation
-    proofs.prove_coverage, proofs.prove_isolation = lambda *_: 0.0, lambda *_: None  # type: ignore[assignment]
+    """The scorer takes what it would prove for granted; documents alone are still proved."""
+    granted: dict[str, Any] = {
+        "prove_coverage": lambda *_: 0.0,
+        "prove_isolation": lambda *_: None,
+        "prove_derivatives": lambda *_, **__: 0.0,
+        "prove_causality": lambda *_: True,
+    }
+    before = {name: getattr(proofs, name) for name in granted}
     try:
+        for name, proof in granted.items():
+            setattr(proofs, name, proof)
         yield
     finally:
-        proofs.prove_coverage, proofs.prove_isolation = before
+        for name, proof in before.items():
+            setattr(proofs, name, proof)
 
 
 @contextmanager

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken import Scorer, ScorerConfig
+from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_documents, around_responses
-from tests.property.decoder import ReferenceAdapter
+from alphatoken.oracle import gradients
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
+from tests.property.properties import forward_of
 from tests.property.strategies import Case, make_batch, make_case
 
 PLAIN = (("pprrr",), (("pprr",),))
@@ -85,6 +87,97 @@ def check_a_trap_is_refused(name: str) -> None:
     assert word in str(error), f"{name}: {error}"
     label = Scorer(case.model(), case.validation, config=ScorerConfig("label", layers=1))
     assert bool(torch.isfinite(label.score(case.batch).total).all())  # the remedy works
+
+
+def _masked(model: ReferenceDecoder) -> None:
+    model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * (g > 0))
+
+
+def _clipped(model: ReferenceDecoder) -> None:
+    def clip(module: object, args: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+
+    model.layers[0].register_forward_hook(clip)
+
+
+def _scaled(model: ReferenceDecoder) -> None:
+    model.layers[0].mlp.register_full_backward_hook(lambda m, given, taken: (2 * given[0],))
+
+
+def _without_gradients(model: ReferenceDecoder) -> None:
+    @torch.no_grad()
+    def branch(module: object, args: object, output: Tensor) -> Tensor:
+        return 0.5 * output
+
+    model.layers[0].mlp.register_forward_hook(lambda m, a, out: out + branch(m, a, out))
+
+
+def _doubled(model: ReferenceDecoder) -> None:
+    """A straight-through estimator: the backward is the identity's."""
+
+    def double(module: object, args: object, output: Tensor) -> Tensor:
+        return output + output.detach()
+
+    model.layers[0].mlp.register_forward_hook(double)
+
+
+OWN_BACKWARDS = {
+    "a mask on a gradient": (_masked, "layers.0.mlp.up_proj.weight"),
+    "clipping inside": (_clipped, ""),
+    "a hook that scales": (_scaled, ""),
+    "a branch without gradients": (_without_gradients, ""),
+}
+"""What makes a backward another than the forward's derivative, and a parameter to be named."""
+
+
+def check_a_backward_of_its_own_is_refused(name: str) -> None:
+    """label is of what trains: a backward that is not the forward's derivative is refused."""
+    change, parameter = OWN_BACKWARDS[name]
+    case = make_case(*PLAIN)
+    model = case.model()
+    change(model)
+    for objective in ("both", "stability"):  # M of validation rows, and M of no batch
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        ones = {name: torch.ones_like(p) for name, p in weights.items()}
+        drift = FisherDrift(ones, weights) if objective == "stability" else None
+        config = ScorerConfig("label", layers=2, objective=objective)
+        scorer = Scorer(model, case.validation, drift, config)
+        error = refusal(lambda scorer=scorer: scorer.score(case.batch))
+        assert isinstance(error, UnsupportedError), f"{name}: values were returned"
+        assert "backward is not the derivative" in str(error)
+        assert parameter in str(error)
+
+
+def check_a_backward_that_is_followed(name: str) -> None:
+    """A detached straight-through branch, and an embedding's padding row, are no false alarm."""
+    case = make_case(*PLAIN, tied_embeddings=True, padding_token=1, vocabulary=3)
+    model = case.model()
+    if name == "straight through":
+        _doubled(model)
+    config = ScorerConfig("label", parameters="all")
+    scorer = Scorer(model, case.validation, config=config)
+    values = scorer.score(case.batch).total
+    wanted = gradients.label_values(
+        model,
+        forward_of(model),
+        case.batch,
+        gradients.validation_gradient(model, forward_of(model), case.validation),
+    )
+    assert torch.allclose(values, wanted, rtol=1e-9, atol=1e-12)
+    assert scorer.coverage.derivatives is not None
+    assert scorer.coverage.derivatives < 1e-10
+
+
+def check_a_model_that_looks_ahead_is_refused(estimator: str) -> None:
+    """A prediction that sees its own token has no value, by any estimator."""
+    case = make_case(*PLAIN)
+    model = case.model()
+    model.layers[-1].register_forward_hook(lambda m, a, out: out + 0.1 * out.roll(-1, 1))
+    scorer = Scorer(model, case.validation, config=ScorerConfig(estimator, layers=1))
+    error = refusal(lambda: scorer.score(case.batch))
+    assert isinstance(error, ModelError), "a model that looks ahead was valued"
+    assert "looks ahead" in str(error)
 
 
 def check_isolation_is_claimed_only_where_it_was_shown(long: bool) -> None:

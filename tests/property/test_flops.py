@@ -292,13 +292,18 @@ FIRST = Size(64, 6, vocabulary=96, heads=4, rows=8, length=128)
 def proofs(shape: Shape, layers: int, estimator: str) -> int:
     """What proving takes on a batch of this shape.
 
-    A forward; the errors at the scored linears, their sums of outer products and autograd's
-    gradients, which are compared; for self-only estimators their errors of one token a row.
+    A forward and a backward down to the first layer, to see that no prediction looks ahead. Then
+    a forward; the errors at the scored linears, their sums of outer products and autograd's
+    gradients, which are compared; for self-only estimators their errors of one token a row. Of
+    label a forward, autograd's gradients, and a dual forward.
     """
+    ahead = shape.forward + shape.partial_backward(FIRST.depth)
+    if estimator == "label":
+        return ahead + shape.backward(layers, embeddings=False) + 4 * shape.forward
     outer = shape.contraction(layers)  # as many multiply-adds, in another order
     ordinary = shape.partial_backward(layers) + shape.backward(layers, embeddings=False)
     own = shape.partial_backward(layers) + layers * attention_work(shape, "direct")
-    return shape.forward + ordinary + outer + (own if estimator in SELF_ONLY else 0)
+    return ahead + shape.forward + ordinary + outer + (own if estimator in SELF_ONLY else 0)
 
 
 def first_use(estimator: str, layers: int, *, retention: bool = False) -> float:
@@ -320,13 +325,11 @@ def first_use(estimator: str, layers: int, *, retention: bool = False) -> float:
 def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention: bool) -> None:
     shape = FIRST.shape(model_of(FIRST))
     counted = first_use(estimator, layers, retention=retention)
-    if estimator == "label":
-        assert counted == 0
-        return
     piece = replace(shape, rows=ROWS, length=LENGTH)
-    least = 0.8 * proofs(piece, layers, "path")
+    label = estimator == "label"
+    least = 0.6 * proofs(piece, layers, "label") if label else 0.8 * proofs(piece, layers, "path")
     Bounds(least, ROOM * proofs(piece, layers, estimator)).admit(counted, f"first use, {estimator}")
-    assert counted < shape.step / 5
+    assert counted < shape.step / 4
 
 
 def test_proofs_of_whole_batches_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

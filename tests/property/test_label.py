@@ -13,6 +13,9 @@ from tests.property.properties import Setup, setups
 from tests.property.strategies import make_case
 
 SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
+# Every token is the embedding's padding token somewhere in the row, as an end of turn often is.
+PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
+RARE = make_case(("pprrr", "prrrr"), (("pprr",),), rare_tokens=True, vocabulary=3)
 
 
 @given(setups())
@@ -30,6 +33,8 @@ def test_label_is_linear_in_m_however_long_it_is(setup: Setup, factor: float) ->
 
 @given(setups())
 @example(Setup(SHARED))
+@example(Setup(PADDED))
+@example(Setup(RARE))
 @budget(0.15)
 def test_label_over_all_parameters(setup: Setup) -> None:
     claims.check_label_over_all_parameters(setup)

@@ -16,6 +16,21 @@ def test_traps(name: str) -> None:
     claims.check_a_trap_is_refused(name)
 
 
+@pytest.mark.parametrize("name", list(claims.OWN_BACKWARDS))
+def test_backwards_of_their_own(name: str) -> None:
+    claims.check_a_backward_of_its_own_is_refused(name)
+
+
+@pytest.mark.parametrize("name", ["padding row", "straight through"])
+def test_backwards_that_are_followed(name: str) -> None:
+    claims.check_a_backward_that_is_followed(name)
+
+
+@pytest.mark.parametrize("estimator", ["direct", "path", "label"])
+def test_models_that_look_ahead(estimator: str) -> None:
+    claims.check_a_model_that_looks_ahead_is_refused(estimator)
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_isolation(long: bool) -> None:
     claims.check_isolation_is_claimed_only_where_it_was_shown(long)

@@ -1,0 +1,97 @@
+"""The proof that a model predicts a token from the tokens before it, and from no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ModelError
+from alphatoken.model.batch import LabelledBatch, token_losses
+from alphatoken.model.capture import evaluation_mode, graph_from_layer, hidden_of, with_hidden
+from alphatoken.model.protocol import DecoderAdapter
+
+__all__ = ["argument_kinds", "prove_causality"]
+
+_BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens",
+             "max_length")  # fmt: skip
+"""Arguments that never tell a model to look ahead, unless they are a mask of pairs."""
+
+
+def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
+    """What the arguments say of who may look at whom; None if only a proof can tell.
+
+    Batches for which this is equal are read alike, so one proof serves them. Token types and the
+    like say by their numbers what the model makes of them, and are proved with every batch.
+    """
+    kinds = set()
+    for name, value in batch.inputs.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name.startswith(_BY_TOKEN) and value.dim() < 4:
+            kinds.add(name)
+        elif name == "attention_mask" and not _looks_ahead(value):
+            kinds.add("causal mask of pairs")
+        else:
+            return None
+    return frozenset(kinds)
+
+
+def _looks_ahead(mask: Tensor) -> bool:
+    # Additive masks forbid with about the dtype's most negative number.
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool(allowed.triu(1).any())
+
+
+def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
+    """Prove that no loss depends on its own token or a later one, by one forward and backward.
+
+    The gradient of each row's first response token at the hidden states that enter the decoder
+    must vanish from that token on.
+
+    Returns:
+        False if nothing was proved: no response token, or hidden states that are not (b, t, d).
+
+    Raises:
+        ModelError: a loss depends on its own token or a later one.
+    """
+    rows = batch.mask.any(-1).nonzero().squeeze(-1)
+    first = batch.mask.long().argmax(-1)[rows]
+    entered: list[Tensor] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered.append(hidden_of(args, kwargs))
+        # A copy goes on: trackers of modules, as in torch's counter of FLOPs, bear no leaf here.
+        return with_hidden(args, kwargs, entered[-1].clone())
+
+    # The hook comes after the one that begins the graph there, so what it sees is in the graph.
+    with evaluation_mode(adapter.model), graph_from_layer(adapter, 0):
+        handle = adapter.layers()[0].register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+        finally:
+            handle.remove()
+        hidden = entered[0]
+        if not len(rows) or hidden.shape[:2] != batch.labels.shape:
+            return False
+        loss = losses[rows, first].sum()
+        error = torch.autograd.grad(loss, hidden, allow_unused=True)[0]
+    if error is None:
+        return True
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    size = error[rows].float().norm(dim=-1)
+    later = torch.where(places >= first[:, None], size, 0.0).amax(-1)
+    # A kernel may leave rounding where it ought to leave nothing.
+    seen = later > 1e-4 * size.amax(-1)
+    if bool(seen.any()):
+        row = int(seen.nonzero()[0])
+        raise ModelError(
+            "this model looks ahead: a prediction depends on its own token or later ones",
+            got=f"row {int(rows[row])}: the loss of token {int(first[row])} has a gradient from "
+            "there on",
+            why="a value would be of a loss that has seen its answer, silently",
+            remedy="a causal model (config.is_decoder=True in BERT's family, a causal mask); a "
+            "model that attends both ways cannot be valued",
+        )
+    return True

@@ -1,0 +1,114 @@
+"""The proof that label values are of what trains: forward mode agrees with autograd's backward.
+
+A module's backward need not be the derivative of its forward: straight-through estimators,
+gradient hooks that clip, scale or mask, branches run under ``torch.no_grad``. Training moves the
+weights by the backward; forward mode differentiates the forward. Where the two differ, label
+values would be of a gradient that nobody takes a step along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import UnsupportedError
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.gradients import gradient_of
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.support.precision import wide
+
+__all__ = ["prove_derivatives"]
+
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-4}
+_TOLERANCE_HALF = 0.2
+
+
+def prove_derivatives(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    losses: Tensor,
+    parameters: Mapping[str, Tensor],
+    *,
+    first: int = 0,
+) -> float:
+    """Compare both modes along one random direction u: ``sum_k <grad l_k, u>`` by each.
+
+    Every parameter's part of u is as long as its gradient is short, so that each weighs alike.
+
+    Args:
+        adapter: of the model.
+        batch: a slice of one.
+        losses: of its tokens, with a graph that is let go.
+        parameters: name -> parameter, everything in scope.
+        first: first layer that one of them lies in.
+
+    Returns:
+        The difference, relative to what the parts of the parameters sum to at random.
+
+    Raises:
+        UnsupportedError: they differ by more than rounding; the message names a parameter.
+    """
+    with torch.enable_grad():
+        loss = losses.sum()
+    gradients = dict(zip(parameters, gradient_of(loss, list(parameters.values())), strict=True))
+    sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in gradients.items()}
+    largest = max(sizes.values(), default=0.0)
+    if not largest > 0.0:  # nothing to compare with, or NaN, which the values will name
+        return 0.0
+    direction, backward, shares = {}, {}, {}
+    for name, parameter in parameters.items():
+        # The shortest count as a thousandth of the longest: a gradient of rounding alone is none.
+        length = max(sizes[name], 1e-3 * largest)
+        u = _drawn(name, parameter) / length
+        direction[name], shares[name] = u, sizes[name] / length
+        g = gradients[name]
+        backward[name] = 0.0 if g is None else float((g.detach() * u).sum(dtype=torch.float64))
+    del gradients
+
+    def difference(names: Sequence[str]) -> float:
+        moved = label_values(adapter, batch, {name: direction[name] for name in names}, first=first)
+        return float(moved.sum(dtype=torch.float64)) - sum(backward[name] for name in names)
+
+    scale = sum(share**2 for share in shares.values()) ** 0.5
+    found: float = abs(difference(list(parameters))) / scale
+    allowed = _tolerance(losses.device.type, {p.dtype for p in parameters.values()})
+    if not found <= allowed:
+        raise _refusal(_parted(list(parameters), difference), found)
+    return found
+
+
+def _drawn(name: str, parameter: Tensor) -> Tensor:
+    """Normal numbers in the parameter's shape, the same ones at each call."""
+    generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
+    dtype = wide(parameter.dtype)
+    return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
+
+
+def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:
+    """What rounding explains; the coarsest arithmetic that the forward may have used decides."""
+    coarse = torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
+    return _TOLERANCE_HALF if coarse else max(_TOLERANCE.get(d, _TOLERANCE_HALF) for d in dtypes)
+
+
+def _parted(names: Sequence[str], difference: Callable[[Sequence[str]], float]) -> str:
+    """A parameter along which both modes differ, by halving: the difference is linear in u."""
+    while len(names) > 1:
+        halves = names[: len(names) // 2], names[len(names) // 2 :]
+        names = max(halves, key=lambda half: abs(difference(half)))
+    return names[0]
+
+
+def _refusal(name: str, found: float) -> UnsupportedError:
+    return UnsupportedError(
+        "'label' meets a module whose backward is not the derivative of its forward",
+        got=f"{name}: forward mode and autograd differ by {found:.1e} of the gradient",
+        why="training moves weights by what the backward gives (a gradient hook that clips or "
+        "masks, a straight-through estimator, a branch under torch.no_grad), and label values "
+        "would be of another gradient",
+        remedy="estimator='path' or another that runs the backward, parameters= without that one, "
+        "or a model without the hook",
+    )
