@@ -170,6 +170,7 @@ def _alpha(size: Size, folder: str, estimator: str, share: int, options: dict[st
         args=AlphaSFTConfig(
             **_common(folder, size),
             estimator=estimator,
+            retention="diagonal",
             validation_batch_size=batch,
             held_out_steps=0,
             export_values=False,

@@ -15,6 +15,7 @@ from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
 from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
 from alphatoken.train.checks import Given, check_pool
+from alphatoken.train.policy_names import chosen_policy
 
 __all__ = ["HeldOut", "RunData", "check_rows", "count_rows", "held_out", "load_run_data"]
 
@@ -49,6 +50,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
         DataError, InputError: rows that cannot be read or used; the message names them.
     """
     _check_clean_rows(arguments)
+    _check_fisher(arguments)
     reader = RowReader(arguments, tokenizer)
     notes: list[str] = []
     held, data = held_out(arguments), arguments.data
@@ -125,6 +127,7 @@ def check_rows(arguments: Arguments, processes: int) -> Given:
     data, args, held = arguments.data, arguments.training, held_out(arguments)
     check_source(arguments)
     _check_clean_rows(arguments, processes)
+    _check_fisher(arguments)
     rows = count_rows(arguments)
     if rows is not None:
         check_draw(held.validation or 0, rows, "validation rows")
@@ -159,6 +162,20 @@ def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
             remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
             "--model_name_or_path of the first one's folder",
         )
+
+
+def _check_fisher(arguments: Arguments) -> None:
+    """See that a Fisher, or rows for one, is read by the run."""
+    retention, data = arguments.training.retention, arguments.data
+    for name in ("fisher_data", "fisher_file"):
+        given = getattr(data, name)
+        if given is not None and retention not in ("diagonal", "kronecker"):
+            raise ConfigError(
+                f"{name} is given, and no Fisher is wanted",
+                got=f"--{name} {given}, retention {retention}",
+                why="nothing would read it",
+                remedy=f"--retention diagonal, or leave --{name} out",
+            )
 
 
 def count_rows(arguments: Arguments) -> int | None:
@@ -215,7 +232,7 @@ def _separate(
         "fisher": _back(pools.fisher, own.get("fisher"), train),
         "retention": retention,
     }
-    return found, _pool_notes(pools.counts)
+    return found, _pool_notes(pools.counts, arguments)
 
 
 def _fitted_keys(data: DataArguments) -> set[str]:
@@ -242,10 +259,17 @@ def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]
     return [source[row.index] for row in rows]
 
 
-def _pool_notes(counts: Mapping[str, int]) -> list[str]:
+def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
+    args = arguments.training
+    policy = chosen_policy(args, None, args.FAMILY)
+    judged = args.needs_values or (policy is not None and policy.needs.validation)
     drawn = {
-        "drawn_validation": "rows drawn for validation and not trained on.",
-        "drawn_fisher": "prompts drawn for the Fisher and not trained on.",
+        "drawn_validation": ("rows drawn for validation", judged, "--validation_rows 0"),
+        "drawn_fisher": ("prompts drawn for the Fisher", args.needs_values, "--fisher_prompts 0"),
     }
-    said = [f"{counts[name]} {text}" for name, text in drawn.items() if counts.get(name)]
+    said = []
+    for name, (what, read, option) in drawn.items():
+        if counts.get(name):
+            unread = f", though this run reads none of them: {option} trains on them"
+            said.append(f"{counts[name]} {what} and not trained on{'' if read else unread}.")
     return said + about_pools(counts, "Fisher prompts")

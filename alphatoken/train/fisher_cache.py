@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -71,28 +72,29 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
 
 
 def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: Any) -> None:
-    """Refuse rows for the Fisher (``fisher_dataset=``) that would go unused.
+    """Refuse a Fisher (``fisher=``), or rows for one (``fisher_dataset=``), that would go unused.
 
-    The policy has no say: a control (random, all) may be given the same rows as the run that it
-    is compared with.
+    The policy has no say: a control (random, all) may be given the same as the run that it is
+    compared with.
 
     Raises:
         ConfigError: a Fisher is there already, none is wanted, or there are no rows.
     """
-    if rows is None:
-        return
-    if fisher is not None:
+    if rows is not None and fisher is not None:
         raise ConfigError(
             "the Fisher is given twice",
             got="fisher=... and fisher_dataset=...",
             why="one is fitted already, and nothing would be fitted on the rows",
             remedy="leave one of them out",
         )
+    if rows is None and fisher is None:
+        return
+    name = "fisher" if rows is None else "fisher_dataset"
     if options.objective == "adaptation" or options.retention not in ("diagonal", "kronecker"):
         raise ConfigError(
-            "fisher_dataset is given, and no Fisher is wanted",
+            f"{name} is given, and no Fisher is wanted",
             got=f"objective={options.objective!r}, retention={options.retention!r}",
-            why="nothing would be fitted on the rows",
+            why="nothing would read it",
             remedy="leave it out, or objective='both' with retention='diagonal' or 'kronecker'",
         )
     if hasattr(rows, "__len__") and not len(rows):
@@ -250,10 +252,24 @@ def _entry(
         found = _load(path, key)  # another launch may have fitted it while this one waited
         if found is not None:
             return found
+        _announce(settings, folder)
         partial = folder / (f"{key}.partial" if locked else f"{key}.{secrets.token_hex(4)}.partial")
         fitted = _fit(model, prompts, settings, partial, progress)
         replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
     return FisherDrift.open(path)
+
+
+def _announce(settings: Mapping[str, Any], folder: Path) -> None:
+    """Say what is about to be fitted: the dearest step before training."""
+    what = "the labels of rows drawn anew"
+    if settings["labels"] == "sequence":
+        what = f"responses of at most {settings['max_new_tokens']} tokens"
+    print(
+        f"fitting the Fisher before training: {settings['samples']:,} samples, {what}; kept in "
+        f"'{folder}' for later runs. Fewer: fisher_samples; none: retention='none'",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _fit(

@@ -131,7 +131,7 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
             remedy="check the columns and max_length of fisher_dataset",
         )
     folder = cache_folder(options, str(options.output_dir))
-    progress = None if not options.disable_tqdm else False
+    progress = not options.disable_tqdm  # a log that is no terminal gets a line now and then
     place = trainer.accelerator.device
     return fitted_fisher(trainer.model, prompts, options, folder, progress=progress, device=place)
 

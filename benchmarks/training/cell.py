@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "held_out_steps": 0,
     "max_relative_drift": None,
     "export_values": False,
+    "retention": "diagonal",
     "retention_batch_size": 8,
 }
 """What the main grid sets beside the paper's defaults (K = 3, W = 32, lambda = 1.5, rho = 0.5)."""
@@ -83,8 +84,10 @@ def measure(cell: Cell, work: Path) -> dict[str, Any]:
             tokenizer(),
             noisy,
             task.pool,
-            stories().given if options.get("retention") == "data" else None,
-            fisher_of(cell.task, start, work) if options["policy"] in ("top", "bottom") else None,
+            stories().given if options["retention"] == "data" else None,
+            fisher_of(cell.task, start, work)
+            if options["policy"] in ("top", "bottom") and options["retention"] == "diagonal"
+            else None,
             options,
             Path(folder),
         )

@@ -84,6 +84,7 @@ def load(
 ) -> RunData:
     kind = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
     drawn = ("--validation_rows", "2", "--fisher_prompts", "2") if small else ()
+    drawn = ("--retention", "diagonal", *drawn)
     arguments = read_arguments(
         command, ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out"),
                   *drawn, *words], kind,
@@ -105,6 +106,50 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
     assert "2 prompts drawn for the Fisher" in said
     again = sum(f"ask {i}\n" in held for i in range(3))  # copies of what was held out
     assert len(data.train) == 23 - 4 - again
+
+
+@pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
+def test_the_recommended_recipe_trains_on_every_row(base: str, tmp_path: Path) -> None:
+    """Whatever the recipe below draws for a Fisher, which is not fitted here."""
+    file = jsonl(
+        tmp_path / "train.jsonl", [{"prompt": f"a{i}", "response": "b"} for i in range(90)]
+    )
+    clean = jsonl(tmp_path / "clean.jsonl", [{"prompt": "c", "response": "d"}])
+    words = [
+        "--config", base, "--config", "recommended", "--train_file", str(file), "--use_cpu",
+        "--bf16", "false", "--validation_file", str(clean), "--prompt_column", "prompt",
+    ]  # fmt: skip
+    data = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
+    assert len(data.train) == 90
+    assert data.fisher is None
+    assert not [note for note in data.notes if "drawn" in note]
+
+
+def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "train.jsonl", rows(20))
+    data = load("sft", tmp_path, "--train_file", str(file), "--policy", "standard")
+    said = " ".join(data.notes)
+    assert "this run reads none of them: --fisher_prompts 0 trains on them" in said
+    assert "--validation_rows 0 trains on them" in said
+    more = ("--fisher_prompts", "0", "--validation_rows", "0")
+    whole = load("sft", tmp_path, "--train_file", str(file), "--policy", "standard", *more)
+    assert len(whole.train) == 20
+
+
+@pytest.mark.parametrize("name", ["fisher_data", "fisher_file"])
+def test_a_fisher_that_is_not_wanted_is_refused(name: str, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "train.jsonl", rows(20))
+    with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is wanted"):
+        load(
+            "sft",
+            tmp_path,
+            "--train_file",
+            str(file),
+            f"--{name}",
+            str(file),
+            "--retention",
+            "none",
+        )
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -534,6 +579,7 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
     words = [
         "--model_name_or_path", str(model), "--train_file", str(train), "--row_format", "text",
         "--validation_rows", "4", "--validation_batch_size", "2", *source, "--use_cpu",
+        "--retention", "diagonal",
         "--bf16", "false", "--output_dir", str(tmp_path / "out"), "--fisher_samples", "4",
         "--fisher_max_new_tokens", "5", "--disable_tqdm", "true", "--report_to", "none",
     ]  # fmt: skip

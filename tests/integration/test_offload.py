@@ -99,9 +99,9 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
     found = []
     for offload in (False, True):
         args = AlphaSFTConfig(
-            **tiny.options(tmp_path / f"{retention}-{offload}"), **tiny.ALPHA, retention=retention,
-            fisher_offload=offload, gradient_accumulation_steps=2,
-            fisher_cache=str(tmp_path / "cache"),
+            **tiny.options(tmp_path / f"{retention}-{offload}"),
+            **{**tiny.ALPHA, "retention": retention}, fisher_offload=offload,
+            gradient_accumulation_steps=2, fisher_cache=str(tmp_path / "cache"),
         )  # fmt: skip
         trainer = AlphaSFTTrainer(
             tiny.model(), args=args, train_dataset=tiny.sft_rows(),

@@ -161,6 +161,7 @@ def options(folder: Any, **more: Any) -> dict[str, Any]:
 ALPHA: dict[str, Any] = {
     "score_layers": "2",
     "validation_batch_size": 6,
+    "retention": "diagonal",
     "fisher_samples": 4,
     "fisher_max_new_tokens": 8,
     "held_out_steps": 2,
