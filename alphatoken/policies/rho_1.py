@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.policies.static import model_losses
-from alphatoken.policies.trained_weights import trained_copy
+from alphatoken.policies.trained_weights import trained_copy, validation_schedule
 from alphatoken.select.masks import response_values
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.token_table import TokenTable
@@ -109,10 +109,9 @@ class Rho1(TokenPolicy):
                 got=f"policy_reference, {asked}",
                 remedy="leave one of the two out",
             )
-        options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": self.reference_epochs}
-        if self.reference_learning_rate is not None:
-            options["learning_rate"] = self.reference_learning_rate
-        return trained_copy(stage, stage.validation, options, kind="rho-1-reference", asked=asked)
+        options = validation_schedule(stage, self.reference_epochs, self.reference_learning_rate)
+        kind = "rho-1-reference"
+        return trained_copy(stage, stage.validation, options, kind=kind, asked=asked).model
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss; of a response the mean of its tokens'."""

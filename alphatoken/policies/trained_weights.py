@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.support.storage import (
+    read_json,
+    read_tensors,
+    weights_digest,
+    write_json,
+    write_tensors,
+)
 from alphatoken.train.policy import PolicyStage
 from alphatoken.train.policy_stage import copied
 from alphatoken.train.token_table import rows_fingerprint
 
 __all__ = [
+    "Trained",
     "copy_weights",
     "has_weights",
     "load_copy",
@@ -26,10 +34,12 @@ __all__ = [
     "save_weights",
     "trainable",
     "trained_copy",
+    "validation_schedule",
     "weights_folder",
 ]
 
-_FILE = "trained.safetensors"
+_FILE, _LOG = "trained.safetensors", "log.json"
+_LEAST_STEPS = 24
 _ROW = ("input_ids", "labels", "seq_lengths")
 
 
@@ -94,6 +104,47 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     copy_weights(weights, trainable(model), f"remove the folder '{folder.parent}'")
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model that was trained on the way.
+
+    Attributes:
+        model: a copy of the stage's, with the trained weights.
+        log: one entry a step: "step", "loss" and what else the trainer logged.
+    """
+
+    model: nn.Module
+    log: Sequence[Mapping[str, float]]
+
+
+def validation_schedule(
+    stage: PolicyStage, epochs: float, learning_rate: float | None
+) -> dict[str, Any]:
+    """Arguments of a training on the validation rows: few rows, so a schedule of their own.
+
+    A constant rate without warm-up, one micro-batch a step, and micro-batches so small that there
+    are at least 24 steps where there are as many rows: what the run's own warm-up and accumulation
+    would leave of a few dozen rows is hardly a step.
+
+    Args:
+        stage: of the run.
+        epochs: of the validation rows.
+        learning_rate: None for the run's.
+    """
+    most = int(len(stage.validation) * epochs) // _LEAST_STEPS
+    found: dict[str, Any] = {
+        "max_steps": -1,
+        "num_train_epochs": epochs,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": max(
+            1, min(int(stage.run.get("per_device_train_batch_size", 8)), most)
+        ),
+        "lr_scheduler_type": "constant",  # which has no warm-up either
+        "lr_scheduler_kwargs": None,
+    }
+    return found if learning_rate is None else {**found, "learning_rate": learning_rate}
+
+
 def trained_copy(
     stage: PolicyStage,
     rows: Sequence[Mapping[str, Any]],
@@ -101,8 +152,10 @@ def trained_copy(
     *,
     kind: str,
     asked: str,
-) -> nn.Module:
+) -> Trained:
     """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
+
+    It is announced before, and its first and last loss are said afterwards.
 
     Args:
         stage: of the run.
@@ -125,9 +178,36 @@ def trained_copy(
     # What an option is in the run itself does not matter where this training sets it.
     run = replace(stage, run={**stage.run, **options})
     folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
-    if not has_weights(folder):
-        save_weights(stage.train(rows, options), folder)
-    return load_copy(stage, folder)
+    if has_weights(folder):
+        _say(f"{asked}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
+    else:
+        _say(f"{asked}: training on {len(rows)} rows first, {_schedule(run.run)}")
+        log: list[dict[str, float]] = []
+        trained = stage.train(rows, options, log=log)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _LOG, {"log": log})
+        save_weights(trained, folder)
+        if log:
+            first, last = log[0]["loss"], log[-1]["loss"]
+            _say(
+                f"{asked}: {len(log)} steps, loss {first:.4g} at the first, {last:.4g} at the last"
+            )
+    return Trained(load_copy(stage, folder), (read_json(folder / _LOG) or {"log": []})["log"])
+
+
+def _schedule(options: Mapping[str, Any]) -> str:
+    """Of a training, in a few words, as far as it is known."""
+    named = {
+        "num_train_epochs": "{:g} epochs",
+        "per_device_train_batch_size": "batches of {}",
+        "learning_rate": "rate {:g}",
+        "lr_scheduler_type": "{}",
+    }
+    return ", ".join(how.format(options[n]) for n, how in named.items() if n in options)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def load_copy(stage: PolicyStage, folder: Path) -> nn.Module:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
-from alphatoken.policies.trained_weights import copy_weights, trainable, trained_copy
+from alphatoken.policies.trained_weights import (
+    copy_weights,
+    trainable,
+    trained_copy,
+    validation_schedule,
+)
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 
 __all__ = ["ValidationFirst"]
@@ -21,10 +27,13 @@ class ValidationFirst(TokenPolicy):
         theta_0 -> theta_0'  by ``epochs`` of the validation rows,  then  w_t = 1  from theta_0'
 
     Values, references and warm-ups all learn from clean rows of the target. Where these may be
-    trained on, this is the plain way of using them. Both trainings take the trainer's own options,
-    each with warm-up, schedule and optimizer of its own; the first one is done once and kept. A
-    budget has no meaning here: mode "budget" keeps all too. The validation loss in the logs is then
-    that of rows that were trained on.
+    trained on, this is the plain way of using them. The first training is done once and kept. It
+    has a schedule of its own, since the rows are few: a constant rate without warm-up, one
+    micro-batch a step, at least 24 steps where the rows allow. It takes over the run's other
+    options, its collator and the kind and settings of its optimizer; callbacks, trackers,
+    evaluation and overrides of a trainer's subclass have no part in it. A line announces it, and
+    the run's page draws its loss. A budget has no meaning here: mode "budget" keeps all too. The
+    validation loss in the logs is then that of rows that were trained on.
 
     Args:
         settings: see ``PolicySettings``.
@@ -58,17 +67,22 @@ class ValidationFirst(TokenPolicy):
             if given is not None and not 0 < given < math.inf:
                 raise ConfigError(f"{name} of validation-first lies above 0", got=repr(given))
         self.epochs, self.learning_rate = epochs, learning_rate
+        self._before: Sequence[Mapping[str, float]] = ()
+
+    @property
+    def before(self) -> Sequence[Mapping[str, float]]:
+        """The log of the first training, one entry a step."""
+        return self._before
 
     def prepare(self, stage: PolicyStage) -> None:
         """Train on the validation rows; the run starts from there."""
-        options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": self.epochs}
-        if self.learning_rate is not None:
-            options["learning_rate"] = self.learning_rate
+        options = validation_schedule(stage, self.epochs, self.learning_rate)
         asked = f"policy '{self.name}'"
         trained = trained_copy(
             stage, stage.validation, options, kind="validation-first", asked=asked
         )
-        copy_weights(trainable(trained), trainable(stage.model))
+        copy_weights(trainable(trained.model), trainable(stage.model))
+        self._before = trained.log
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """0: no token goes before another."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.checks import require_second_model, require_validation
@@ -233,8 +236,14 @@ def _train_copy(
     model: nn.Module | None = None,
     policy: TokenPolicy | None = None,
     record: Callable[[Tensor, Tensor], None] | None = None,
+    log: list[dict[str, float]] | None = None,
 ) -> nn.Module:
-    """A copy of the model, trained on tokenised rows.
+    """A copy of the model, trained on tokenised rows by the library's own trainer of this kind.
+
+    It inherits the run's arguments but those of ``plain``, the tokenizer, the collator that was
+    handed over, and class and settings of the optimizer. It does not inherit callbacks, trackers,
+    evaluation, a schedule that was handed over, and what a subclass overrides or adds, which may
+    not be there yet: the run's trainer is still being made.
 
     Args:
         trainer: whose model, tokenizer and arguments are copied; none of them changes.
@@ -243,31 +252,62 @@ def _train_copy(
         model: trained in place of a copy of the trainer's.
         policy: of this training, which may need columns only; None for all tokens.
         record: is called with mask and weights of each micro-batch of a policy.
+        log: is filled with the log, one entry a step.
     """
     from datasets import Dataset
 
+    kind = next(k for k in type(trainer).__mro__ if k.__module__.startswith("alphatoken."))
+    if kind is not type(trainer):
+        print(f"by {kind.__name__}: {type(trainer).__name__} has no part in it", file=sys.stderr)
     own_folder = cache_folder(trainer.args) / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
         "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
         "screen_share": 0.0,  # its rows are those that the screen has left
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
+        "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
+        "logging_strategy": "no" if log is None else "steps", "logging_steps": 1,
         "output_dir": str(own_folder),
     }  # fmt: skip
     if getattr(trainer.args, "packing", False):
         plain |= {"packing": False}
     args = dataclasses.replace(trainer.args, **{**plain, **options})
-    inner = type(trainer)(
+    inner = kind(
         model=copied(trainer.model) if model is None else model,
         args=args,
+        data_collator=trainer.own_collator,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
         processing_class=trainer.processing_class,
+        optimizer_cls_and_kwargs=_optimizer_of(trainer, options),
         policy=policy,
     )
+    inner.remove_callback(PrinterCallback)
     inner.records.listener = record
     with kept_random_state():
         inner.train()
+    if log is not None:
+        log += [dict(entry) for entry in inner.state.log_history if "loss" in entry]
     shutil.rmtree(own_folder, ignore_errors=True)  # records and page of that training, no model
     trained = trainer.accelerator.unwrap_model(inner.model)
     assert isinstance(trained, nn.Module)
     return trained
+
+
+def _optimizer_of(
+    trainer: Any, options: Mapping[str, Any]
+) -> tuple[type[Any], dict[str, Any]] | None:
+    """Class and settings of the optimizer that was handed over; None where the options name it.
+
+    One that is made already holds the run's own weights, so that another of its kind is made, with
+    the settings that it was made with; those of single groups of weights are not carried over.
+    """
+    given = trainer.optimizer
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind, settings = trainer.optimizer_cls_and_kwargs
+    elif given is not None:
+        kind, known = type(given), inspect.signature(type(given).__init__).parameters
+        settings = {name: value for name, value in given.defaults.items() if name in known}
+    else:
+        return None
+    rate = {"lr": options["learning_rate"]} if "learning_rate" in options else {}
+    return kind, {**settings, **rate}

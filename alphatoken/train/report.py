@@ -30,7 +30,7 @@ from alphatoken.train.manifest import RESULTS, RUN, checkpoints
 __all__ = ["REPORT", "RunRecord", "read_run", "write_run_report"]
 
 REPORT = f"{RESULTS}/alphatoken-report.html"
-_STATE = "trainer_state.json"
+_STATE, _POLICY = "trainer_state.json", "policy.json"
 _VALUES = tuple(
     f"{place}values.{kind}"
     for place in (f"{RESULTS}/values/", "", "values/")  # the last two as older runs left them
@@ -81,6 +81,7 @@ class RunRecord:
         options: of the run, by name; empty where the folder does not say.
         versions: of the libraries.
         values: the file of accumulated token values, if there is one.
+        before: the log of a training that the policy put before the run.
     """
 
     name: str
@@ -90,6 +91,7 @@ class RunRecord:
     options: Mapping[str, Any]
     versions: Mapping[str, Any]
     values: Path | None
+    before: Sequence[Mapping[str, Any]] = ()
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -117,6 +119,7 @@ def read_run(folder: str | Path) -> RunRecord:
         options=run.get("identity", {}).get("options", {}),
         versions=run.get("versions", {}),
         values=next((folder / name for name in _VALUES if (folder / name).is_file()), None),
+        before=_json(folder / _POLICY).get("before", ()) if (folder / _POLICY).is_file() else (),
     )
 
 
@@ -174,12 +177,20 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
     return render_page(
         f"Run {run.name}",
         _LEAD,
-        [_curves(history, logs), *sections],
+        [*_first(run.before), _curves(history, logs), *sections],
         tiles=_tiles(run, history),
         notes=notes,
         settings={**run.options, **{f"{name} version": of for name, of in run.versions.items()}},
         data={**data, "history": logs, "options": dict(run.options)},
     )
+
+
+def _first(before: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """The curves of a training that came before the run, if there was one."""
+    if not before:
+        return []
+    remark = f"{len(before)} steps on the validation rows, from which the run's own weights start."
+    return [Section("before", "Before the run", remarks=[remark], pictures=charts(before))]
 
 
 def _unit(values: Path | None) -> str:

@@ -86,19 +86,10 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**found, "attention_mask": (found["labels"] != -100).long()}
 
 
-def fisher() -> Any:
-    """Of the reference: here only so that none of a thousand samples is fitted."""
-    from alphatoken import fit_fisher
-
-    return fit_fisher(
-        model(), [torch.tensor([5, 6])], samples=1, layers=3, max_new_tokens=2, progress=False
-    )
-
-
 def sft(args: Any, **more: Any) -> AlphaSFTTrainer:
     given = {
         "model": model(), "train_dataset": sft_rows(8), "processing_class": tokenizer(),
-        "validation_dataset": sft_rows(8, seed=5), "fisher": fisher(), **more,
+        "validation_dataset": sft_rows(8, seed=5), **more,
     }  # fmt: skip
     return AlphaSFTTrainer(args=args, **given)
 
@@ -107,7 +98,7 @@ def dpo(args: Any, **more: Any) -> AlphaDPOTrainer:
     given = {
         "model": model(), "ref_model": model(),
         "train_dataset": preference_rows(8), "processing_class": tokenizer(),
-        "validation_dataset": preference_rows(8, seed=5), "fisher": fisher(), **more,
+        "validation_dataset": preference_rows(8, seed=5), **more,
     }  # fmt: skip
     return AlphaDPOTrainer(args=args, **given)
 
@@ -115,7 +106,7 @@ def dpo(args: Any, **more: Any) -> AlphaDPOTrainer:
 def plain(args: Any, **more: Any) -> AlphaTrainer:
     given = {
         "model": model(), "train_dataset": tokenised(8), "data_collator": collate,
-        "validation_dataset": tokenised(8, seed=5), "fisher": fisher(), **more,
+        "validation_dataset": tokenised(8, seed=5), **more,
     }  # fmt: skip
     return AlphaTrainer(args=args, **given)
 
@@ -205,13 +196,13 @@ def test_a_model_by_name_and_arguments_by_position(
     monkeypatch.chdir(tmp_path)
     model().save_pretrained(tmp_path / "house" / "small-model")
     tokenizer().save_pretrained(tmp_path / "house" / "small-model")
-    rows = {"validation_dataset": sft_rows(8, seed=5), "fisher": fisher()}
+    rows = {"validation_dataset": sft_rows(8, seed=5)}
     named = AlphaSFTTrainer("house/small-model", train_dataset=sft_rows(8), **rows)
     assert named.args.output_dir == "small-model-SFT"
     given = SFTConfig(output_dir=str(tmp_path / "run"), dataset_text_field="said", **FEW)
     second = AlphaSFTTrainer("house/small-model", given, None, sft_rows(8), **rows)
     assert second.args.dataset_text_field == "said"
-    pairs = {"validation_dataset": preference_rows(8, seed=5), "fisher": fisher()}
+    pairs = {"validation_dataset": preference_rows(8, seed=5)}
     third = AlphaDPOTrainer("house/small-model", None, None, None, preference_rows(8), **pairs)
     assert third.args.output_dir == "small-model-DPO"
     with pytest.raises(TypeError, match="each once"):

@@ -78,6 +78,7 @@ RHO_1 = by("test_policies::test_rho_1_by_hand")
 OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
 TRAINED_ONCE = by("test_policies_reference::test_a_reference_is_trained_once", FOLDER)
 FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FOLDER)
+SCHEDULE = "test_policies_validation_first::test_the_first_training_has_a_schedule_of_its_own"
 TALR = by("test_policies::test_talr_by_hand")
 DFT = by("test_policies::test_dft_by_hand")
 EAFT = by("test_policies::test_eaft_by_hand")
@@ -205,8 +206,8 @@ MUTANTS = (
         "the model that was trained on the validation rows is not the one that is trained on",
         (
             "validation_first.ValidationFirst.prepare",
-            "copy_weights(trainable(trained), trainable(stage.model))",
-            "copy_weights(trainable(stage.model), trainable(trained))",
+            "copy_weights(trainable(trained.model), trainable(stage.model))",
+            "copy_weights(trainable(stage.model), trainable(trained.model))",
         ),
         FIRST,
     ),
@@ -223,8 +224,24 @@ MUTANTS = (
     _policy(
         "validation-first-at-the-runs-rate",
         "the learning rate of the first training is not read",
-        ("validation_first.ValidationFirst.prepare", "rate is not None", "rate is None"),
+        (
+            "trained_weights.validation_schedule",
+            "if learning_rate is None",
+            "if learning_rate is not None",
+        ),
         FIRST,
+    ),
+    _policy(
+        "validation-first-by-the-runs-schedule",
+        "the rate of the first training falls as the run's does",
+        ("trained_weights.validation_schedule", '"lr_scheduler_type": "constant",', ""),
+        by(SCHEDULE, FOLDER, {"lr_scheduler_type": "cosine", "max_steps": 2}),
+    ),
+    _policy(
+        "validation-first-accumulates",
+        "the first training takes a step for as many micro-batches as the run does",
+        ("trained_weights.validation_schedule", '"gradient_accumulation_steps": 1,', ""),
+        by(SCHEDULE, FOLDER, {"gradient_accumulation_steps": 16}),
     ),
     _policy(
         "rho-1-responses-by-their-tokens",
@@ -241,13 +258,13 @@ MUTANTS = (
     _policy(
         "rho-1-reference-at-the-runs-rate",
         "the reference's own learning rate is not read",
-        ("rho_1.Rho1._reference", "_learning_rate is not None", "_learning_rate is None"),
+        ("rho_1.Rho1._reference", "self.reference_learning_rate)", "None)"),
         OWN_REFERENCE,
     ),
     _policy(
         "rho-1-reference-as-long-as-the-run",
         "the reference is trained for the run's steps",
-        ("rho_1.Rho1._reference", '"max_steps": -1, ', ""),
+        ("trained_weights.validation_schedule", '"max_steps": -1,', ""),
         OWN_REFERENCE,
     ),
     _policy(

@@ -37,7 +37,7 @@ def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> Alpha
 
 
 def reference_by_hand(folder: Path) -> torch.nn.Module:
-    """TRL's own trainer on the validation rows."""
+    """TRL's own trainer on the validation rows: eight rows twice, one a step."""
     prepared = AlphaSFTTrainer(
         model=tiny.model(layers=2),
         args=AlphaSFTConfig(**tiny.options(folder / "rows", policy="all", export_values=False)),
@@ -49,6 +49,7 @@ def reference_by_hand(folder: Path) -> torch.nn.Module:
         for row in prepared.train_dataset
     ]
     options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
+    options["per_device_train_batch_size"] = 1
     torch.manual_seed(11)
     trainer = SFTTrainer(
         model=tiny.model(layers=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,29 @@ POLICY = {"epochs": EPOCHS, "learning_rate": RATE}
 
 def run(folder: Path, policy: ValidationFirst, **more: Any) -> AlphaSFTTrainer:
     """On 16 rows, 8 others for validation."""
+    trainer = made(folder, policy, **more)
+    trainer.train()
+    return trainer
+
+
+def made(
+    folder: Path,
+    policy: ValidationFirst,
+    kind: type[AlphaSFTTrainer] = AlphaSFTTrainer,
+    given: dict[str, Any] | None = None,
+    **more: Any,
+) -> AlphaSFTTrainer:
+    """A trainer that has trained on the validation rows; ``given`` are arguments of its own."""
     torch.manual_seed(11)
     rows = tiny.sft_rows(24)
-    trainer = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
+    return kind(
+        **{"model": tiny.model(layers=2), **(given or {})},
         args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
         train_dataset=rows.select(range(16)),
         validation_dataset=rows.select(range(16, 24)),
         processing_class=tiny.tokenizer(),
         policy=policy,
     )
-    trainer.train()
-    return trainer
 
 
 def test_validation_rows_come_first(tmp_path: Path) -> None:
@@ -72,6 +84,112 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(checkpoint))
     assert again.state.global_step == 4
     assert furthest(tiny.weights(again.model), tiny.weights(whole.model)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"warmup_steps": 100},
+        {"gradient_accumulation_steps": 16},
+        {"lr_scheduler_type": "cosine", "max_steps": 2},
+        {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": False},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Two dozen steps are all inside a warm-up, and one step if they accumulate."""
+    plain = made(tmp_path / "plain" / "run", ValidationFirst(**POLICY))
+    rows = {"eval_dataset": tiny.sft_rows(4, 9)} if "eval_strategy" in more else {}
+    other = made(tmp_path / "other" / "run", ValidationFirst(**POLICY), given=rows, **more)
+    assert furthest(tiny.weights(plain.model), tiny.weights(tiny.model(layers=2))) > 0.01
+    assert furthest(tiny.weights(plain.model), tiny.weights(other.model)) == 0
+
+
+def test_it_has_two_dozen_steps_where_the_rows_allow(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And is announced, logged and drawn."""
+    trainer = run(tmp_path / "run", ValidationFirst(epochs=6.0, learning_rate=RATE))
+    said = capfd.readouterr().err
+    assert "training on 8 rows first, 6 epochs, batches of 2, rate 0.3, constant" in said
+    before = json.loads((tmp_path / "run" / "policy.json").read_text())["before"]
+    assert [entry["step"] for entry in before] == list(range(1, 25))
+    assert before[-1]["loss"] < before[0]["loss"]
+    assert f"24 steps, loss {before[0]['loss']:.4g} at the first" in said
+    page = (tmp_path / "run" / "_alphatoken" / "alphatoken-report.html").read_text("utf-8")
+    assert "Before the run" in page
+    assert trainer.state.global_step == 3
+    again = made(tmp_path / "run", ValidationFirst(epochs=6.0, learning_rate=RATE))
+    assert "by an earlier run" in capfd.readouterr().err
+    assert again.token_policy is not None
+    assert list(again.token_policy.before) == before
+
+
+def test_an_evaluation_at_the_start_is_of_the_run(tmp_path: Path) -> None:
+    rows = {"eval_dataset": tiny.sft_rows(4, 9)}
+    more = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), given=rows, **more)
+    trainer.train()
+    assert "eval_loss" in trainer.state.log_history[0]
+
+
+def test_an_optimizer_that_was_handed_over_has_its_kind_and_settings(tmp_path: Path) -> None:
+    model = tiny.model(layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = {"model": model, "optimizers": (optimizer, None)}
+    handed = made(
+        tmp_path / "a" / "run", ValidationFirst(**POLICY), given=given, optim="adamw_torch"
+    )
+    named = made(tmp_path / "b" / "run", ValidationFirst(**POLICY), optim_args="momentum=0.9")
+    assert furthest(tiny.weights(handed.model), tiny.weights(named.model)) < 1e-6
+
+
+class Half:
+    """A collator that labels the second half of each row, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        width = max(len(row["input_ids"]) for row in rows)
+        found = {
+            "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
+            "labels": torch.full((len(rows), width), -100),
+            "attention_mask": torch.zeros(len(rows), width, dtype=torch.long),
+        }
+        for i, row in enumerate(rows):
+            ids = torch.as_tensor(row["input_ids"])
+            found["input_ids"][i, : len(ids)] = ids
+            found["attention_mask"][i, : len(ids)] = 1
+            found["labels"][i, len(ids) // 2 : len(ids)] = ids[len(ids) // 2 :]
+        return found
+
+
+def test_a_collator_of_ones_own_makes_its_batches_too(tmp_path: Path) -> None:
+    collator = Half()
+    made(tmp_path / "run", ValidationFirst(**POLICY), given={"data_collator": collator})
+    assert collator.calls >= 16
+
+
+class Asking(AlphaSFTTrainer):
+    """A subclass with an argument of its own, which its loss needs."""
+
+    def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.factor * super().compute_loss(*args, **kwargs)
+
+
+def test_a_subclass_has_no_part_in_it_and_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), Asking, {"factor": 0.5})
+    assert "by AlphaSFTTrainer: Asking has no part in it" in capfd.readouterr().err
+    trainer.train()
+    assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize("options", [{"epochs": 0.0}, {"learning_rate": -1.0}])
