@@ -78,6 +78,8 @@ class _Parser(TrlParser):
         hints = get_type_hints(dtype)
         for name in (True, False):
             chosen = [f for f in dataclasses.fields(dtype) if f.init and (f.name in own) == name]
+            # What files are read by is an option of the trainers too: one flag sets both.
+            chosen = [f for f in chosen if f"--{f.name}" not in self._option_string_actions]
             if not chosen:
                 continue
             group: Any = self.add_argument_group(groups[name])

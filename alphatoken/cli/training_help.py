@@ -59,6 +59,8 @@ usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train
     for title, kind in kinds.items():
         group = parser.add_argument_group(title)
         for one in fields(kind):
+            if f"--{one.name}" in parser._option_string_actions:  # shown already
+                continue
             metavar = one.name.rpartition("_")[2].upper()
             group.add_argument(f"--{one.name}", metavar=metavar, help=_said(one))
     return parser.format_help()

@@ -65,10 +65,10 @@ class RowArguments:
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
         "lose the beginning of their prompt ('cut').",
     )
-    on_bad_rows: Literal["drop", "error"] = option(
-        "drop",
-        "Rows without a response, pairs with equal responses, prompts too long: 'drop' "
-        "and count them, or stop with an 'error'.",
+    on_bad_rows: Literal["skip", "error"] = option(
+        "skip",
+        "Rows without a response, pairs with an empty response or two equal ones, on the command "
+        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
     )
     on_leak: Literal["remove", "error"] = option(
         "remove",

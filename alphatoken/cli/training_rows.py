@@ -165,7 +165,7 @@ class RowReader:
                 raise InputError(
                     f"{len(rows)} {name} rows cannot be trained on: {what}",
                     got=first,
-                    remedy="mend them, or let them be dropped (--on_bad_rows drop)",
+                    remedy="mend them, or let them be left out (--on_bad_rows skip)",
                 )
             notes.append(f"{len(rows)} {name} rows dropped: {what} (such as {first}).")
         left = [item for row, item in enumerate(items) if row not in bad]

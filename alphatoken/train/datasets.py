@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from alphatoken.data import Pair, Row, Turn
 from alphatoken.data.encode import messages_of
-from alphatoken.errors import InputError
+from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
 __all__ = [
     "check_preference_rows",
@@ -87,8 +87,9 @@ def check_sft_rows(
     text_field: str = "text",
     tokenizer: Any = None,
     max_length: int | None = None,
-) -> None:
-    """Refuse a data set that SFT cannot train on, or not on all of it.
+    on_bad_rows: str = "error",
+) -> Any:
+    """The data set without rows that SFT cannot train on; or an error that names them.
 
     Args:
         dataset: a ``datasets.Dataset`` in any form that TRL's ``SFTTrainer`` takes (of a stream
@@ -97,15 +98,21 @@ def check_sft_rows(
         text_field: TRL's ``dataset_text_field``.
         tokenizer: to measure prompts; without it lengths are not checked.
         max_length: TRL's.
+        on_bad_rows: "error", or "skip" to leave them out with a warning.
 
     Raises:
-        InputError: no rows; a needed column is missing; rows with an empty response, or with a
-            prompt that leaves no room for one. The message holds count and row numbers.
+        InputError: no rows; a needed column is missing; rows with an empty response (a call of a
+            tool is one), or with a prompt that leaves no room for one. The message holds count and
+            row numbers.
     """
     problems = sft_problems(
-        dataset, name=name, text_field=text_field, tokenizer=tokenizer, max_length=max_length
+        plain_rows(dataset),
+        name=name,
+        text_field=text_field,
+        tokenizer=tokenizer,
+        max_length=max_length,
     )
-    _refuse(problems, dataset, name)
+    return _usable(problems, dataset, name, on_bad_rows)
 
 
 def check_preference_rows(
@@ -115,8 +122,9 @@ def check_preference_rows(
     tokenizer: Any = None,
     max_length: int | None = None,
     max_prompt_length: int | None = None,
-) -> None:
-    """Refuse a data set that DPO cannot train on, or not on all of it.
+    on_bad_rows: str = "error",
+) -> Any:
+    """The data set without pairs that DPO cannot train on; or an error that names them.
 
     Args:
         dataset: a ``datasets.Dataset`` in any form that TRL's ``DPOTrainer`` takes.
@@ -124,6 +132,7 @@ def check_preference_rows(
         tokenizer: to measure prompts; without it lengths are not checked.
         max_length: TRL's, of prompt and response together.
         max_prompt_length: longest prompt in tokens.
+        on_bad_rows: "error", or "skip" to leave them out with a warning.
 
     Raises:
         InputError: no rows; a needed column is missing; pairs with an empty response on either
@@ -131,13 +140,13 @@ def check_preference_rows(
             them), or with a prompt longer than allowed. The message holds count and row numbers.
     """
     problems = preference_problems(
-        dataset,
+        plain_rows(dataset),
         name=name,
         tokenizer=tokenizer,
         max_length=max_length,
         max_prompt_length=max_prompt_length,
     )
-    _refuse(problems, dataset, name)
+    return _usable(problems, dataset, name, on_bad_rows)
 
 
 def cut_pair(
@@ -247,24 +256,33 @@ def _find(dataset: Any, tests: Mapping[str, Test]) -> Problems:
     return found
 
 
-def _refuse(problems: Problems, dataset: Any, name: str) -> None:
+def _usable(problems: Problems, dataset: Any, name: str, on_bad_rows: str) -> Any:
+    """The data set without the rows of ``problems``, or an error that names them."""
     if not problems:
-        return
-    total = sum(map(len, problems.values()))
+        return dataset
+    bad = {row for rows in problems.values() for row in rows}
     parts = []
     for what, rows in problems.items():
         numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         parts.append(f"{what}: {len(rows)} (row {numbers})")
-    raise InputError(
-        f"{total} of {len(dataset)} {name} rows cannot be trained on",
-        got="; ".join(parts),
-        why="they would take a place in a batch and teach nothing, or noise",
-        remedy="mend or drop them (the command line drops them: --on_bad_rows drop)",
+    can_skip = hasattr(dataset, "select") and len(bad) < len(dataset)
+    if on_bad_rows == "error" or not can_skip:
+        raise InputError(
+            f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on",
+            got="; ".join(parts),
+            why="they would take a place in a batch and teach nothing, or noise",
+            remedy=f"mend them{', or on_bad_rows=skip leaves them out' if can_skip else ''}",
+        )
+    warn_caller(
+        f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on and are left out "
+        f"({'; '.join(parts)}). on_bad_rows='error' stops instead.",
+        AlphaTokenWarning,
     )
+    return dataset.select([row for row in range(len(dataset)) if row not in bad])
 
 
 def _text(value: Any) -> str:
-    """The text of a response, stripped: of a string, or of the assistant's messages."""
+    """The text of a response, stripped: of a string, or of the assistant's messages and calls."""
     if isinstance(value, str):
         return value.strip()
     texts = []
@@ -272,6 +290,7 @@ def _text(value: Any) -> str:
         if message.get("role", message.get("from")) in ("assistant", "gpt", "model", "bot"):
             content = message.get("content", message.get("value"))
             texts.append(content if isinstance(content, str) else _parts_text(content))
+            texts += [str(call) for call in message.get("tool_calls") or ()]
     return "".join(texts).strip()
 
 

@@ -213,9 +213,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return pairs_in_trl_form(as_dataset(rows, name), name, lambda: uses_template(given))
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
-        """Refuse rows that are no pairs, naming the first."""
-        check_preference_rows(dataset, name=name)
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
+        """Without rows that are no pairs, or refusing them by number."""
+        return check_preference_rows(dataset, name=name, on_bad_rows=args.on_bad_rows)
 
     def refuse_base(self) -> None:
         """Refuse images."""

@@ -490,6 +490,14 @@ class AlphaFields:
         when="to save the forward of rows that are dropped",
         source="ours",
     )
+    on_bad_rows: str = option(
+        "skip",
+        "Rows without a response, pairs with an empty response or two equal ones, on the command "
+        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
+        within="'skip' or 'error'",
+        when="'error' where no row may be missing",
+        source="ours",
+    )
     export_values: bool = option(
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. "

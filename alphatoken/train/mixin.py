@@ -202,10 +202,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 found["train"] = given["train_dataset"]
             for name, rows in found.items():
                 found[name] = self.own_form(rows, _SAID.get(name, name), given)
-        plain = {name: plain_rows(rows) for name, rows in found.items()}
         for name in ("train", "validation", "retention"):
             if name in found:
-                self.check_rows(plain[name], args, _SAID.get(name, name))
+                found[name] = self.check_rows(found[name], args, _SAID.get(name, name))
+        plain = {name: plain_rows(rows) for name, rows in found.items()}
         train = found.pop("train", None)
         if train is not None:
             given["train_dataset"] = train
@@ -250,8 +250,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return rows
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
-        """Refuse rows that are not of this kind, before the trainer below reads them."""
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
+        """Rows that can be trained on, refusing others by ``on_bad_rows``, before they are read."""
+        return dataset
 
     def refuse_base(self) -> None:
         """Refuse settings of the trainer below with which no loss is made of log-probabilities."""

@@ -174,9 +174,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         return rows_in_trl_form(dataset, name, field, lambda: uses_template(given))
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
-        """Refuse rows that TRL would take for something else, naming the first."""
-        check_sft_rows(dataset, name=name, text_field=args.dataset_text_field)
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
+        """Without rows that TRL would take for something else, or refusing them by number."""
+        text, bad = args.dataset_text_field, args.on_bad_rows
+        return check_sft_rows(dataset, name=name, text_field=text, on_bad_rows=bad)
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own, and images."""

@@ -57,7 +57,7 @@ class AlphaTrainer(LabelledRows, Trainer):
     """Whether the model's own loss has been seen to be the one that is built here."""
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> None:
+    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
         """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
         rows = plain_rows(dataset)
         first = rows[0] if isinstance(rows, Sequence) and rows else {"input_ids": ()}
@@ -68,6 +68,7 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
+        return dataset
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""

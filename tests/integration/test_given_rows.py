@@ -207,3 +207,83 @@ def test_a_length_beyond_the_model_is_refused_before_a_fisher_is_fitted(
         sft(tmp_path, SUMS, HELD, max_length=4096)
     with pytest.raises(AssertionError, match="a Fisher was fitted"):
         sft(tmp_path, SUMS, HELD)
+
+
+# --- rows that cannot be trained on -------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['content'] %}{{ m['content'] }}{% endif %}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}?"
+    "{% endfor %}"
+)
+
+
+def called(number: int) -> dict[str, Any]:
+    """A conversation whose answer is a call of a tool."""
+    asked = {"role": "user", "content": f"{number} plus 1", "tool_calls": None}
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    return {"asked": asked, "answer": answer}
+
+
+@pytest.mark.parametrize("form", ["prompt and completion", "messages", "pairs"])
+def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
+    rows, written = [called(i) for i in range(8)], tiny.tokenizer()
+    written.chat_template = TEMPLATE
+    more = {"policy": "random", "export_values": False, "max_steps": 1, "retention": "none"}
+    if form == "pairs":
+        said = {"role": "assistant", "content": "3", "tool_calls": None}
+        dataset = [
+            {"prompt": [r["asked"]], "chosen": [r["answer"]], "rejected": [said]} for r in rows
+        ]
+        trainer: Any = AlphaDPOTrainer(
+            model=tiny.model(), args=AlphaDPOConfig(**tiny.options(tmp_path, **more)),
+            train_dataset=dataset,
+            processing_class=written, peft_config=tiny.lora(),
+        )  # fmt: skip
+    else:
+        dataset = [{"messages": [r["asked"], r["answer"]]} for r in rows]
+        if form != "messages":
+            dataset = [{"prompt": [r["asked"]], "completion": [r["answer"]]} for r in rows]
+        trainer = AlphaSFTTrainer(
+            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path, **more)),
+            train_dataset=dataset,
+            processing_class=written,
+        )  # fmt: skip
+    assert len(trainer.train_dataset) == 8
+    trainer.train()
+
+
+def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> None:
+    rows = tiny.sums(8)
+    rows[3] = {**rows[3], "completion": " "}
+
+    def made(**more: Any) -> AlphaSFTTrainer:
+        more = {**more, "policy": "random", "retention": "none"}
+        return AlphaSFTTrainer(
+            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path, **more)),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(),
+        )  # fmt: skip
+
+    with pytest.warns(AlphaTokenWarning, match=r"1 of 8 training rows .*empty: 1 \(row 3\)"):
+        assert len(made().train_dataset) == 7
+    with pytest.raises(InputError, match=r"1 of 8 training rows .*on_bad_rows=skip"):
+        made(on_bad_rows="error")
+    rows[:] = [{**row, "completion": ""} for row in rows]
+    with pytest.raises(InputError, match=r"8 of 8 training rows .*Remedy: mend them\."):
+        made()
+
+
+def test_pairs_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
+    rows = tiny.preference_rows(8).to_list()
+    rows[2] = {**rows[2], "rejected": rows[2]["chosen"]}
+    more = {"policy": "random", "retention": "none"}
+    with pytest.warns(AlphaTokenWarning, match=r"1 of 8 .*chosen and rejected are equal"):
+        trainer = AlphaDPOTrainer(
+            model=tiny.model(), args=AlphaDPOConfig(**tiny.options(tmp_path, **more)),
+            train_dataset=rows,
+            processing_class=tiny.tokenizer(), peft_config=tiny.lora(),
+        )  # fmt: skip
+    assert len(trainer.train_dataset) == 7
