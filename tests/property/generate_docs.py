@@ -181,30 +181,53 @@ _CITED = re.compile(rf"\b[Ee]qs?\.\s+\(?`*(?:eq:)?({_LABEL}(?:`*(?:,| and)\s+`*(
 def claims_text() -> str:
     """The page of claims."""
     from tests.property.catalogue import MUTANTS
-    from tests.property.claims import ROWS
+    from tests.property.claims import EQUATIONS, ROWS
 
     killed: dict[str, list[str]] = {}
     for mutant in MUTANTS:
         for one in mutant.claims:
             killed.setdefault(one.name.partition("::")[2], []).append(mutant.name)
     head = ["Claim", "Oracle", "Property", "Mutants", "Kind"]
+    drawn = on_drawn_examples()
     return "\n".join(
         [
             HEAD + "# Claims\n",
             "Each line is a statement of the paper or of this library, and what proves it. The "
-            "claim begins with the labels of the paper's equations, or with the name of a method. "
-            "The oracle is a slow, obvious function of `alphatoken.oracle`, or what stands in "
-            "brackets. The property is a function of `tests/property` that is run on drawn "
-            "structures, in float64, to rounding; the mutants are the planted errors by which it "
+            "claim begins with the labels of the paper's equations that it proves, or with the "
+            "name of a method. The oracle is a slow, obvious function of `alphatoken.oracle`, "
+            "compared with or the scale of a tolerance, or what stands in brackets. The property "
+            "is a function of `tests/property`; the mutants are the planted errors by which it "
             "was seen to fail ([kill matrix](kill-matrix.md)). The kind says what the quantity "
             "is: *exact*; *unbiased*, so that its mean is exact; or *approximate*, a method's "
             "approximation, which is then computed exactly as it is defined.\n",
-            table(head, [_claim_row(row, killed.get(row.name, [])) for row in ROWS]),
+            f"Of {len(ROWS)} properties {sum(row.name in drawn for row in ROWS)} are run on drawn "
+            "examples, the others on cases by hand (the names of the latter are in italics). For "
+            f"{sum(row.name in killed for row in ROWS)} a mutant is planted; for the others "
+            "none is.\n",
+            table(head, [_claim_row(row, killed.get(row.name, []), drawn) for row in ROWS]),
+            "## Equations of the paper\n",
+            table(["Equation", "Proved by"], [_equation_row(*one) for one in EQUATIONS.items()]),
         ]
     )
 
 
-def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
+def on_drawn_examples() -> set[str]:
+    """Properties that a test of Hypothesis runs: one that ``@given`` decorates, somewhere."""
+    given = {
+        (file, name)
+        for file, source in _sources().items()
+        for name, node in source.functions.items()
+        if any("given" in ast.unparse(one) for one in node.decorator_list)
+    }
+    return {name for _, name in given | reached(*given)}
+
+
+def _equation_row(label: str, by: tuple[str, ...] | str) -> list[str]:
+    proof = f"not proved: {text(by)}" if isinstance(by, str) else ", ".join(map(code, by))
+    return [code(label), proof]
+
+
+def _claim_row(row: ClaimRow, mutants: list[str], drawn: set[str]) -> list[str]:
     from tests.property.claims import EQUATIONS
 
     file = properties()[row.name]
@@ -213,10 +236,11 @@ def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
     words = row.name.partition("_")[2].replace("_", " ")
     labels = ", ".join(code(x) if x in EQUATIONS else text(x) for x in row.labels)
     oracles = [text(o) if o.startswith("(") else code(o) for o in row.oracles]
+    where = code(f"{file}.py::{row.name}")
     return [
         (f"{labels}: " if labels else "") + text(said or f"{words[0].upper()}{words[1:]}."),
         ", ".join(oracles),
-        code(f"{file}.py::{row.name}"),
+        where if row.name in drawn else f"*{where}*",
         ", ".join(map(code, dict.fromkeys(mutants))),
         row.kind,
     ]

@@ -153,7 +153,7 @@ def direction_cases() -> st.SearchStrategy[DirectionCase]:
 
 
 def check_diagonal_drift(case: DirectionCase) -> None:
-    """V = F o (W - W_ref), entry by entry; exactly zero at W = W_ref."""
+    """V = F o (W - W_ref), entry by entry and as the gradient of J_prx; exactly zero at W_ref."""
     fisher, weight, reference = (case.tensor(case.o, case.i, salt=s) for s in range(3))
     found = direction.diagonal_drift(fisher, weight, reference)
     for o in range(case.o):
@@ -161,6 +161,9 @@ def check_diagonal_drift(case: DirectionCase) -> None:
             expected = fisher[o, i] * (weight[o, i] - reference[o, i])
             close(found[o, i], expected, expected.abs(), EXACT, name="diagonal drift")
     assert not bool(direction.diagonal_drift(fisher, weight, weight).any())
+    moved = weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((fisher * (moved - reference) ** 2).sum() / 2, moved)
+    close(found, gradient, found.abs(), EXACT, name="gradient of the quadratic")
 
 
 def check_kronecker_drift(case: DirectionCase) -> None:
