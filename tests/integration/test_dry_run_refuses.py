@@ -249,7 +249,7 @@ PLACES: dict[str, str] = {
     "train/datasets.py:preference_problems": ROWS,
     "train/datasets.py:_columns": ROWS,
     "train/datasets.py:__getitem__": ROWS,
-    "train/datasets.py:_refuse": ROWS,
+    "train/datasets.py:_usable": ROWS,
     "cli/training.py:require_libraries": MACHINE,
     "cli/training.py:_require_model": "test_dialect: asked before the plan and the run part ways",
     "cli/training.py:check_files": "no file",
