@@ -152,6 +152,25 @@ class Work:
             name = str(before.options["model_name_or_path"])
         return name
 
+    def conditions(self) -> str:
+        """What its numbers are measured on: model, rows and steps of each kind of training."""
+        trained = [c for c in self.cells if c.kind == "train" and c.task != "references"]
+        said = dict.fromkeys(self._condition(cell) for cell in trained)
+        return f"Measured on {'; '.join(said)}." if said else ""
+
+    def _condition(self, cell: Cell) -> str:
+        options, model = cell.options, self.backbone_of(cell)
+        own = Path(model).is_absolute()
+        weights = " with four-bit weights" if (Path(model) / "source.json").is_file() else ""
+        rows = options.get("dataset_name") or Path(str(options.get("train_file"))).name
+        each = int(options.get("per_device_train_batch_size", 1))
+        each *= int(options.get("gradient_accumulation_steps", 1))
+        steps = int(options.get("max_steps") or 0)
+        long = f"{steps} steps of {each} rows" if steps > 0 else "whole epochs"
+        if steps <= 0 and "num_train_epochs" in options:
+            long = f"{options['num_train_epochs']:g} epochs in steps of {each} rows a process"
+        return f"{Path(model).name if own else model}{weights}, {long} of {rows}"
+
     # --- what it needs --------------------------------------------------------------------------
 
     def models(self) -> list[str]:

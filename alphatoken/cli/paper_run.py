@@ -240,7 +240,7 @@ def _lay_out(work: Work) -> int:
     from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown
 
     records = collect(work.cells, work.folder)
-    table = filled(work.exhibit, work.scale, records)
+    table = filled(work.exhibit, work.scale, records, on=work.conditions())
     place, name = work.root, work.exhibit.name
     place.mkdir(parents=True, exist_ok=True)
     picture = None

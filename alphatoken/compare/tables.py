@@ -1,7 +1,8 @@
 """Results of cells to tables, laid out as the paper's: quality, cost, ablation; Markdown and CSV.
 
 ``mean ± s``: s is the sample standard deviation over seeds (n - 1), as in the paper's tables. The
-best of each column is bold, the second best underlined; the model before training takes no part.
+best of each column is bold, the second best underlined; what is printed alike is not marked, and
+the model before training takes no part.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from alphatoken.compare.methods import START
 __all__ = [
     "Line",
     "ablation_table",
+    "best_two",
     "cost_table",
     "lines_of",
     "markdown",
@@ -309,13 +311,24 @@ def _tokens(line: Line) -> list[str]:
     ]
 
 
+def best_two(order: Sequence[int], texts: Mapping[int, str]) -> dict[int, int]:
+    """Of places in order of rank, 0 for the best and 1 for the second, but for ties as printed.
+
+    >>> best_two([2, 0, 1], {2: "0.90", 0: "0.91", 1: "0.91"})
+    {2: 0}
+    """
+    several = [texts[i] for i in order]
+    unlike = [i for i in order[:2] if several.count(texts[i]) == 1] if len(order) > 2 else []
+    return {i: order.index(i) for i in unlike}
+
+
 def _ranked(lines: Sequence[Line], key: str, higher: bool) -> dict[int, int]:
     """Place of the line -> 0 for the best of a column, 1 for the second best."""
     sign: Callable[[float], float] = (lambda x: -x) if higher else (lambda x: x)
     means = {i: line.mean(key) for i, line in enumerate(lines) if line.policy != START}
     known = {i: m for i, m in means.items() if m is not None and math.isfinite(m)}
     order = sorted(known, key=lambda i: sign(known[i]))
-    return {place: rank for rank, place in enumerate(order[:2])} if len(order) > 2 else {}
+    return best_two(order, {i: _figure(lines[i], key).partition(" ")[0] for i in order})
 
 
 def marked(text: str, rank: int | None) -> str:

@@ -1,8 +1,8 @@
 """An exhibit filled with what cells measured: Markdown, HTML, CSV; the paper's numbers beside.
 
 ``mean ± s``: s is the sample standard deviation over seeds (n - 1), as in the paper. The best of a
-column is bold, the second best underlined, as in the paper red and blue; the model before training
-takes no part.
+column is bold, the second best underlined, as in the paper red and blue; what is printed alike is
+not marked, and the model before training takes no part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from alphatoken.compare.methods import START
 from alphatoken.compare.tables import Line as Cells
-from alphatoken.compare.tables import Record, lines_of, markdown, marked
+from alphatoken.compare.tables import Record, best_two, lines_of, markdown, marked
 from alphatoken.paper.exhibits import Column, Exhibit, Group, Line
 
 __all__ = [
@@ -63,12 +63,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Filled:
-    """An exhibit at one scale with its numbers: columns, and rows by group."""
+    """An exhibit at one scale with its numbers: columns, rows by group, what it is measured on."""
 
     exhibit: Exhibit
     scale: str
     columns: tuple[Column, ...]
     groups: tuple[tuple[Group, tuple[Row, ...]], ...]
+    on: str = ""
 
     @property
     def measured(self) -> int:
@@ -115,13 +116,14 @@ def _costs(
     return costs
 
 
-def filled(exhibit: Exhibit, scale: str, found: Sequence[Record]) -> Filled:
+def filled(exhibit: Exhibit, scale: str, found: Sequence[Record], on: str = "") -> Filled:
     """The exhibit with the numbers of these records, whichever of them there are.
 
     Args:
         exhibit: with columns and groups.
         scale: "full" or "laptop".
         found: records of the grid's cells, as ``alphatoken.compare.page.collect`` gives them.
+        on: model, rows and steps, in a sentence for the caption.
     """
     columns, records = exhibit.columns[scale], with_costs(found)
     groups = []
@@ -129,7 +131,7 @@ def filled(exhibit: Exhibit, scale: str, found: Sequence[Record]) -> Filled:
         lines = {line.policy: line for line in lines_of(records, group.task)}
         rows = tuple(_row(one, lines.get(one.method), columns) for one in group.lines)
         groups.append((group, rows))
-    return Filled(exhibit, scale, columns, tuple(groups))
+    return Filled(exhibit, scale, columns, tuple(groups), on)
 
 
 def _row(line: Line, cells: Cells | None, columns: Sequence[Column]) -> Row:
@@ -157,7 +159,7 @@ def _places(rows: Sequence[Row], at: int, column: Column) -> dict[int, int]:
     means = {i: row.mean(at) for i, row in enumerate(rows) if row.method != START}
     known = {i: mean for i, mean in means.items() if mean is not None}
     order = sorted(known, key=lambda i: known[i], reverse=column.best == "high")
-    return {i: place for place, i in enumerate(order[:2])} if len(order) > 2 else {}
+    return best_two(order, {i: f"{mean:{column.form}}" for i, mean in known.items()})
 
 
 def _cells(table: Filled) -> Iterator[tuple[Group, list[tuple[Row, list[tuple[str, int | None]]]]]]:
@@ -189,7 +191,12 @@ def _cells(table: Filled) -> Iterator[tuple[Group, list[tuple[Row, list[tuple[st
 def caption(table: Filled) -> str:
     """Title, what it is of, and what a reader has to know."""
     exhibit = table.exhibit
-    parts = [f"{exhibit.title}.", exhibit.note, exhibit.small if table.scale != "full" else ""]
+    parts = [
+        f"{exhibit.title}.",
+        table.on,
+        exhibit.note,
+        exhibit.small if table.scale != "full" else "",
+    ]
     counts = {row.seeds[0] for _, rows in table.groups for row in rows if row.seeds[0]}
     if counts:
         few = "" if len(counts) == 1 else f" to {max(counts)}"

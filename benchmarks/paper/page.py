@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.compare.tables import markdown
-from alphatoken.paper.exhibits import Column, Exhibit, find
+from alphatoken.paper.exhibits import Column, Exhibit, every, find
 from alphatoken.paper.layout import Filled, Row, filled, shown
 from benchmarks.paper.store import RESULTS, kept_records, synchronise, work_of
 from benchmarks.paper.texts import CARRIES, FIGURES, INTRODUCTION, LAST
@@ -38,10 +38,18 @@ def write_page(work: Path, docs: Path = DOCS) -> Path:
         text += [beside(table), CARRIES.get(label, "")]
     for label in FIGURES:
         text += _figure(find(label), work, docs)
+    text += _missing()
     text.append(LAST)
     path = docs / "paper.md"
     path.write_text("\n".join(part for part in text if part).rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def _missing() -> list[str]:
+    """What runs at this scale, and has no figures here."""
+    absent = [e for e in every() if e.kind != "none" and e.label not in (*TABLES, *FIGURES)]
+    lines = [f"- `{one.label}`: {one.title}\n" for one in absent]
+    return ["## Not run at this scale\n", "".join(lines)] if lines else []
 
 
 def beside(table: Filled) -> str:
@@ -124,7 +132,7 @@ def _figure(exhibit: Exhibit, work: Path, docs: Path) -> list[str]:
     if not kept.is_file():
         return [*text, "Not run at this scale yet.\n"]
     found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    text.append("".join(f"- {sentence}\n" for sentence in found["answer"][:3]))
+    text.append("".join(f"- {sentence}\n" for sentence in found["answer"]))
     for figure in found["figures"]:
         name = f"paper-{exhibit.name}-{figure['key']}.svg"
         shutil.copyfile(RESULTS / f"{exhibit.name}-{figure['key']}.svg", docs / name)

@@ -525,6 +525,32 @@ def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
     )
 
 
+def test_what_is_printed_alike_is_not_marked_as_better() -> None:
+    found = [
+        record("alphatoken", 0, target=1.0, retention=2.0, overall=1.5),
+        record("adaptation-only", 0, target=0.9001, retention=2.1, overall=1.6),
+        record("stability-only", 0, target=0.9002, retention=2.2, overall=1.7),
+        record("direct-only", 0, target=1.2, retention=2.2004, overall=1.8),
+    ]
+    text = to_markdown(filled(find("ablation_rq3"), "laptop", found))
+    assert "| Adaptation-only | <u>2.100</u> | 0.900 | <u>1.600</u> |" in text
+    assert "| Stability-only | 2.200 | 0.900 | 1.700 |" in text
+
+
+def test_a_caption_names_model_rows_and_steps(tmp_path: Path) -> None:
+    """Also under a title with the paper's model: what was measured is another one."""
+    exhibit = find("tab:ablation_rq3")
+    small, full = (work(exhibit, scale, tmp_path).conditions() for scale in SCALES[::-1])
+    if "SmolLM2" not in small:
+        small, full = full, small
+    assert re.match(
+        r"Measured on SmolLM2-135M-Instruct.*, 8 steps of 4 rows of train.jsonl\.", small
+    )
+    assert "google/gemma-3-4b-pt, 3 epochs" in full
+    table = filled(exhibit, "laptop", [], on=small)
+    assert all(small in text for text in (to_markdown(table), to_html(table)))
+
+
 def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
     """step * steps of an epoch + the pass over the rows, which other seeds found in the cache."""
     found = with_costs(
@@ -689,6 +715,44 @@ def test_the_page_is_what_its_command_writes(tmp_path: Path) -> None:
     assert "43.98 ± 0.40" in written  # Llama's HumanEval under AlphaToken, as printed
     for name in re.findall(r"\]\((paper-\S+\.svg)\)", written):
         assert (tmp_path / name).read_text() == (DOCS / name).read_text()
+
+
+def test_the_pages_words_are_those_of_what_is_kept(tmp_path: Path) -> None:
+    """Each sentence about a table, computed again; and every exhibit that can run is named."""
+    from benchmarks.paper.page import DOCS
+    from benchmarks.paper.store import RESULTS, kept_records, work_of
+
+    page = (DOCS / "paper.md").read_text()
+    assert [label for label in NAMES if label not in page] == []
+
+    def means(label: str) -> dict[str, dict[str, float]]:
+        kept = kept_records(work_of(find(label), tmp_path))
+        by = {one["policy"] for one in kept if one.get("target") is not None}
+        return {
+            name: {
+                key: statistics.fmean(r[key] for r in kept if r["policy"] == name and r.get(key))
+                for key in ("target", "retention")
+            }
+            for name in by
+        }
+
+    pairs = means("tab:main_rq1_dpo")
+    start = pairs.pop("start")
+    assert start["target"] == pytest.approx(math.log(2), abs=1e-5)
+    assert f"{math.log(2):.3f} |" in page  # and not 0.6932, which is not log 2
+    assert max(abs(one["target"] - start["target"]) for one in pairs.values()) < 0.015
+    assert min(pairs, key=lambda n: pairs[n]["target"]) == "dpo"
+    assert min(pairs, key=lambda n: pairs[n]["retention"]) == "dpo"
+    assert max(pairs, key=lambda n: pairs[n]["retention"]) == "alphatoken"
+    rows = means("tab:main_rq1_sft")
+    assert rows["standard"]["retention"] < rows["start"]["retention"]
+    assert rows["standard"]["target"] < rows["alphatoken"]["target"] < rows["stm"]["target"]
+    answers = " ".join(json.loads((RESULTS / "fig-app-vp_fidelity.json").read_text())["answer"])
+    assert "0.1 or more: 1.98% at the first look, 2.32% at the last" in answers.replace(
+        "2.26% of the pairs had weight times deviation of ", ""
+    )
+    assert "carry 0.37" in answers
+    assert "2 % have a risk of 0.1 or more" in " ".join(page.split())
 
 
 def test_what_is_kept_belongs_to_the_cells_it_was_measured_on(tmp_path: Path) -> None:
