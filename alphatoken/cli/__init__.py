@@ -29,6 +29,7 @@ in processes of their own.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import sys
@@ -96,9 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = getattr(import_module(f"alphatoken.cli.{module}"), function)(rest)
         return status
 
+    _say_what_is_read("--quiet" in rest)
     # Most commands take abbreviations of their flags; this one is read before they are.
     asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
     return _guarded(command, asked)
+
+
+class _Notes(logging.Handler):
+    """What the library logs of the rows, as any other note of a command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"note: {record.getMessage()}", file=sys.stderr)
+
+
+def _say_what_is_read(quiet: bool) -> None:
+    """Have the first process say what was read of each file as what."""
+    log = logging.getLogger("alphatoken.data")
+    log.handlers, log.propagate = [_Notes()], False
+    first = os.environ.get("RANK", "0") == "0"
+    log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:

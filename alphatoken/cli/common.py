@@ -93,6 +93,7 @@ class ReadingOptions:
     prompt_column: str | None = option(None, "column of the prompt")
     response_column: str | None = option(None, "column of the response")
     messages_column: str | None = option(None, "column of the chat")
+    unread_columns: str | None = option(None, "columns to leave aside, joined by commas")
     limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
     chat_template: bool = option(True, "write chats with the tokenizer's template")
@@ -108,6 +109,9 @@ class TrainingRowOptions:
     on_empty: Literal["error", "skip"] = option("error", "what happens to rows without a response")
     on_leak: Literal["remove", "error"] = option(
         "remove", "what happens to training rows that repeat held-out ones"
+    )
+    leak_key: Literal["prompt", "conversation"] = option(
+        "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
     )
     turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
     end_token: bool = option(True, "plain format: end each response with it")

@@ -254,6 +254,7 @@ def _read(
         fisher=[row for rows in retention.values() for row in rows],
         fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
         on_leak=options.on_leak,
+        leak_key=options.leak_key,
         seed=options.seed,
     )
     kept = {id(row) for row in pools.fisher}
@@ -277,7 +278,13 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
     if count is None:
         fifth = len(pools.train) // 5
         count = min(PROMPTS, fifth) if fifth >= FEWEST else 0
-    drawn = split_pools(pools.train, fisher_rows=count, on_leak=options.on_leak, seed=options.seed)
+    drawn = split_pools(
+        pools.train,
+        fisher_rows=count,
+        on_leak=options.on_leak,
+        leak_key=options.leak_key,
+        seed=options.seed,
+    )
     if count:
         notes.append(
             f"{count} training rows were held out for fitting Fishers (--fisher_prompts N for "

@@ -73,8 +73,9 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
         "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
         "fisher_removed_same_as_validation": f"{held} repeat a validation row or prompt",
     }
+    shared = "; --leak_key conversation keeps those that share the prompt alone"
     return [
-        f"{counts[key]} {what} and were removed."
+        f"{counts[key]} {what} and were removed{shared * (counts[key] > counts['train'])}."
         for key, what in removed.items()
         if counts.get(key)
     ]

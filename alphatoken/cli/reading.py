@@ -34,12 +34,14 @@ from alphatoken.train.loading import find_parts, load_causal_model, load_tokeniz
 __all__ = [
     "encode_some",
     "encoding",
+    "fields_of",
     "on_device",
     "read_file",
     "read_model",
     "read_pools",
     "read_tokenizer",
     "scorer_config",
+    "unread_columns",
 ]
 
 
@@ -73,8 +75,23 @@ def read_file(
     path: str, options: ReadingOptions, *, limit: int | None, prompt_only: bool = False
 ) -> list[Row]:
     """Rows of ``path`` with the columns that the command line names."""
-    columns = (options.prompt_column, options.response_column, options.messages_column)
-    return read_rows(path, fields=Fields(*columns, prompt_only), limit=limit)
+    return read_rows(path, fields=fields_of(options, prompt_only=prompt_only), limit=limit)
+
+
+def fields_of(options: Any, **more: Any) -> Fields:
+    """The columns that the command line names; ``more`` are further fields of ``Fields``."""
+    return Fields(
+        options.prompt_column,
+        options.response_column,
+        options.messages_column,
+        unread=unread_columns(options),
+        **more,
+    )
+
+
+def unread_columns(options: Any) -> tuple[str, ...]:
+    """Columns that the command line leaves aside."""
+    return tuple(filter(None, (options.unread_columns or "").split(",")))
 
 
 def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
@@ -117,6 +134,7 @@ def read_pools(rows: Sequence[Row], fisher: FisherDrift | None, options: Any) ->
         validation_rows=options.validation_rows or 0,
         fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
         on_leak=options.on_leak,
+        leak_key=options.leak_key,
         seed=options.seed,
     )
 

@@ -24,6 +24,7 @@ from alphatoken.cli.folder import examples_digest, file_digest, read_manifest
 from alphatoken.cli.reading import (
     encode_some,
     encoding,
+    fields_of,
     on_device,
     read_file,
     read_model,
@@ -35,7 +36,6 @@ from alphatoken.data import (
     EncodeOptions,
     EncodeReport,
     Example,
-    Fields,
     Row,
     batches,
     encode_rows,
@@ -187,9 +187,10 @@ def _corpus(options: ScoreOptions, source: RowSource, fisher: FisherDrift | None
     """Of which nothing is held out yet."""
     return Corpus(
         source,
-        Fields(options.prompt_column, options.response_column, options.messages_column),
+        fields_of(options),
         fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
         on_leak=options.on_leak,
+        leak_key=options.leak_key,
         on_bad_rows=options.on_bad_rows,
     )
 
@@ -262,6 +263,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
         "format": job.kind,
         "components": options.components,
+        "leak_key": options.leak_key,
         "seed": options.seed,
         "row_format": job.encoded.format,
         "rows_read": asdict(job.corpus.fields) | _how(job.how),

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -283,13 +283,13 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
     data = load_run_data(arguments, tokenizer)
-    if data.several_turns:
-        args.assistant_only_loss = True
+    if arguments.command == "sft":
+        args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = _model_options(arguments)
     file = arguments.data.fisher_file
     read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
     try:
-        trainer = kind(
+        trainer = _apart(kind)(
             model=model.model_name_or_path,
             args=args,
             train_dataset=data.train,
@@ -310,6 +310,17 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
         ) from None
     freeze_unreached(trainer.model)
     return trainer, data.notes
+
+
+def _apart(kind: type[Any]) -> Callable[..., Any]:
+    """The trainer without its warning of rows in common: those were found by text, and counted."""
+
+    def build(**given: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*training rows repeat a")
+            return kind(**given)
+
+    return build
 
 
 def _model_options(arguments: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from alphatoken.cli.arguments import Arguments, DataArguments
 from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
-from alphatoken.data import Pair, Row, leak_keys, read_records, split_pools
+from alphatoken.data import Row, leak_keys, read_records, split_pools
 from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
 from alphatoken.train.checks import Given, check_pool
@@ -26,7 +26,6 @@ class RunData:
 
     Attributes:
         train: a ``datasets.Dataset``; validation, retention, fisher and evaluation likewise.
-        several_turns: some rows train on several assistant turns of one chat.
         notes: what was held out, removed and dropped, in sentences.
     """
 
@@ -35,7 +34,6 @@ class RunData:
     retention: Any = None
     fisher: Any = None
     evaluation: Any = None
-    several_turns: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -54,14 +52,14 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
     reader = RowReader(arguments, tokenizer)
     notes: list[str] = []
     held, data = held_out(arguments), arguments.data
-    train = reader.usable(reader.training_rows(), "training", notes)
+    train = reader.training_rows(notes)
     sources = {
         "validation": data.validation_file if held.validation is not None else None,
         "fisher": data.fisher_data if held.fisher is not None else None,
         "retention": data.retention_data,
     }
     own = {
-        name: reader.usable(reader.source_rows(source), name, notes)
+        name: reader.source_rows(source, name, notes)
         for name, source in sources.items()
         if source is not None
     }
@@ -69,13 +67,8 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
-        evaluation = reader.dataset(reader.usable(reader.evaluation_rows(), "evaluation", notes))
-    return RunData(
-        **found,
-        evaluation=evaluation,
-        several_turns="messages" in found["train"].column_names,
-        notes=notes + more,
-    )
+        evaluation = reader.dataset(reader.evaluation_rows(notes))
+    return RunData(**found, evaluation=evaluation, notes=notes + more)
 
 
 # --- how many rows are held out -----------------------------------------------------------------
@@ -215,15 +208,16 @@ def _separate(
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
     retention = list(own.get("retention", ()))
-    keys = {key for item in retention for key in leak_keys(_row(item))}
+    keys = {key for item in retention for key in leak_keys(item.row)}
     pools = split_pools(
-        [_row(item, i) for i, item in enumerate(train)],
+        _rows(train),
         validation=_rows(own.get("validation")),
         validation_rows=held.validation or 0,
         fisher=_rows(own.get("fisher")),
         fisher_rows=held.fisher or 0,
         fisher_keys=keys | _fitted_keys(arguments.data),
         on_leak=arguments.data.on_leak,
+        leak_key=arguments.data.leak_key,
         seed=arguments.data.split_seed,
     )
     found = {
@@ -244,13 +238,8 @@ def _fitted_keys(data: DataArguments) -> set[str]:
     return set(FisherDrift.open(data.fisher_file).metadata.get("row_keys", []))
 
 
-def _row(item: Item, index: int | None = None) -> Row:
-    row = item.row if isinstance(item, Pair) else item
-    return row if index is None else replace(row, index=index)
-
-
-def _rows(items: Sequence[Item] | None) -> list[Row] | None:
-    return None if items is None else [_row(item, i) for i, item in enumerate(items)]
+def _rows(items: Sequence[Item] | None) -> Any:
+    return None if items is None else [replace(item.row, index=i) for i, item in enumerate(items)]
 
 
 def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]) -> list[Item]:

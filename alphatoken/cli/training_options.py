@@ -48,6 +48,7 @@ class RowArguments:
     prompt_column: str | None = option(None, "Column of the prompt, where it has another name.")
     response_column: str | None = option(None, "Column of the response (SFT).")
     messages_column: str | None = option(None, "Column of the chat (SFT).")
+    unread_columns: str | None = option(None, "Columns to leave aside, joined by commas.")
     chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
     rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
     row_format: Literal["auto", "chat", "text"] = option(
@@ -74,6 +75,10 @@ class RowArguments:
         "remove",
         "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
         "count them, or stop with an 'error'.",
+    )
+    leak_key: Literal["prompt", "conversation"] = option(
+        "prompt",
+        "Rows repeat each other where they share the 'prompt', or the whole 'conversation' only.",
     )
     split_seed: int = option(0, "Seed of what is drawn from the training rows.")
 

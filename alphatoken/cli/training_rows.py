@@ -1,29 +1,39 @@
-"""Rows of a training run: from files, the hub or TRL's mixture, as conversations or pairs."""
+"""Rows of a training run: from files, the hub or TRL's mixture, as tokens or pairs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.data import Fields, Pair, PairFields, Row, pair_of, read_records, text_or_row
-from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.train.datasets import (
-    preference_problems,
-    preference_records,
-    record_counts,
-    sft_problems,
-    sft_records,
+from alphatoken.cli.reading import fields_of, unread_columns
+from alphatoken.data import (
+    EncodeOptions,
+    Example,
+    Pair,
+    PairFields,
+    Reading,
+    encode_row,
+    pair_of,
+    read_records,
+    row_of,
 )
+from alphatoken.data.encode import require_shown
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.train.datasets import preference_problems, preference_records
+from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
 _FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 _HUB = re.compile(r"(?P<name>[\w./-]+)(#(?P<config>[\w.-]+))?(:(?P<split>[^:#]+))?")
 
-Item = Row | Pair
+Item = Example | Pair
+"""What is trained on; its ``row`` is what other rows are compared with."""
 
 
 _PLACE = "training rows must come from one place"
@@ -66,16 +76,30 @@ def evaluates(arguments: Arguments) -> bool:
 
 
 class RowReader:
-    """Rows of files and of the hub, as conversations or pairs, and their records for TRL."""
+    """Rows of files and of the hub, as tokens with labels or as pairs, and records of them for TRL.
+
+    Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL.
+    """
 
     def __init__(self, arguments: Arguments, tokenizer: Any) -> None:
-        self.arguments, self.data, self.tokenizer = arguments, arguments.data, tokenizer
+        self.arguments, self.data = arguments, arguments.data
         self.pairs = arguments.command == "dpo"
-        template = getattr(tokenizer, "chat_template", None) is not None
-        template |= getattr(arguments.training, "chat_template_path", None) is not None
-        self.chat = self.data.row_format == "chat" or (self.data.row_format == "auto" and template)
+        self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
+        self.how = EncodeOptions(
+            turns=self.data.turns,
+            chat_template=self.data.row_format != "text",
+            separator=self.data.separator,
+        )
+        template = getattr(self.tokenizer, "chat_template", None) is not None
+        self.chat = self.how.chat_template and template
+        if self.data.row_format == "chat" and not template:
+            raise ConfigError(
+                "row_format 'chat' needs a chat template",
+                got="a tokenizer without one",
+                remedy="--chat_template_path, or --row_format text",
+            )
 
-    def training_rows(self) -> list[Item]:
+    def training_rows(self, notes: list[str]) -> list[Item]:
         """From the file, the hub, or TRL's mixture."""
         data, mixture = self.data, self.arguments.mixture
         if not check_source(self.arguments):
@@ -83,27 +107,31 @@ class RowReader:
                 "training rows must come from one place", got="none named", remedy=_ONE
             )
         if data.train_file is not None:
-            return self._file(Path(data.train_file), data.train_limit)
+            found = read_records(data.train_file)
+            return self._usable(found, data.train_file, "training", notes, data.train_limit)
         if data.dataset_name is not None:
-            name, config, split = data.dataset_name, data.dataset_config, data.dataset_train_split
-            return self._items(_hub(name, config, split), name, data.train_limit)
-        from trl.scripts.utils import get_dataset
+            name = data.dataset_name
+            dataset = _hub(name, data.dataset_config, data.dataset_train_split)
+        else:
+            from trl.scripts.utils import get_dataset
 
-        return self._items(get_dataset(mixture)["train"], "mixture", data.train_limit)
+            name, dataset = "mixture", get_dataset(mixture)["train"]
+        return self._usable(_placed(dataset, name), name, "training", notes, data.train_limit)
 
-    def evaluation_rows(self) -> list[Item]:
+    def evaluation_rows(self, notes: list[str]) -> list[Item]:
         """Of ``eval_data``, or of the hub's test split."""
         if self.data.eval_data is not None:
-            return self.source_rows(self.data.eval_data)
+            return self.source_rows(self.data.eval_data, "evaluation", notes)
         assert self.data.dataset_name is not None  # see check_source
         split = self.data.dataset_test_split
+        name = f"{self.data.dataset_name}:{split}"
         found = _hub(self.data.dataset_name, self.data.dataset_config, split)
-        return self._items(found, f"{self.data.dataset_name}:{split}", None)
+        return self._usable(_placed(found, name), name, "evaluation", notes)
 
-    def source_rows(self, source: str) -> list[Item]:
+    def source_rows(self, source: str, name: str, notes: list[str]) -> list[Item]:
         """Rows of a SOURCE: a local file, or ``name#config:split`` of the hub."""
         if Path(source).suffix.lower() in _FILES or Path(source).is_file():
-            return self._file(Path(source), None)
+            return self._usable(read_records(source), source, name, notes)
         match = _HUB.fullmatch(source)
         if match is None:
             raise ConfigError(
@@ -112,96 +140,107 @@ class RowReader:
                 remedy="a .jsonl, .json or .parquet file, or name, name:split, name#config:split",
             )
         found = _hub(match["name"], match["config"], match["split"] or "train")
-        return self._items(found, source, None)
-
-    def _file(self, path: Path, limit: int | None) -> list[Item]:
-        items: list[Item] = []
-        for place, record in read_records(path):
-            if limit is not None and len(items) >= limit:
-                break
-            items.append(self._item(record, len(items), place))
-        return _some(items, str(path))
-
-    def _items(self, dataset: Any, name: str, limit: int | None) -> list[Item]:
-        chosen = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
-        items = [self._item(record, i, f"{name}, row {i}") for i, record in enumerate(chosen)]
-        return _some(items, name)
-
-    def _item(self, record: Mapping[str, Any], index: int, place: str) -> Item:
-        data = self.data
-        if self.pairs:
-            columns = PairFields(data.prompt_column, data.chosen_column, data.rejected_column)
-            return pair_of(record, index, place, columns)
-        text = getattr(self.arguments.training, "dataset_text_field", "text")
-        fields = Fields(data.prompt_column, data.response_column, data.messages_column)
-        return text_or_row(record, index, place, fields, text)
+        return self._usable(_placed(found, source), source, name, notes)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
         from datasets import Dataset
 
-        return Dataset.from_list(self._records(items))
+        return Dataset.from_list([self._record(item) for item in items])
 
-    def _records(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+    def _record(self, item: Item) -> dict[str, Any]:
+        if isinstance(item, Example):
+            return {"input_ids": item.input_ids, "labels": item.labels}
         end = getattr(self.tokenizer, "eos_token", None) or ""
-        separator, turns = self.data.separator, self.data.turns
-        if self.pairs:
-            pairs = [item for item in items if isinstance(item, Pair)]
-            return preference_records(pairs, chat=self.chat, separator=separator, end=end)
-        rows = [item for item in items if isinstance(item, Row)]
-        return sft_records(rows, chat=self.chat, turns=turns, separator=separator, end=end)
+        separator = self.data.separator
+        return preference_records([item], chat=self.chat, separator=separator, end=end)[0]
 
-    def usable(self, items: Sequence[Item], name: str, notes: list[str]) -> list[Item]:
+    def _usable(
+        self,
+        records: Iterable[tuple[str, Mapping[str, Any]]],
+        source: str,
+        name: str,
+        notes: list[str],
+        limit: int | None = None,
+    ) -> list[Item]:
         """Those rows that can be trained on; the others are counted in ``notes``, or refused.
 
         Before anything is held out, so that as many are held out as was asked for.
         """
-        bad: dict[int, str] = {}
-        for what, places in self._problems(items, name).items():
-            rows = sorted(set(places))
-            bad |= dict.fromkeys(rows, what)
-            first = ", ".join(items[row].place for row in rows[:3])
-            if self.data.on_bad_rows == "error":
-                raise InputError(
-                    f"{len(rows)} {name} rows cannot be trained on: {what}",
-                    got=first,
-                    remedy="mend them, or let them be left out (--on_bad_rows skip)",
-                )
-            notes.append(f"{len(rows)} {name} rows dropped: {what} (such as {first}).")
-        left = [item for row, item in enumerate(items) if row not in bad]
-        if not left:
+        reading = Reading(Path(source).name)
+        found: list[Item] = []
+        bad: dict[str, list[str]] = {}
+        first: DataError | None = None
+        for index, (place, record) in enumerate(islice(records, limit)):
+            try:
+                item = self._item(record, index, place, reading)
+            except DataError as error:
+                first = first or error
+                bad.setdefault(error.what, []).append(place)
+                continue
+            if problem := self._problem(item):
+                bad.setdefault(problem, []).append(place)
+            else:
+                found.append(item)
+        reading.say()
+        if first is not None and (not found or self.data.on_bad_rows == "error"):
+            raise first
+        self._report(bad, name, notes)
+        if not found:
             raise InputError(
                 f"no {name} row is left",
-                got=" ".join(notes),
+                got=" ".join(notes) or f"{source}: no rows",
                 remedy="look at the columns, max_length and max_prompt_length",
             )
-        return left
+        return found
 
-    def _problems(self, items: Sequence[Item], name: str) -> dict[str, list[int]]:
-        """What is wrong -> numbers of the items; one item may be several records."""
-        owners = list(range(len(items)))
-        rows = [item for item in items if isinstance(item, Row)]
-        if not self.pairs:
-            counts = record_counts(rows, chat=self.chat, turns=self.data.turns)
-            owners = [row for row, count in enumerate(counts) for _ in range(count)]
-        args, tokenizer = self.arguments.training, self.tokenizer
-        if self.chat and getattr(tokenizer, "chat_template", None) is None:
-            tokenizer = None  # the trainer sets the template; lengths are not known before
-        options = {"name": name, "tokenizer": tokenizer, "max_length": args.max_length}
-        look: Callable[..., dict[str, list[int]]] = sft_problems
+    def _report(self, bad: Mapping[str, Sequence[str]], name: str, notes: list[str]) -> None:
+        for what, places in bad.items():
+            some = ", ".join(places[:3])
+            if self.data.on_bad_rows == "error":
+                raise InputError(
+                    f"{len(places)} {name} rows cannot be trained on: {what}",
+                    got=some,
+                    remedy="mend them, or let them be left out (--on_bad_rows skip)",
+                )
+            notes.append(f"{len(places)} {name} rows dropped: {what} (such as {some}).")
+
+    def _item(self, record: Mapping[str, Any], index: int, place: str, reading: Reading) -> Item:
+        data, args = self.data, self.arguments.training
         if self.pairs:
-            look = preference_problems
-            options["max_prompt_length"] = args.max_prompt_length
-            if args.cuts_prompts and self.data.long_prompts == "cut":
-                options |= {"max_length": None, "max_prompt_length": None}
-        found = look(self._records(items), **options)
-        return {what: [owners[row] for row in rows_] for what, rows_ in found.items()}
+            columns = (data.prompt_column, data.chosen_column, data.rejected_column)
+            fields = PairFields(*columns, unread_columns(data))
+            pair = pair_of(record, index, place, fields, reading)
+            for said in (pair.chosen, pair.rejected):
+                row = replace(pair.row, turns=(*pair.prompt, *said))
+                require_shown(row, self.tokenizer, self.how)
+            return pair
+        row = row_of(record, index, place, fields_of(data, text=args.dataset_text_field), reading)
+        ids, labels = encode_row(row, self.tokenizer, self.how)
+        return Example(row, ids, ids if args.completion_only_loss is False else labels)
+
+    def _problem(self, item: Item) -> str | None:
+        """What is wrong with a row that could be read."""
+        args = self.arguments.training
+        if isinstance(item, Example):
+            if not item.response_tokens:
+                return "the response is empty"
+            limit = args.max_length if args.truncation_mode == "keep_start" else None
+            if limit is not None and not replace(item, labels=item.labels[:limit]).response_tokens:
+                return f"the prompt is longer than {limit - 1} tokens"
+            return None
+        options = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
+        if args.cuts_prompts and self.data.long_prompts == "cut":
+            options = {}
+        return next(
+            iter(preference_problems([self._record(item)], tokenizer=self.tokenizer, **options)),
+            None,
+        )
 
 
-def _some(items: list[Item], source: str) -> list[Item]:
-    if not items:
-        raise DataError("the data set has no rows", got=source, remedy="give one with rows")
-    return items
+def _placed(dataset: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows of a data set, each with how a person finds it."""
+    return ((f"{name}, row {index}", record) for index, record in enumerate(dataset))
 
 
 def _hub(name: str, config: str | None, split: str) -> Any:

@@ -23,14 +23,14 @@ from alphatoken.compare.scores import Prepared, prepare, scores
 from alphatoken.data import (
     EncodeOptions,
     Example,
-    Fields,
     Pair,
+    Reading,
     Row,
     batches,
     encode_rows,
     pair_of,
     read_records,
-    text_or_row,
+    row_of,
 )
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
@@ -79,14 +79,15 @@ def check_rows(measures: Measures, command: str) -> None:
         DataError: a file cannot be read, a row is none, or no row has a response.
     """
     for name, path in _files(measures).items():
-        answered = False
+        answered, reading = False, Reading(Path(path).name)
         for i, (place, record) in enumerate(read_records(path)):
             if _has_pairs(name, command):
-                pair_of(record, i, place)
+                pair_of(record, i, place, reading=reading)
                 answered = True
             else:
-                row = text_or_row(record, i, place, Fields())
+                row = row_of(record, i, place, reading=reading)
                 answered = answered or bool(row.response.strip())
+        reading.say()
         if not answered:
             raise DataError(
                 f"{name}_file has no response to measure",
@@ -104,7 +105,7 @@ def read_examples(
         DataError: the file cannot be read, or no row has a response.
     """
     records = enumerate(read_records(path))
-    rows = [text_or_row(record, i, place, Fields()) for i, (place, record) in records]
+    rows = [row_of(record, i, place) for i, (place, record) in records]
     options = EncodeOptions(max_length=max_length, on_empty="skip", chat_template=chat)
     examples, _ = encode_rows(rows, tokenizer, options)
     if not examples:

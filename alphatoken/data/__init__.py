@@ -3,7 +3,7 @@
 Small steps, each usable by itself:
 
 * :func:`read_rows` reads JSONL, JSON or Parquet rows (prompt and response, or chat messages), and
-  :func:`read_pairs` preference pairs;
+  :func:`read_pairs` preference pairs; both log what was read as what, and what was not read;
 * :func:`encode_rows` turns them into token ids and labels, through the tokenizer's chat template
   where it has one, through one stated plain format where it has none;
 * :func:`split_pools` keeps validation rows and Fisher prompts out of the training rows;
@@ -24,15 +24,9 @@ from alphatoken.data.encode import (
 )
 from alphatoken.data.pairs import Pair, PairFields, pair_of, read_pairs
 from alphatoken.data.pieces import TokenText, token_texts
-from alphatoken.data.rows import (
-    Fields,
-    Row,
-    Turn,
-    read_records,
-    read_rows,
-    row_of,
-    text_or_row,
-)
+from alphatoken.data.reading import Reading
+from alphatoken.data.rows import Fields, Row, Turn, row_of
+from alphatoken.data.source import read_records, read_rows
 from alphatoken.data.split import Pools, leak_keys, split_pools
 from alphatoken.data.weighted import WeightedCollator
 
@@ -45,6 +39,7 @@ __all__ = [
     "Pair",
     "PairFields",
     "Pools",
+    "Reading",
     "Row",
     "TokenText",
     "Turn",
@@ -61,6 +56,5 @@ __all__ = [
     "read_rows",
     "row_of",
     "split_pools",
-    "text_or_row",
     "token_texts",
 ]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from alphatoken.data.rows import Fields, Row, text_or_row
+from alphatoken.data.reading import Reading
+from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.data.source import Found, RowSource
-from alphatoken.data.split import check_draw, leak_keys, refuse_leaks
+from alphatoken.data.split import check_draw, leak_keys, none_left, refuse_leaks
 from alphatoken.errors import DataError
 
 __all__ = ["BadRow", "Corpus", "draw_rows"]
@@ -44,6 +46,7 @@ class Corpus:
         held: ``leak_keys`` of the validation rows.
         fisher: those of the rows that the Fisher was fitted on.
         on_leak: "remove" or "error" for rows that repeat held-out ones.
+        leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
         on_bad_rows: "error", or "skip" to pass over rows that cannot be read, and name them.
     """
 
@@ -53,10 +56,15 @@ class Corpus:
     held: frozenset[str] = frozenset()
     fisher: frozenset[str] = frozenset()
     on_leak: str = "remove"
+    leak_key: str = "prompt"
     on_bad_rows: str = "error"
 
-    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row | BadRow | str]:
+    def rows(
+        self, start: int = 0, stop: int | None = None, reading: Reading | None = None
+    ) -> Iterator[Row | BadRow | str]:
         """What becomes of each row: a row to value, a bad row, or why it is left out.
+
+        ``reading`` is told which columns were read as what.
 
         The reasons are "drawn_validation", "removed_same_as_validation" and
         "removed_same_as_fisher".
@@ -68,10 +76,10 @@ class Corpus:
             if found.index in self.drawn:
                 yield "drawn_validation"
                 continue
-            row = self.row(found)
+            row = self.row(found, reading)
             yield row if isinstance(row, BadRow) else self._checked(row)
 
-    def row(self, found: Found) -> Row | BadRow:
+    def row(self, found: Found, reading: Reading | None = None) -> Row | BadRow:
         """What was found as a row, or what is wrong with it.
 
         Raises:
@@ -80,7 +88,7 @@ class Corpus:
         try:
             if isinstance(found.record, DataError):
                 raise found.record
-            return text_or_row(found.record, found.index, found.place, self.fields)
+            return row_of(found.record, found.index, found.place, self.fields, reading)
         except DataError as error:
             return self.bad(found.index, found.place, error)
 
@@ -95,7 +103,7 @@ class Corpus:
         return BadRow.of(index, place, error)
 
     def _checked(self, row: Row) -> Row | str:
-        keys = leak_keys(row)
+        keys = leak_keys(row, self.leak_key)
         for name, pool in (("validation", self.held), ("fisher", self.fisher)):
             if pool & keys:
                 if self.on_leak == "error":
@@ -106,6 +114,8 @@ class Corpus:
     def survey(self, report: Callable[[int], None] | None = None) -> dict[str, int]:
         """Go through all rows once, before any work: how many are valued, and what is left out.
 
+        Says which columns were read as what.
+
         Args:
             report: is told how many rows were read, now and then.
 
@@ -113,11 +123,13 @@ class Corpus:
             DataError: as of :meth:`rows`; or no row is left.
         """
         counts: Counter[str] = Counter()
-        for number, row in enumerate(self.rows()):
+        reading = Reading(Path(self.source.path).name)
+        for number, row in enumerate(self.rows(reading=reading)):
             kinds = {BadRow: "bad_rows", Row: "train"}
             counts[row if isinstance(row, str) else kinds[type(row)]] += 1
             if report is not None and number % 256 == 0:
                 report(number)
+        reading.say()
         names = (
             "drawn_validation",
             "removed_same_as_validation",
@@ -126,11 +138,7 @@ class Corpus:
         )
         found = {"rows": self.source.rows, **{n: counts[n] for n in (*names, "train")}}
         if not counts["train"]:
-            raise DataError(
-                "no training row is left",
-                got=", ".join(f"{name} {count}" for name, count in found.items() if count),
-                remedy="hold out fewer rows, or give validation rows of their own",
-            )
+            raise none_left(found)
         return found
 
 
@@ -145,15 +153,17 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
     """
     total = corpus.source.rows
     check_draw(count, total, "validation rows")
-    draw = random.Random(seed)
+    draw, lenient = random.Random(seed), replace(corpus, on_bad_rows="skip")
     chosen, bad = set(draw.sample(range(total), count)), set[int]()
     found: dict[int, Row] = {}
     while left := sorted(chosen - found.keys()):
         for one in _at(corpus.source, left):
-            row = corpus.row(one)
+            row = lenient.row(one)
             if isinstance(row, Row):
                 found[one.index] = row
                 continue
+            if corpus.on_bad_rows == "error":
+                corpus.survey()  # stops at the first bad row of the file, not of the draw
             # A bad row is passed over: another one is drawn in its place.
             bad.add(one.index)
             check_draw(count, total - len(bad), "validation rows")

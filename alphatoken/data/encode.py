@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.data.rows import Row, Turn
@@ -214,10 +214,12 @@ def encode_row(
 ) -> tuple[list[int], list[int]]:
     """Ids and labels of one row, before any truncation.
 
-    Turns after the last assistant turn are left out: no label can see them.
+    Turns after the last assistant turn are left out: no label can see them. Turns that the data
+    mark as not to be trained on have no labels.
 
     Raises:
-        DataError: the template refuses the conversation, or its prefixes do not agree.
+        DataError: the template refuses the conversation, or does not show all of it, or its
+            prefixes do not agree.
     """
     options = options or EncodeOptions()
     last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
@@ -226,12 +228,14 @@ def encode_row(
     if options.turns == "last":
         labelled = labelled[-1:]
     # A template would dress an empty response in markers; with no text there is nothing to learn.
-    labelled = [i for i in labelled if turns[i].text.strip()]
+    said = [i for i in labelled if turns[i].learned and (turns[i].text + turns[i].thought).strip()]
+    row = replace(row, turns=turns)
+    require_shown(row, tokenizer, options)
     if not _uses_template(tokenizer, options) or len(turns) == 1:  # plain text is no conversation
-        return _plain(turns, labelled, tokenizer, options)
+        return _plain(turns, said, tokenizer, options)
     if "generation" in _block_tags(tokenizer):
-        return _marked(turns, labelled, tokenizer, row.place)
-    return _templated(turns, labelled, tokenizer, row.place)
+        return _marked(row, said, tokenizer)
+    return _templated(row, said, tokenizer)
 
 
 def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> list[int]:
@@ -243,8 +247,9 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
     options = options or EncodeOptions()
     first = next(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
     turns = row.turns[:first]
+    require_shown(replace(row, turns=turns), tokenizer, options)
     if _uses_template(tokenizer, options) and turns:
-        text = _render(tokenizer, turns, row.place, generation=True)
+        text = _render(tokenizer, turns, row, generation=True)
         ids = _ids(tokenizer, text)
     else:
         ids, _ = _plain(turns, [], tokenizer, options)
@@ -288,19 +293,54 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """Turns as a chat template takes them."""
-    return [{"role": turn.role, "content": turn.text} for turn in turns]
+    """Turns as a chat template takes them; a thought under both names that templates know."""
+    return [
+        {"role": turn.role, "content": turn.text}
+        | ({"reasoning_content": turn.thought, "thinking": turn.thought} if turn.thought else {})
+        for turn in turns
+    ]
 
 
-def _render(tokenizer: Any, turns: Sequence[Turn], place: str, *, generation: bool) -> str:
+def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
+    """See that thoughts, tools and documents of a row are in the text that is made of it.
+
+    Raises:
+        DataError: the chat template leaves them out, or there is none.
+    """
+    bare = {
+        name: replace(row, template={k: v for k, v in row.template.items() if k != name})
+        for name in ("tools", "documents")
+        if name in row.template
+    }
+    if any(turn.thought for turn in row.turns):
+        bare["thoughts"] = replace(row, turns=tuple(replace(t, thought="") for t in row.turns))
+    asked = any(turn.role != "assistant" for turn in row.turns)
+    shown = asked and _uses_template(tokenizer, options)
+    for what, without in bare.items():
+        if shown and _rendered(row, tokenizer) != _rendered(without, tokenizer):
+            continue
+        raise DataError(
+            f"the {what} of a row would be lost",
+            got=row.place,
+            why="the chat template does not write them" if shown else "no chat template is used",
+            remedy="a tokenizer whose template writes them, or write them into the content"
+            + ("" if what == "thoughts" else f", or --unread_columns {what}"),
+        )
+
+
+def _rendered(row: Row, tokenizer: Any) -> str:
+    return _render(tokenizer, row.turns, row, generation=False)
+
+
+def _render(tokenizer: Any, turns: Sequence[Turn], row: Row, *, generation: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(
-            messages_of(turns), tokenize=False, add_generation_prompt=generation
+            messages_of(turns), tokenize=False, add_generation_prompt=generation, **row.template
         )
     except Exception as error:  # templates raise whatever their author wrote
         raise DataError(
             "the chat template refuses the conversation",
-            got=f"{place}: {type(error).__name__}: {error}",
+            got=f"{row.place}: {type(error).__name__}: {error}",
             remedy="mend the row (order of roles?), or leave the template out: --no_chat_template",
         ) from None
     return str(text)
@@ -310,13 +350,16 @@ def _block_tags(tokenizer: Any) -> set[str]:
     return set(re.findall(r"{%-?\s*(\w+)", str(tokenizer.chat_template)))
 
 
-def _marked(
-    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, place: str
-) -> tuple[list[int], list[int]]:
+def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Labels from the template's own generation marks, one marked run an assistant turn."""
-    _render(tokenizer, turns, place, generation=False)  # its errors, named by row
+    turns = row.turns
+    _rendered(row, tokenizer)  # its errors, named by row
     encoded = tokenizer.apply_chat_template(
-        messages_of(turns), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        messages_of(turns),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **row.template,
     )
     ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
     runs = _runs(marks)
@@ -324,7 +367,7 @@ def _marked(
     if labelled and len(runs) != len(wanted):
         raise DataError(
             "the chat template marks other spans than the assistant turns",
-            got=f"{place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
+            got=f"{row.place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
             remedy="check the template's generation marks, or use --no_chat_template",
         )
     labels = [IGNORE] * len(ids)
@@ -345,21 +388,19 @@ def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _templated(
-    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, place: str
-) -> tuple[list[int], list[int]]:
+def _templated(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Labels from the spans by which each assistant turn lengthens the rendered text.
 
     A token belongs to the span that its last character lies in.
     """
-    text = _render(tokenizer, turns, place, generation=False)
-    spans = [_span(turns, index, text, tokenizer, place) for index in labelled]
+    text = _rendered(row, tokenizer)
+    spans = [_span(row, index, text, tokenizer) for index in labelled]
     try:
         encoded = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
     except NotImplementedError:
-        return _by_pieces(text, spans, tokenizer, place)
+        return _by_pieces(text, spans, tokenizer, row.place)
     ids = [int(i) for i in encoded["input_ids"]]
     labels = [
         token if any(start < end <= stop for start, stop in spans) else IGNORE
@@ -368,16 +409,15 @@ def _templated(
     return ids, labels
 
 
-def _span(
-    turns: Sequence[Turn], index: int, text: str, tokenizer: Any, place: str
-) -> tuple[int, int]:
+def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int]:
     """Characters [start, end) of assistant turn ``index`` in the whole rendered ``text``."""
-    before = _render(tokenizer, turns[:index], place, generation=True) if index else ""
-    through = _render(tokenizer, turns[: index + 1], place, generation=False)
+    turns = row.turns
+    before = _render(tokenizer, turns[:index], row, generation=True) if index else ""
+    through = _render(tokenizer, turns[: index + 1], row, generation=False)
     if not (index and through.startswith(before) and text.startswith(through)):
         raise DataError(
             "the chat template gives no consistent assistant span",
-            got=f"{place}, turn {index + 1}: "
+            got=f"{row.place}, turn {index + 1}: "
             + (
                 "the text rendered up to this turn is not a prefix of the whole"
                 if index
@@ -393,7 +433,9 @@ def _span(
 def _trim(text: str, start: int, content: str) -> int:
     """End of the span without white space that the template writes after its end marker."""
     stripped = text[start:].rstrip()
-    if stripped.endswith(content.rstrip()):  # no end marker: the white space may be the content's
+    if content.strip() and stripped.endswith(
+        content.rstrip()
+    ):  # no end marker: the white space may be the content's
         return len(text)
     return start + len(stripped)
 

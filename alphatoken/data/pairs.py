@@ -9,10 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data.rows import CHATS, PROMPTS, Row, Turn, read_records, short, turn_of
+from alphatoken.data.reading import Columns, Reading, short
+from alphatoken.data.rows import (
+    CHATS,
+    PROMPTS,
+    Row,
+    Turn,
+    prompt_turns,
+    require_read,
+    require_text,
+    value_turns,
+    with_system,
+)
+from alphatoken.data.source import read_records
 from alphatoken.errors import DataError
 
 __all__ = ["Pair", "PairFields", "pair_of", "read_pairs"]
@@ -47,101 +60,93 @@ class Pair:
 class PairFields:
     """Names of the fields to read; None means: the first known name that the row has.
 
-    Known names: prompt, instruction, question, query, messages, conversations (or none, where both
-    responses are whole conversations); chosen, chosen_response; rejected, rejected_response.
+    Known names: those of a prompt in ``Fields``, or none, where both responses are whole
+    conversations; chosen, chosen_response; rejected, rejected_response.
     """
 
     prompt: str | None = None
     chosen: str | None = None
     rejected: str | None = None
+    unread: tuple[str, ...] = ()
+    """Columns to be left aside, also where they change the conversation."""
 
 
 def read_pairs(
     path: str | Path, *, fields: PairFields | None = None, limit: int | None = None
 ) -> list[Pair]:
-    """The pairs of a ``.jsonl``, ``.json`` or ``.parquet`` file.
+    """The pairs of a data file or folder; logs what was read as what, as ``read_rows`` does.
 
     Raises:
         DataError: as for ``read_rows``; a record that is no pair. The message names file and line.
     """
-    pairs: list[Pair] = []
-    for place, record in read_records(path):
-        if limit is not None and len(pairs) >= limit:
-            break
-        pairs.append(pair_of(record, len(pairs), place, fields))
-    if not pairs:
-        raise DataError("the data file has no rows", got=str(path), remedy="give a non-empty file")
+    reading = Reading(Path(path).name)
+    pairs = [
+        pair_of(record, index, place, fields, reading)
+        for index, (place, record) in enumerate(islice(read_records(path), limit))
+    ]
+    reading.say()
     return pairs
 
 
 def pair_of(
-    record: Mapping[str, Any], index: int, place: str, fields: PairFields | None = None
+    record: Mapping[str, Any],
+    index: int,
+    place: str,
+    fields: PairFields | None = None,
+    reading: Reading | None = None,
 ) -> Pair:
-    """One record, of a file or of any other source, as a pair.
+    """One record, of a file or of any other source, as a pair; see ``row_of``.
 
     Raises:
-        DataError: a missing or wrong field; the message names ``place``.
+        DataError: a missing or wrong field, or one that would be lost; the message names ``place``.
     """
     fields = fields or PairFields()
-    chosen = record[_name(record, fields.chosen, _CHOSEN, "chosen", place)]
-    rejected = record[_name(record, fields.rejected, _REJECTED, "rejected", place)]
-    name = fields.prompt or next((n for n in (*PROMPTS, *CHATS) if n in record), None)
-    if name is not None and name not in record:
-        raise _missing(name, record, place)
-    prompt = None if name is None else record[name]
+    columns = Columns(record, place, fields.unread)
+    chosen = columns.take(_name(columns, fields.chosen, _CHOSEN, "chosen"), "chosen")
+    rejected = columns.take(_name(columns, fields.rejected, _REJECTED, "rejected"), "rejected")
+    name = fields.prompt or columns.first((*PROMPTS, *CHATS))
+    prompt = None if name is None else prompt_turns(columns, name)
     if isinstance(chosen, str) and isinstance(rejected, str):
-        turns = _of_texts(prompt, chosen, rejected, place)
+        asked, *said = _of_texts(prompt, chosen, rejected, place)
     else:
-        turns = _of_messages(prompt, _turns(chosen, place), _turns(rejected, place), place)
-    return Pair(index, place, *turns)
+        good, bad = (value_turns(v, "assistant", "a response", place) for v in (chosen, rejected))
+        asked, *said = _of_messages(prompt, good, bad, place)
+    if prompt is None:
+        asked = with_system(columns, asked)
+    require_read(columns)
+    for turns in (asked, *said):
+        require_text(turns, place)
+    if not all(turn.learned for turns in said for turn in turns):
+        raise DataError(
+            "a response of a pair is marked as not to be trained on",
+            got=place,
+            why="a pair is learned as a whole",
+            remedy="drop the pair, or the mark",
+        )
+    if reading is not None:
+        reading.add(columns)
+    return Pair(index, place, asked, *said)
 
 
-Parts = tuple[tuple[Turn, ...], tuple[Turn, ...], tuple[Turn, ...]]
+Turns = tuple[Turn, ...]
+Parts = tuple[Turns, Turns, Turns]
 
 
-def _name(
-    record: Mapping[str, Any], asked: str | None, known: Sequence[str], kind: str, place: str
-) -> str:
-    name = asked or next((n for n in known if n in record), None)
+def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) -> str:
+    name = asked or columns.first(known)
     if name is None:
         raise DataError(
             f"the row has no {kind} response",
-            got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
+            got=f"{columns.place} has {columns}",
             remedy=f"name its column with --{kind}_column (known: {', '.join(known)})",
         )
-    if name not in record:
-        raise _missing(name, record, place)
     return name
 
 
-def _missing(name: str, record: Mapping[str, Any], place: str) -> DataError:
-    return DataError(
-        f"the row has no field {name!r}",
-        got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
-        remedy="check the name of the column",
-    )
-
-
-def _turns(value: Any, place: str) -> tuple[Turn, ...]:
-    """A message, a list of them, or a text, which is an assistant's."""
-    if isinstance(value, str):
-        return (Turn("assistant", value),)
-    if isinstance(value, Mapping):
-        return (turn_of(value, place),)
-    if isinstance(value, Sequence) and value:
-        return tuple(turn_of(message, place) for message in value)
-    raise DataError(
-        "a response is neither text nor a list of messages",
-        got=f"{place}: {short(repr(value))}",
-        remedy='write a text, or [{"role": "assistant", "content": ...}]',
-    )
-
-
-def _of_texts(prompt: Any, chosen: str, rejected: str, place: str) -> Parts:
+def _of_texts(prompt: Turns | None, chosen: str, rejected: str, place: str) -> Parts:
     """Three texts; or two transcripts or texts that begin alike."""
     if prompt is not None:
-        asked = (Turn("user", prompt),) if isinstance(prompt, str) else _turns(prompt, place)
-        return asked, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
+        return prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
     if all(_SPEAKER.match(text) for text in (chosen, rejected)):
         return _split(_transcript(chosen), _transcript(rejected), place)
     length = next(
@@ -171,17 +176,24 @@ def _transcript(text: str) -> tuple[Turn, ...]:
     )
 
 
-def _of_messages(
-    prompt: Any, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...], place: str
-) -> Parts:
+def _of_messages(prompt: Turns | None, chosen: Turns, rejected: Turns, place: str) -> Parts:
     """Messages, after a prompt of their own or with it at their head."""
-    whole = any(turn.role != "assistant" for turn in (*chosen, *rejected))
-    if prompt is None or (isinstance(prompt, str) and whole):
+    if prompt is None:
         return _split(chosen, rejected, place)
-    asked = (Turn("user", prompt),) if isinstance(prompt, str) else _turns(prompt, place)
-    if chosen[: len(asked)] == asked == rejected[: len(asked)]:
-        chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
-    return asked, chosen, rejected
+    if chosen[0].role == rejected[0].role == "assistant":
+        return prompt, chosen, rejected
+    system = prompt[:1] if prompt[0].role == "system" else ()
+    head, *said = _split(chosen, rejected, place)
+    if head[0].role == "system":
+        system = ()
+    if prompt[-1] not in head:
+        raise DataError(
+            "the prompt is not that of the two conversations",
+            got=f"{place}: {short(prompt[-1].text, 40)!r} and {short(head[-1].text, 40)!r}",
+            why="one of them would be lost",
+            remedy="mend the row, or leave the prompt's column aside: --unread_columns NAME",
+        )
+    return (*system, *head), said[0], said[1]
 
 
 def _split(chosen: tuple[Turn, ...], rejected: tuple[Turn, ...], place: str) -> Parts:

@@ -1,4 +1,4 @@
-"""Rows from JSONL and Parquet files: prompt and response, or chat messages.
+"""Records as rows: prompt and response, chat messages, or plain text.
 
 A row is a conversation. A prompt with its response is a conversation of two turns, so everything
 after this file knows one shape only.
@@ -7,19 +7,33 @@ after this file knows one shape only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from alphatoken.data.reading import Columns, Reading, short
 from alphatoken.errors import DataError
 
-__all__ = ["Fields", "Row", "Turn", "read_records", "read_rows", "row_of", "text_or_row"]
+__all__ = ["Fields", "Row", "Turn", "row_of"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
 CHATS = ("messages", "conversations")
-_BOM = b"\xef\xbb\xbf"
+_ADDED = ("input", "context")
+_SYSTEMS = ("system", "system_prompt", "system_message")
+_TEMPLATE = ("tools", "documents", "chat_template_kwargs")
+CHANGING = (
+    *_ADDED, *_SYSTEMS, *_TEMPLATE, "history", "functions", "function_call", "tool_calls",
+    "image", "images", "audio", "audios", "video", "videos",
+)  # fmt: skip
+"""Columns that change the conversation: read, or the row is refused."""
+
+_ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
+          "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
+"""Texts about a text, beside which it is a document still."""
+
+_THOUGHTS = ("reasoning_content", "thinking")
+_MARKS = ("weight", "train", "loss", "trainable")
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -34,10 +48,19 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation; the ``assistant`` turns are the response."""
+    """One turn of a conversation; the ``assistant`` turns are the response.
+
+    Attributes:
+        role: ``user``, ``assistant`` or ``system``.
+        text: what is said.
+        thought: what is thought before it, which only a chat template can write.
+        learned: False where the data mark the turn as one not to be trained on.
+    """
 
     role: str
     text: str
+    thought: str = ""
+    learned: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,12 +68,14 @@ class Row:
     """One row of a data file.
 
     ``index`` counts rows of the file from 0 (blank JSONL lines are not rows); ``place`` is how a
-    message names it, for example ``train.jsonl, line 12``.
+    message names it, for example ``train.jsonl, line 12``. ``template`` is what the row gives its
+    chat template beside the turns: tools, documents, options.
     """
 
     index: int
     place: str
     turns: tuple[Turn, ...]
+    template: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def prompt(self) -> str:
@@ -75,8 +100,9 @@ class Fields:
     With ``response`` given, a row without any known prompt field is plain text: a response to an
     empty prompt.
 
-    Known names: prompt, instruction (with an optional ``input``), question, query; response,
-    output, answer, completion; messages, conversations.
+    Known names: prompt, instruction, question, query, each with an optional ``input`` or
+    ``context``; response, output, answer, completion; messages, conversations; system,
+    system_prompt, system_message; history.
     """
 
     prompt: str | None = None
@@ -84,43 +110,51 @@ class Fields:
     messages: str | None = None
     prompt_only: bool = False
     """A row may have no response (it is then empty): enough to draw the model's own ones."""
+    unread: tuple[str, ...] = ()
+    """Columns to be left aside, also where they change the conversation."""
+    text: str = "text"
+    """Column of plain text, of a row that has no prompt and no chat."""
 
 
-def read_rows(
-    path: str | Path, *, fields: Fields | None = None, limit: int | None = None
-) -> list[Row]:
-    """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file; plain texts as all response.
-
-    Args:
-        path: the file; its suffix decides the format.
-        fields: field names, where they are not among the known ones.
-        limit: read at most this many rows.
-
-    Raises:
-        DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
-            field, a file without rows, an unreadable Parquet file. The message names file and line.
-    """
-    fields = fields or Fields()
-    rows: list[Row] = []
-    for place, record in read_records(path):
-        if limit is not None and len(rows) >= limit:
-            break
-        rows.append(text_or_row(record, len(rows), place, fields))
-    if not rows:
-        raise DataError("the data file has no rows", got=str(path), remedy="give a non-empty file")
-    return rows
-
-
-def row_of(record: Mapping[str, Any], index: int, place: str, fields: Fields | None = None) -> Row:
+def row_of(
+    record: Mapping[str, Any],
+    index: int,
+    place: str,
+    fields: Fields | None = None,
+    reading: Reading | None = None,
+) -> Row:
     """One record, of a file or of any other source, as a row.
 
+    Args:
+        record: columns and what they hold; null counts as absent.
+        index: its number, from 0.
+        place: how a message names it.
+        fields: field names, where they are not among the known ones.
+        reading: is told which columns were read as what.
+
     Raises:
-        DataError: a missing or wrong field; the message names ``place``.
+        DataError: a missing or wrong field, or one that would be lost; the message names ``place``.
     """
-    row = Row(index, place, _turns(record, fields or Fields(), place))
-    for turn in row.turns:
+    fields = fields or Fields()
+    columns = Columns(record, place, fields.unread)
+    turns = _turns(columns, fields)
+    template = _template(columns) if len(turns) > 1 else {}
+    require_read(columns)
+    require_text(turns, place)
+    if reading is not None:
+        reading.add(columns)
+    return Row(index, place, turns, template)
+
+
+def require_text(turns: Sequence[Turn], place: str) -> None:
+    """See that every text can be read by a tokenizer.
+
+    Raises:
+        DataError: half of a surrogate pair.
+    """
+    for turn in turns:
         try:
-            turn.text.encode()
+            (turn.text + turn.thought).encode()
         except UnicodeEncodeError as error:
             raise DataError(
                 "a text holds half of a character",
@@ -128,245 +162,177 @@ def row_of(record: Mapping[str, Any], index: int, place: str, fields: Fields | N
                 why="a surrogate without its other half is no text that a tokenizer can read",
                 remedy="mend or drop the row; the text may have been cut in the middle of a pair",
             ) from None
-    return row
 
 
-def text_or_row(
-    record: Mapping[str, Any], index: int, place: str, fields: Fields, text: str = "text"
-) -> Row:
-    """One record as a row; of plain text every token is response.
-
-    Plain text is a record with the column ``text`` and none of a prompt or a chat, where the
-    fields name no columns either.
+def require_read(columns: Columns) -> None:
+    """See that no column is lost that changes the conversation.
 
     Raises:
-        DataError: as :func:`row_of`, or the column holds no text.
+        DataError: names it.
     """
-    named = fields.prompt or fields.response or fields.messages
-    if named or text not in record or any(name in record for name in (*PROMPTS, *CHATS)):
-        return row_of(record, index, place, fields)
-    if not isinstance(record[text], str):
-        raise DataError(f"field {text!r} is not text", got=place)
-    return Row(index, place, (Turn("assistant", record[text]),))
+    for name, value in columns.left.items():
+        if name in CHANGING and value not in ("", [], {}):
+            raise DataError(
+                f"the column {name!r} has no place in this row",
+                got=f"{columns.place}: {short(repr(value), 40)}",
+                why="without it the conversation would be another one",
+                remedy=f"write it into the prompt or the messages, or leave it aside: "
+                f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
+            )
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, record) of every row of a ``.jsonl``, ``.json`` or ``.parquet`` file, as they are.
-
-    A ``.json`` file is one list of objects, or one object a line.
-
-    Raises:
-        DataError: as for :func:`read_rows`, but for the fields.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError("no such data file", got=str(path), remedy="check the path")
-    suffix = path.suffix.lower()
-    if suffix == ".json" and starts_with_list(path):
-        return _json(path)
-    if suffix in (".jsonl", ".json", ".ndjson"):
-        return _jsonl(path)
-    if suffix in (".parquet", ".pq"):
-        return _parquet(path)
-    raise DataError(
-        "unknown kind of data file",
-        got=str(path),
-        remedy="give a .jsonl, a .json or a .parquet file",
-    )
-
-
-def starts_with_list(path: Path) -> bool:
-    """Whether a JSON file is one list, and not one object a line."""
-    with path.open("rb") as file:
-        return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-
-
-def _json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of one JSON list."""
-    for number, record in enumerate(json_items(path), start=1):
-        place = f"{path.name}, item {number}"
-        yield place, require_object(record, place)
-
-
-def json_items(path: Path) -> Sequence[Any]:
-    """The items of one JSON list.
-
-    Raises:
-        DataError: the file is none.
-    """
-    try:
-        records: Sequence[Any] = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(
-            "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
-        ) from None
-    return records
-
-
-def require_object(record: Any, place: str) -> Mapping[str, Any]:
-    """The item of a list, which must be an object.
-
-    Raises:
-        DataError: it is none.
-    """
-    if not isinstance(record, dict):
-        raise DataError(
-            "an item of the JSON list is not an object",
-            got=f"{place}: {short(repr(record))}",
-            remedy='write {"prompt": ..., "response": ...} for each item',
-        )
-    return record
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not is_blank(raw):
-                place = f"{path.name}, line {number}"
-                yield place, json_line(raw, place)
-
-
-def is_blank(raw: bytes) -> bool:
-    """Whether a line of a JSONL file is no row: white space, or a byte order mark alone."""
-    return not raw.strip(_BOM + b" \t\r\n\v\f")
-
-
-def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
-    """The object on one line of a JSONL file.
-
-    Raises:
-        DataError: not UTF-8, not JSON, or no object; the message names ``place``.
-    """
-    try:
-        line = raw.removeprefix(_BOM).decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "the data file is not UTF-8",
-            got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            remedy="convert the file to UTF-8",
-        ) from None
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            "broken JSON line",
-            got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
-            remedy="each line must be one JSON object; mend or drop this line",
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
-        raise DataError(
-            "a JSON line cannot be read", got=f"{place}: {error}", remedy="mend or drop this line"
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(
-            "a JSON line is not an object",
-            got=f"{place}: {short(line)}",
-            remedy='write {"prompt": ..., "response": ...} on each line',
-        )
-    return record
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    pa, pq = parquet_modules(path)
-    try:
-        number = 0
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path.name}, row {number}", record
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            "the Parquet file cannot be read",
-            got=f"{path}: {short(str(error))}",
-            remedy="write the file again; it may be truncated",
-        ) from None
-
-
-def parquet_modules(path: Path) -> tuple[Any, Any]:
-    """``pyarrow`` and ``pyarrow.parquet``, to read ``path``.
-
-    Raises:
-        DataError: they are not installed.
-    """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError(
-            "reading Parquet needs pyarrow",
-            got=str(path),
-            remedy="pip install pyarrow, or give the rows as JSONL",
-        ) from None
-    return pa, pq
-
-
-def short(text: str, length: int = 80) -> str:
-    """One line of at most ``length`` characters, for a message."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _turns(record: Mapping[str, Any], fields: Fields, place: str) -> tuple[Turn, ...]:
+def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
     """The conversation in one record; explicit field names win over the known ones."""
-    pair_asked = fields.prompt is not None or fields.response is not None
-    chat = fields.messages
-    if chat is None and not pair_asked:
-        chat = next((name for name in CHATS if record.get(name) is not None), None)
+    named = fields.prompt is not None or fields.response is not None
+    chat = fields.messages or (None if named else columns.first(CHATS))
     if chat is not None:
-        return _chat(_field(record, chat, place), chat, place, fields.prompt_only)
-    plain = fields.prompt is None and fields.response is not None
-    if plain and not any(name in record for name in PROMPTS):
-        return (Turn("assistant", _text(record, str(fields.response), place)),)
-    prompt_name = fields.prompt or _known(record, PROMPTS, "prompt", place)
-    absent = fields.response is None and not any(name in record for name in RESPONSES)
-    if fields.prompt_only and absent:
-        response = ""
-    else:
-        response_name = fields.response or _known(record, RESPONSES, "response", place)
-        response = _text(record, response_name, place)
-    prompt = _text(record, prompt_name, place)
-    if prompt_name == "instruction" and record.get("input"):
-        prompt = f"{prompt}\n{_text(record, 'input', place)}"
-    return (Turn("user", prompt), Turn("assistant", response))
+        return _chat(columns, chat, fields.prompt_only)
+    known = columns.first(PROMPTS)
+    if fields.prompt is None and known is None:
+        if fields.response is not None:
+            return (Turn("assistant", columns.text(fields.response, "plain text")),)
+        if columns.first([fields.text]):
+            return _plain_text(columns, fields.text)
+    name = fields.prompt or known or _missing(columns, "prompt", PROMPTS)
+    response = fields.response or columns.first(RESPONSES)
+    prompt = prompt_turns(columns, name)
+    if response is None:
+        if not fields.prompt_only:
+            _missing(columns, "response", RESPONSES)
+        return (*prompt, Turn("assistant", ""))
+    said = value_turns(columns.take(response, "response"), "assistant", response, columns.place)
+    _require_apart(columns, name, prompt[-1].text, said[-1].text)
+    return _answered((*prompt, *said), columns.place, fields.prompt_only)
 
 
-def _known(record: Mapping[str, Any], names: Sequence[str], kind: str, place: str) -> str:
-    for name in names:
-        if name in record:
-            return name
+def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
+    if any(name in columns.null for name in names):
+        raise DataError(
+            f"the row has no {kind}",
+            got=f"{columns.place} has {columns}",
+            why="null counts as absent",
+            remedy="mend or drop the row, or have it passed over (--on_bad_rows)",
+        )
     raise DataError(
         f"the row has no {kind} field",
-        got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
+        got=f"{columns.place} has {columns}",
         remedy=f"name it: --{kind}_column NAME; after a --retention FILE: {kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
     )
 
 
-def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
-    if name not in record:
+def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
+    """A document: every token is response; refused where another text stands beside it."""
+    text = columns.text(name, "plain text")
+    others = [
+        other
+        for other, value in columns.left.items()
+        if isinstance(value, str)
+        and (other in RESPONSES or (other not in _ASIDE and len(value.split()) > 1))
+    ]
+    if others:
         raise DataError(
-            f"the row has no field {name!r}",
-            got=f"{place} has {', '.join(map(repr, record)) or 'no fields'}",
-            remedy="check the name of the column",
+            f"the row has {name!r} and other texts",
+            got=f"{columns.place} has {columns}",
+            why="as plain text the others would be lost, and the question learned",
+            remedy=f"--prompt_column {name} --response_column {others[0]}, or whichever they are; "
+            f"--response_column {name} reads {name!r} alone, as plain text",
         )
-    return record[name]
+    return (Turn("assistant", text),)
 
 
-def _text(record: Mapping[str, Any], name: str, place: str) -> str:
-    value = _field(record, name, place)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
+    """System text, history and prompt of a record, the prompt with what is put under it.
+
+    Raises:
+        DataError: one of them is of another form.
+    """
+    value, place = columns.take(name, "prompt"), columns.place
+    asked = value_turns(value, "user", name, place)
+    if isinstance(value, str):
+        added = [columns.text(n, "prompt") for n in _ADDED if n != name and columns.first([n])]
+        asked = (Turn("user", "\n".join([value, *filter(None, added)])),)
+    if columns.first(["history"]):
+        asked = (*_history(columns.take("history", "history"), place), *asked)
+    return with_system(columns, asked)
+
+
+def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns with the record's system text before them.
+
+    Raises:
+        DataError: the turns have another one.
+    """
+    name = columns.first(_SYSTEMS)
+    if name is None or not (text := columns.text(name, "system")):
+        return turns
+    system = Turn("system", text)
+    if turns[0].role != "system":
+        return (system, *turns)
+    if turns[0].text == text:
+        return turns
+    raise DataError(
+        "the row has two system texts",
+        got=f"{columns.place}: in {name!r} and in the chat",
+        remedy=f"--unread_columns {name} keeps the chat's",
+    )
+
+
+def _history(value: Any, place: str) -> tuple[Turn, ...]:
+    """Earlier turns: a list of [question, answer], or of messages."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if all(isinstance(message, Mapping) for message in value):
+            return tuple(turn_of(message, place) for message in value)
+        pairs = [tuple(one) for one in value if isinstance(one, Sequence)]
+        texts = [text for pair in pairs for text in pair]
+        if len(pairs) == len(value) and all(
+            len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
+        ):
+            roles = ("user", "assistant")
+            return tuple(Turn(roles[i % 2], text) for i, text in enumerate(texts))
+    raise DataError(
+        "field 'history' is no list of earlier turns",
+        got=f"{place}: {short(repr(value))}",
+        remedy="write [[question, answer], ...] or messages, or --unread_columns history",
+    )
+
+
+def _require_apart(columns: Columns, name: str, prompt: str, response: str) -> None:
+    """See that the prompt is not the whole filled template, answer included."""
+    answer = response.strip()
+    columns.holds_answer = bool(answer) and prompt.rstrip().endswith(answer)
+    other = next((n for n in PROMPTS if n in columns.left), None)
+    if answer and answer in prompt and other is not None:
         raise DataError(
-            f"field {name!r} is not text",
-            got=f"{place}: {type(value).__name__}",
-            remedy="use a text field, or messages for a chat",
+            "the response stands in the prompt",
+            got=f"{columns.place}: in {name!r}, beside {other!r}",
+            why="it would be read off the prompt",
+            remedy=f"--prompt_column {other}, or --unread_columns {other} where {name!r} is meant",
         )
-    return value
 
 
-def _chat(messages: Any, name: str, place: str, prompt_only: bool) -> tuple[Turn, ...]:
+def _template(columns: Columns) -> dict[str, Any]:
+    """What the chat template is given beside the turns."""
+    found: dict[str, Any] = {}
+    for name in _TEMPLATE:
+        if columns.first([name]) is None or not (value := columns.take(name, name)):
+            continue
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, Mapping if name == "chat_template_kwargs" else list):
+            raise DataError(
+                f"field {name!r} cannot be handed to a chat template",
+                got=columns.place,
+                remedy=f"write it as JSON, or leave it aside: --unread_columns {name}",
+            )
+        found |= value if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _chat(columns: Columns, name: str, prompt_only: bool) -> tuple[Turn, ...]:
+    messages, place = columns.take(name, "chat"), columns.place
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(
             f"field {name!r} is not a list of messages",
@@ -374,22 +340,47 @@ def _chat(messages: Any, name: str, place: str, prompt_only: bool) -> tuple[Turn
             remedy='write [{"role": "user", "content": ...}, {"role": "assistant", ...}]',
         )
     turns = tuple(turn_of(message, place) for message in messages)
-    if all(turn.role != "assistant" for turn in turns):
-        if prompt_only:
-            return (*turns, Turn("assistant", ""))
-        raise DataError(
-            "the chat has no assistant turn",
-            got=f"{place}: roles {', '.join(turn.role for turn in turns)}",
-            why="the assistant turns are the response whose tokens are valued",
-            remedy="drop the row, or check the role names",
-        )
-    return turns
+    return _answered(with_system(columns, turns), place, prompt_only)
+
+
+def _answered(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[Turn, ...]:
+    """Turns of which one at least is the assistant's."""
+    if any(turn.role == "assistant" for turn in turns):
+        return turns
+    if prompt_only:
+        return (*turns, Turn("assistant", ""))
+    raise DataError(
+        "the chat has no assistant turn",
+        got=f"{place}: roles {', '.join(turn.role for turn in turns)}",
+        why="the assistant turns are the response whose tokens are valued",
+        remedy="drop the row, or check the role names",
+    )
+
+
+def value_turns(value: Any, role: str, name: str, place: str) -> tuple[Turn, ...]:
+    """A text, which is said by ``role``; a message, or a list of messages.
+
+    Raises:
+        DataError: it is none of them.
+    """
+    if isinstance(value, str):
+        return (Turn(role, value),)
+    if isinstance(value, Mapping):
+        return (turn_of(value, place),)
+    if isinstance(value, Sequence) and value:
+        return tuple(turn_of(message, place) for message in value)
+    raise DataError(
+        f"field {name!r} is not text and no list of messages",
+        got=f"{place}: {type(value).__name__}: {short(repr(value), 40)}",
+        remedy='write a text, or [{"role": ..., "content": ...}]',
+    )
 
 
 def turn_of(message: Any, place: str) -> Turn:
     """One message, ``{"role", "content"}`` or ``{"from", "value"}``, as a turn."""
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
+    message = {name: value for name, value in message.items() if value is not None}
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if not isinstance(role, str) or role not in _ROLES:
@@ -398,14 +389,35 @@ def turn_of(message: Any, place: str) -> Turn:
             got=f"{place}: {role!r}",
             remedy=f"use one of {', '.join(_ROLES)}",
         )
-    if message.get("tool_calls"):
+    if message.get("tool_calls") or message.get("function_call"):
         raise DataError(
             "a message holds tool calls",
             got=place,
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    return Turn(_ROLES[role], _content(content, place))
+    thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
+    return Turn(
+        _ROLES[role], _content(content, place), _content(thought, place), _learned(message, place)
+    )
+
+
+def is_marked(message: Mapping[str, Any]) -> bool:
+    """Whether the message says that it is not to be trained on, or in part."""
+    return any(message.get(name) not in (None, 1) for name in _MARKS)
+
+
+def _learned(message: Mapping[str, Any], place: str) -> bool:
+    """Whether the message may be trained on, by whatever name it says so."""
+    for name in _MARKS:
+        if message.get(name, 1) not in (0, 1):
+            raise DataError(
+                "a turn is marked as trained in part",
+                got=f"{place}: {name!r} is {short(repr(message[name]), 40)}",
+                why="the labels of a turn are there or not",
+                remedy="write 0 or 1, true or false, or drop the field",
+            )
+    return all(message.get(name, 1) for name in _MARKS)
 
 
 def _content(content: Any, place: str) -> str:

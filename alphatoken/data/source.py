@@ -1,5 +1,7 @@
 """Rows of a data file of any size: counted once, then read from any row on, in bounded memory.
 
+Every command reads its files here.
+
 A source is a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder that ``datasets`` saved, or a
 folder of such files. Finding it reads everything once, for the number of rows and a digest; what
 was found fits a small JSON document, with which another process reads the same rows at once.
@@ -13,30 +15,70 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data.rows import (
-    is_blank,
-    json_items,
-    json_line,
-    parquet_modules,
-    require_object,
-    short,
-    starts_with_list,
-)
+from alphatoken.data.reading import Reading, short
+from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.errors import DataError
 
-__all__ = ["Found", "RowSource", "find_source", "source_of"]
+__all__ = ["Found", "RowSource", "find_source", "read_records", "read_rows", "source_of"]
 
 STRIDE = 256
 """Rows between two places of a JSONL file that are remembered."""
 
 _CHUNK = 1024
 """Rows of a column format that are in memory at a time."""
+
+_BOM = b"\xef\xbb\xbf"
+_OTHER_ENCODINGS = {
+    b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+_LISTS = ("data", "rows", "train", "examples")
+"""Names under which one JSON object holds the rows of a file."""
+
+
+def read_rows(
+    path: str | Path, *, fields: Fields | None = None, limit: int | None = None
+) -> list[Row]:
+    """The rows of a data file or folder; plain texts as all response.
+
+    What was read as what is logged in one line (``alphatoken.data``), as a warning where a column
+    was not read.
+
+    Args:
+        path: see the top of this file.
+        fields: field names, where they are not among the known ones.
+        limit: read at most this many rows.
+
+    Raises:
+        DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
+            field, a file without rows, an unreadable Parquet file. The message names file and line.
+    """
+    reading = Reading(Path(path).name)
+    rows = [
+        row_of(record, index, place, fields, reading)
+        for index, (place, record) in enumerate(islice(read_records(path), limit))
+    ]
+    reading.say()
+    return rows
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, record) of every row of a data file or folder, as they are.
+
+    Raises:
+        DataError: as for :func:`read_rows`, but for the fields.
+    """
+    for found in find_source(path).read():
+        if isinstance(found.record, DataError):
+            raise found.record
+        yield found.place, found.record
 
 
 @dataclass(frozen=True)
@@ -144,9 +186,9 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _file(path: Path) -> RowSource:
     suffix = path.suffix.lower()
     stamp = _stamp(path)
-    if suffix == ".json" and starts_with_list(path):
-        return JsonList(str(path), len(_items(str(path), stamp)), _digest([path]), stamp)
     if suffix in (".jsonl", ".json", ".ndjson"):
+        if _is_one_document(path):
+            return JsonList(str(path), len(_items(str(path), stamp)), _digest([path]), stamp)
         return _find_lines(path, stamp)
     if suffix in (".parquet", ".pq"):
         return _find_parquet(path, stamp)
@@ -166,6 +208,115 @@ def _digest(paths: list[Path]) -> str:
 
 
 # --- JSON -----------------------------------------------------------------------------------------
+
+
+def _is_one_document(path: Path) -> bool:
+    """Whether a JSON file is one list, or one object that holds one, and not one object a line.
+
+    Raises:
+        DataError: the file is in another encoding than UTF-8.
+    """
+    with path.open("rb") as file:
+        head = file.read(4)
+        for mark, name in _OTHER_ENCODINGS.items():
+            if head.startswith(mark):
+                raise DataError(
+                    "the data file is not UTF-8",
+                    got=f"{path.name}: its first bytes are the mark of {name}",
+                    remedy=f"convert it: iconv -f {name} -t UTF-8 {path.name} > utf8-{path.name}",
+                )
+        file.seek(0)
+        first = next((line for line in file if not is_blank(line)), b"").removeprefix(_BOM).strip()
+    if first.startswith(b"["):
+        return True
+    try:
+        return _wrapped(json.loads(first)) is not None
+    except (ValueError, RecursionError):  # the beginning of a longer object, or broken
+        with suppress(ValueError, RecursionError):
+            return isinstance(json.loads(path.read_text(encoding="utf-8-sig")), dict)
+        return False
+
+
+def _wrapped(document: Any) -> list[Any] | None:
+    """The rows in one object that holds nothing else, such as ``{"data": [...]}``."""
+    if not isinstance(document, dict):
+        return None
+    lists = [v for name, v in document.items() if name in _LISTS and isinstance(v, list)]
+    rows = lists[0] if len(lists) == 1 else None
+    return rows if rows and all(isinstance(row, dict) for row in rows) else None
+
+
+def json_items(path: Path) -> Sequence[Any]:
+    """The items of one JSON list, or of an object that holds it.
+
+    Raises:
+        DataError: the file is neither.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        raise DataError(
+            "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
+        ) from None
+    if isinstance(document, list):
+        return document
+    rows = _wrapped(document)
+    return [document] if rows is None else rows
+
+
+def require_object(record: Any, place: str) -> Mapping[str, Any]:
+    """The item of a list, which must be an object.
+
+    Raises:
+        DataError: it is none.
+    """
+    if not isinstance(record, dict):
+        raise DataError(
+            "an item of the JSON list is not an object",
+            got=f"{place}: {short(repr(record))}",
+            remedy='write {"prompt": ..., "response": ...} for each item',
+        )
+    return record
+
+
+def is_blank(raw: bytes) -> bool:
+    """Whether a line of a JSONL file is no row: white space, or a byte order mark alone."""
+    return not raw.strip(_BOM + b" \t\r\n\v\f")
+
+
+def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
+    """The object on one line of a JSONL file.
+
+    Raises:
+        DataError: not UTF-8, not JSON, or no object; the message names ``place``.
+    """
+    try:
+        line = raw.removeprefix(_BOM).decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the data file is not UTF-8",
+            got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
+            remedy="convert the file to UTF-8",
+        ) from None
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            "broken JSON line",
+            got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
+            remedy="each line must be one JSON object; mend or drop this line",
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
+        raise DataError(
+            "a JSON line cannot be read", got=f"{place}: {error}", remedy="mend or drop this line"
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            "a JSON line is not an object",
+            got=f"{place}: {short(line)}",
+            remedy='write {"prompt": ..., "response": ...} on each line',
+        )
+    return record
 
 
 @dataclass(frozen=True)
@@ -253,6 +404,24 @@ class ParquetRows(RowSource):
                     for own, record in enumerate(records, start=index + low):
                         yield Found(own, f"{name}, row {own + 1}", record)
                 index += batch.num_rows
+
+
+def parquet_modules(path: Path) -> tuple[Any, Any]:
+    """``pyarrow`` and ``pyarrow.parquet``, to read ``path``.
+
+    Raises:
+        DataError: they are not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(
+            "reading Parquet needs pyarrow",
+            got=str(path),
+            remedy="pip install pyarrow, or give the rows as JSONL",
+        ) from None
+    return pa, pq
 
 
 class _parquet_file:  # noqa: N801, a context manager by its use

@@ -33,19 +33,20 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def leak_keys(row: Row) -> set[str]:
+def leak_keys(row: Row, by: str = "prompt") -> set[str]:
     """Digests of the normalised prompt and of the whole conversation; one in common is a leak.
 
-    An empty prompt has no digest: rows of plain text are compared as wholes only.
+    An empty prompt has no digest: rows of plain text are compared as wholes only. So are all rows
+    by "conversation", for data in which rows share their prompt.
     """
     prompt = normalise(row.prompt)
-    keys = {_digest("prompt", prompt)} if prompt else set()
+    keys = {_digest("prompt", prompt)} if prompt and by == "prompt" else set()
     return keys | {conversation_key(row)}
 
 
 def conversation_key(row: Row) -> str:
     """Digest of the normalised conversation, roles included."""
-    turns = (f"{turn.role}\x1e{normalise(turn.text)}" for turn in row.turns)
+    turns = (f"{turn.role}\x1e{normalise(turn.thought + turn.text)}" for turn in row.turns)
     return _digest("row", "\x1f".join(turns))
 
 
@@ -62,6 +63,7 @@ def split_pools(
     fisher_rows: int = 0,
     fisher_keys: Collection[str] = (),
     on_leak: str = "remove",
+    leak_key: str = "prompt",
     seed: int = 0,
 ) -> Pools:
     """Training pool = data minus validation rows minus Fisher prompts, checked for leaks.
@@ -76,6 +78,7 @@ def split_pools(
         on_leak: a training row with the same prompt as a held-out one, or the same whole
             conversation, is removed ("remove") or refused ("error"). "Same" is exact after NFKC,
             case folding and white-space folding. An empty prompt never counts as the same.
+        leak_key: "conversation" lets rows share their prompt, and compares them as wholes.
         seed: of the draw.
 
     Returns:
@@ -98,12 +101,12 @@ def split_pools(
     prompts = list(fisher) if fisher is not None else drawn_fisher
 
     held_keys = _all_keys(held)
-    prompts_kept = [row for row in prompts if not held_keys & leak_keys(row)]
+    prompts_kept = [row for row in prompts if not held_keys & leak_keys(row, leak_key)]
     kept_out = _all_keys(prompts_kept) | set(fisher_keys)
     train = []
     leaks: dict[str, list[Row]] = {"validation": [], "fisher": []}
     for row in rest:
-        keys = leak_keys(row)
+        keys = leak_keys(row, leak_key)
         if held_keys & keys:
             leaks["validation"].append(row)
         elif kept_out & keys:
@@ -125,12 +128,20 @@ def split_pools(
         "fisher": len(prompts_kept),
     }
     if not train:
-        raise DataError(
-            "no training row is left",
-            got=", ".join(f"{name} {count}" for name, count in counts.items() if count),
-            remedy="hold out fewer rows, or give validation rows of their own",
-        )
+        raise none_left(counts)
     return Pools(train, held, prompts_kept, counts)
+
+
+def none_left(counts: Mapping[str, int]) -> DataError:
+    """That no training row is left, and what helps, by what became of the rows."""
+    remedy = "hold out fewer rows"
+    if any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
+        remedy = "where rows share their prompt, compare whole conversations: --leak_key "
+        remedy += "conversation (leak_key='conversation'); else give other held-out rows"
+    elif counts.get("bad_rows"):
+        remedy = "look at the columns: without --on_bad_rows skip the first bad row is named"
+    got = (f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count)
+    return DataError("no training row is left", got=", ".join(got), remedy=remedy)
 
 
 def _all_keys(rows: Sequence[Row]) -> set[str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data import Fields, pair_of, read_records, text_or_row
+from alphatoken.data import pair_of, read_records, row_of
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import write_jsonl
@@ -106,7 +106,7 @@ def _users(path: str | Path, name: str, grid: str) -> Iterator[Record]:
         if pairs:
             pair_of(record, i, place)
         else:
-            text_or_row(record, i, place, Fields())
+            row_of(record, i, place)
         yield dict(record)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
-from alphatoken.data import Pair, Row, Turn
+from alphatoken.data import Pair, Turn
 from alphatoken.data.encode import messages_of
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
@@ -21,9 +21,7 @@ __all__ = [
     "plain_rows",
     "preference_problems",
     "preference_records",
-    "record_counts",
     "sft_problems",
-    "sft_records",
 ]
 
 Problems = dict[str, list[int]]
@@ -342,54 +340,6 @@ def _prompt_ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
 # --- records in TRL's forms --------------------------------------------------------------------
 
 
-def sft_records(
-    rows: Iterable[Row],
-    *,
-    chat: bool,
-    turns: str = "all",
-    separator: str = "\n",
-    end: str = "",
-) -> list[dict[str, Any]]:
-    """Rows as records for TRL's ``SFTTrainer``.
-
-    Args:
-        rows: conversations.
-        chat: as messages, for the tokenizer's chat template; or as plain text.
-        turns: train on "all" assistant turns or the "last" one. Several turns of a chat become
-            one record of ``messages`` (train with ``assistant_only_loss``); in plain text each
-            becomes a record of its own.
-        separator: what ends a turn that is not the assistant's, in plain text.
-        end: what ends an earlier assistant turn, in plain text (TRL ends the last one).
-
-    Returns:
-        Records of one form: ``prompt`` and ``completion``, ``messages``, or ``text`` where no row
-        has a prompt.
-    """
-    found = [(row.turns, _answers(row, turns)) for row in rows]
-    if all(len(said) == 1 for said, _ in found):
-        return [{"text": said[0].text} for said, _ in found]
-    if not chat:
-        return [
-            {"prompt": _plain(said[:i], separator, end), "completion": said[i].text}
-            for said, answers in found
-            for i in answers
-        ]
-    if any(len(answers) > 1 for _, answers in found):
-        return [{"messages": messages_of(said[: answers[-1] + 1])} for said, answers in found]
-    return [
-        {"prompt": messages_of(said[:i]), "completion": messages_of(said[i : i + 1])}
-        for said, answers in found
-        for i in answers
-    ]
-
-
-def record_counts(rows: Sequence[Row], *, chat: bool, turns: str = "all") -> list[int]:
-    """How many records :func:`sft_records` makes of each row."""
-    if chat or all(len(row.turns) == 1 for row in rows):
-        return [1] * len(rows)
-    return [len(_answers(row, turns)) for row in rows]
-
-
 def preference_records(
     pairs: Iterable[Pair], *, chat: bool, separator: str = "\n", end: str = ""
 ) -> list[dict[str, Any]]:
@@ -404,12 +354,6 @@ def preference_records(
         }
         for pair in pairs
     ]
-
-
-def _answers(row: Row, turns: str) -> list[int]:
-    """Indices of the assistant turns to train on."""
-    found = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
-    return found if turns == "all" else found[-1:]
 
 
 def _plain(turns: Sequence[Turn], separator: str, end: str) -> str:

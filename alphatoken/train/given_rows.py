@@ -1,23 +1,31 @@
 """Rows in whatever form they are given from Python, as a data set in one of TRL's forms.
 
 TRL reads ``prompt`` and ``completion``, ``messages``, ``text``, ``input_ids``, and pairs of
-``chosen`` and ``rejected``. Rows in these forms stay as they are, to the bit. The command line
-reads more (``question`` and ``answer``, ``instruction`` and ``output``, lists of records); here
-those are written as the command line writes them.
+``chosen`` and ``rejected``. Rows in these forms stay as they are, to the bit, and columns that TRL
+does not read are named. The command line reads more (``question`` and ``answer``, ``instruction``
+and ``output``, ``system`` and ``history``, turns marked as untrained); such rows become the tokens
+and labels that it makes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
-from alphatoken.data import pair_of, row_of
-from alphatoken.data.rows import CHATS, PROMPTS, RESPONSES
+from alphatoken.data import EncodeOptions, Fields, Reading, encode_row, pair_of, row_of
+from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, is_marked
 from alphatoken.errors import InputError
-from alphatoken.train.datasets import preference_records, sft_records
-from alphatoken.train.loading import load_tokenizer
+from alphatoken.train.datasets import preference_records
+from alphatoken.train.loading import load_tokenizer, rows_tokenizer
 
-__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of", "uses_template"]
+__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of"]
+
+_TRLS = {"tools", "chat_template_kwargs", "image", "images"}
+"""Columns that TRL reads beside these, or that are refused elsewhere."""
+
+_LOOKED_AT = 1024
+"""Rows by which it is said what is read; of a stream, those that are looked at at all."""
 
 
 def as_dataset(rows: Any, name: str) -> Any:
@@ -57,27 +65,45 @@ def as_dataset(rows: Any, name: str) -> Any:
     )
 
 
-def rows_in_trl_form(dataset: Any, name: str, text_field: str, chat: Callable[[], bool]) -> Any:
-    """A data set of prompts and responses in other columns than TRL's, for ``SFTTrainer``.
+def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """A data set for ``SFTTrainer``: rows that TRL would read otherwise than we do, as tokens.
 
     Args:
         dataset: of :func:`as_dataset`.
         name: of it, for messages.
-        text_field: TRL's ``dataset_text_field``.
-        chat: whether rows become messages; asked only where it matters.
+        given: arguments of the trainer.
 
     Raises:
         DataError: a record cannot be read; the message names it.
     """
-    columns = _columns(dataset)
-    trl = {"input_ids", text_field, *CHATS} & columns or {"prompt", "completion"} <= columns
-    if trl or not (set(PROMPTS) & columns and set(RESPONSES) & columns):
+    args, columns = given["args"], _columns(dataset)
+    pair = {"prompt", "completion"}
+    chat, text = columns & set(CHATS), args.dataset_text_field
+    asked, answered = columns & set(PROMPTS), columns & set(RESPONSES)
+    if "input_ids" in columns or "input_ids" in next(iter(dataset), {}):  # of a transform
         return dataset
-    return _mapped(dataset, _record, columns, name, chat())
+    if pair <= columns:
+        read, plain = pair, not chat
+    elif chat:
+        read, plain = chat, "prompt" not in columns
+    elif text in columns:
+        read, plain = {text}, text != "text" or not (asked and answered)
+    else:
+        read, plain = columns, not (asked and answered)
+    if plain and not _read_otherwise(dataset, read, columns):
+        return _as_trl_reads(dataset, read, columns, name, given)
+    how = EncodeOptions(chat_template=True)
+    tokenizer = rows_tokenizer(args, tokenizer_of(given))
+    whole, reading = args.completion_only_loss is False, Reading(f"{name} rows")
+    options = {"name": name, "tokenizer": tokenizer, "how": how, "whole": whole, "text": text}
+    for record in islice(dataset, _LOOKED_AT):
+        row_of(record, 0, name, Fields(text=text), reading)
+    _say(reading, given)
+    return _mapped(dataset, _record, columns, options)
 
 
-def pairs_in_trl_form(dataset: Any, name: str, chat: Callable[[], bool]) -> Any:
-    """Pairs whose columns have other names than TRL's, for ``DPOTrainer``.
+def pairs_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """Pairs that TRL would read otherwise than we do, as it has them, for ``DPOTrainer``.
 
     A prompt by another name would not be refused by TRL: it would look for a common beginning of
     the two responses instead.
@@ -86,34 +112,62 @@ def pairs_in_trl_form(dataset: Any, name: str, chat: Callable[[], bool]) -> Any:
         DataError: a record is no pair; the message names it.
     """
     columns = _columns(dataset)
-    trl = "prompt" in columns or not {*PROMPTS, *CHATS} & columns
+    plain = "prompt" in columns or not {*PROMPTS, *CHATS} & columns
     named = {"chosen", "rejected"} <= columns
     other = {"chosen_response", "rejected_response"} <= columns
-    if not (named or other) or (trl and named) or "prompt_ids" in columns:
+    if not (named or other) or "prompt_ids" in columns:
         return dataset
-    return _mapped(dataset, _pair_record, columns, name, chat())
-
-
-def uses_template(given: Mapping[str, Any]) -> bool:
-    """Whether rows of a trainer with these arguments become chats, as on the command line.
-
-    They do where the tokenizer has a template.
-    """
-    if getattr(given["args"], "chat_template_path", None) is not None:
-        return True
-    return getattr(tokenizer_of(given), "chat_template", None) is not None
+    read = columns & {"prompt", "chosen", "rejected"}
+    if plain and named and not _read_otherwise(dataset, read, columns):
+        return _as_trl_reads(dataset, read, columns, name, given)
+    reading, cloned = Reading(f"{name} rows"), getattr(given["args"], "chat_template_path", None)
+    template = getattr(tokenizer_of(given), "chat_template", None)
+    for record in islice(dataset, _LOOKED_AT):
+        pair_of(record, 0, name, reading=reading)
+    _say(reading, given)
+    options = {"name": name, "chat": cloned is not None or template is not None}
+    return _mapped(dataset, _pair_record, columns, options)
 
 
 def tokenizer_of(given: Mapping[str, Any]) -> Any:
-    """The tokenizer of a trainer with these arguments; one that was not handed over: the model's.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The trainer's; one that was not handed over is the model's."""
     tokenizer, model = given.get("processing_class"), given.get("model")
     if tokenizer is None and model is not None:
         tokenizer = load_tokenizer(model if isinstance(model, str) else model.config._name_or_path)
-    return tokenizer
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _read_otherwise(dataset: Any, read: Collection[str], columns: set[str]) -> bool:
+    """Whether our reader finds more in rows of TRL's form: nulls, marked turns, other columns."""
+    beside = (columns - set(read)) & {*CHANGING} - _TRLS
+    looked = [c for c in (*read, *beside) if c in columns]
+    for record in islice(dataset, None if hasattr(dataset, "__len__") else _LOOKED_AT):
+        if any(record.get(name) is None for name in read):
+            return True
+        if any(record.get(name) for name in beside):
+            return True
+        lists = (value for name in looked if isinstance(value := record[name], list))
+        if any(isinstance(m, Mapping) and is_marked(m) for m in chain.from_iterable(lists)):
+            return True
+    return False
+
+
+def _as_trl_reads(
+    dataset: Any, read: set[str], columns: set[str], name: str, given: Mapping[str, Any]
+) -> Any:
+    """The data set as it is; columns that nothing reads are named."""
+    reading = Reading(f"{name} rows")
+    reading.forms[", ".join(sorted(read))] += 1
+    own = given.get("data_collator") is not None or not given["args"].remove_unused_columns
+    reading.unread |= dict.fromkeys(() if own else sorted(columns - read - _TRLS))
+    if reading.unread:
+        _say(reading, given)
+    return dataset
+
+
+def _say(reading: Reading, given: Mapping[str, Any]) -> None:
+    if given["args"].process_index == 0:
+        reading.say()
 
 
 def _columns(dataset: Any) -> set[str]:
@@ -128,8 +182,19 @@ def _columns(dataset: Any) -> set[str]:
 # Of the module, with all they need as arguments: datasets keys its cache by their content.
 
 
-def _record(row: Mapping[str, Any], index: int, *, name: str, chat: bool) -> dict[str, Any]:
-    return sft_records([row_of(row, index, f"{name} row {index}")], chat=chat)[0]
+def _record(
+    row: Mapping[str, Any],
+    index: int,
+    *,
+    name: str,
+    tokenizer: Any,
+    how: EncodeOptions,
+    whole: bool,
+    text: str,
+) -> dict[str, Any]:
+    found = row_of(row, index, f"{name} row {index}", Fields(text=text))
+    ids, labels = encode_row(found, tokenizer, how)
+    return {"input_ids": ids, "labels": ids if whole else labels}
 
 
 def _pair_record(row: Mapping[str, Any], index: int, *, name: str, chat: bool) -> dict[str, Any]:
@@ -137,7 +202,9 @@ def _pair_record(row: Mapping[str, Any], index: int, *, name: str, chat: bool) -
 
 
 def _mapped(
-    dataset: Any, record: Callable[..., dict[str, Any]], columns: set[str], name: str, chat: bool
+    dataset: Any, record: Callable[..., dict[str, Any]], columns: set[str], options: dict[str, Any]
 ) -> Any:
-    options = {"name": name, "chat": chat}
-    return dataset.map(record, with_indices=True, fn_kwargs=options, remove_columns=sorted(columns))
+    more = {"load_from_cache_file": False} if hasattr(dataset, "__len__") else {}
+    return dataset.map(
+        record, with_indices=True, fn_kwargs=options, remove_columns=sorted(columns), **more
+    )

@@ -91,6 +91,7 @@ def _row(record: Mapping[str, Any], text_field: str) -> Row | None:
 def _row_of_ids(ids: list[int], labels: list[int]) -> Row:
     """Token ids written as numbers: what comes before the first label is the prompt."""
     first = next((i for i, label in enumerate(labels) if label != -100), 0)
+    first = first if first > 1 else 0  # a start token alone is no prompt
     prompt, response = (" ".join(map(str, part)) for part in (ids[:first], ids[first:]))
     return Row(0, "", (Turn("user", prompt), Turn("assistant", response)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "load_tokenizer",
     "load_with_tokenizer",
     "no_progress_bar",
+    "rows_tokenizer",
 ]
 
 
@@ -161,6 +163,29 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     return load_or_refuse("tokenizer", name, AutoTokenizer, **options)
+
+
+def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
+    """The tokenizer with the template, tokens and end token that TRL will give it.
+
+    Args:
+        args: configuration of a trainer, of which ``eos_token`` and ``chat_template_path`` count.
+        tokenizer: of the model, which stays as it is.
+    """
+    end, path = getattr(args, "eos_token", None), getattr(args, "chat_template_path", None)
+    if end is None and path is None:
+        return tokenizer
+    own = deepcopy(tokenizer)
+    if end is not None:
+        own.eos_token = end
+    if path is not None and Path(path).suffix in (".jinja", ".j2"):
+        own.chat_template = Path(path).read_text(encoding="utf-8")
+    elif path is not None:
+        other = load_tokenizer(path)
+        own.chat_template, own.eos_token = other.chat_template, other.eos_token
+        known = own.get_vocab()
+        own.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
+    return own
 
 
 def load_with_tokenizer(name: str | Path) -> tuple[nn.Module, Any]:

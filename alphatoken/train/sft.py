@@ -17,7 +17,7 @@ from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows, plain_rows
 from alphatoken.train.gate import by_token
 from alphatoken.train.given import choose_bf16, model_name
-from alphatoken.train.given_rows import as_dataset, rows_in_trl_form, uses_template
+from alphatoken.train.given_rows import as_dataset, rows_in_trl_form
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 
@@ -168,10 +168,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     @staticmethod
     def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Lists, and prompts and responses in columns of other names, as TRL has them."""
-        field = given["args"].dataset_text_field
-        dataset = as_dataset(rows, name)
-        return rows_in_trl_form(dataset, name, field, lambda: uses_template(given))
+        """Lists, and rows of which TRL would lose something, as TRL has them."""
+        return rows_in_trl_form(as_dataset(rows, name), name, given)
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:

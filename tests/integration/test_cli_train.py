@@ -26,7 +26,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
-from alphatoken.data import Row, Turn, pair_of, read_pairs, read_rows
+from alphatoken.data import Turn, pair_of, read_pairs, read_rows
 from alphatoken.data.stdlib import code_pairs, write_files
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.demo.world import draw_exchanges
@@ -37,7 +37,6 @@ from alphatoken.train.datasets import (
     check_sft_rows,
     preference_problems,
     sft_problems,
-    sft_records,
 )
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.options import AlphaOptions
@@ -72,11 +71,17 @@ class Letters:
     eos_token = "</s>"
     chat_template: str | None = None
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
+    eos_token_id = 0
 
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+    def __call__(self, text: str, **_: Any) -> dict[str, list[Any]]:
+        ids = list(text.encode())
+        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
+
+    def apply_chat_template(
+        self, messages: Any, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        said = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return said + "assistant: " * add_generation_prompt
 
 
 def load(
@@ -92,6 +97,16 @@ def load(
     return load_run_data(arguments, tokenizer or Letters())
 
 
+def before_labels(row: dict[str, list[int]]) -> list[int]:
+    first = next(i for i, label in enumerate(row["labels"]) if label != -100)
+    return row["input_ids"][:first]
+
+
+def prompts(dataset: Any) -> list[str]:
+    """What comes before the first label of each row."""
+    return [bytes(before_labels(row)).decode() for row in dataset]
+
+
 # --- rows of a run ------------------------------------------------------------------------------
 
 
@@ -99,8 +114,8 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "train.jsonl", [*rows(20), *rows(3)])  # three come twice
     data = load("sft", tmp_path, "--train_file", str(file))
     assert len(data.validation) == len(data.fisher) == 2
-    held = {*data.validation["prompt"], *data.fisher["prompt"]}
-    assert not held & set(data.train["prompt"])
+    held = {*prompts(data.validation), *prompts(data.fisher)}
+    assert not held & set(prompts(data.train))
     said = " ".join(data.notes)
     assert "2 rows drawn for validation" in said
     assert "2 prompts drawn for the Fisher" in said
@@ -118,6 +133,7 @@ def test_the_recommended_recipe_trains_on_every_row(base: str, tmp_path: Path) -
     words = [
         "--config", base, "--config", "recommended", "--train_file", str(file), "--use_cpu",
         "--bf16", "false", "--validation_file", str(clean), "--prompt_column", "prompt",
+            "--row_format", "text",
     ]  # fmt: skip
     data = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
     assert len(data.train) == 90
@@ -160,7 +176,8 @@ def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_pa
     held = jsonl(tmp_path / "held.jsonl", [*make(2, 50), changed])
     words = ("--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0")
     data = load(command, tmp_path, *words, small=False)
-    assert "ask 3\n" not in data.train["prompt"]
+    read = prompts if command == "sft" else lambda rows_: rows_["prompt"]
+    assert "ask 3\n" not in read(data.train)
     assert len(data.train) == 9
     said = "1 training rows repeat a validation row or prompt and were removed."
     assert said in data.notes
@@ -177,7 +194,7 @@ def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(data.retention) == 2
     assert data.fisher is None
-    assert "ask 9\n" not in data.train["prompt"]
+    assert "ask 9\n" not in prompts(data.train)
 
 
 def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
@@ -185,7 +202,7 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
     top = load("sft", tmp_path, "--train_file", file)
     for policy in ("random", "all"):
         control = load("sft", tmp_path, "--train_file", file, "--policy", policy)
-        assert control.train["prompt"] == top.train["prompt"]
+        assert prompts(control.train) == prompts(top.train)
 
 
 def test_bad_rows_are_dropped_before_anything_is_drawn(tmp_path: Path) -> None:
@@ -268,53 +285,36 @@ def test_sources_may_be_folders_of_the_hubs_form(tmp_path: Path) -> None:
         "--fisher_prompts", "0", "--train_limit", "5", small=False,
     )  # fmt: skip
     assert len(data.train) == 5
-    assert data.validation["prompt"] == [f"ask {i}\n" for i in range(100, 103)]
+    assert prompts(data.validation) == [f"ask {i}\n" for i in range(100, 103)]
 
 
-def test_chats_become_messages_or_text(tmp_path: Path) -> None:
-    chat = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": "d"},
-        ]
-    }
-    others = [{"messages": [{"role": "user", "content": f"q{i}"},
-                            {"role": "assistant", "content": "r"}]} for i in range(6)]  # fmt: skip
+def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in said]}
+    others = [{"prompt": f"q{i}", "response": "r"} for i in range(6)]
     file = str(jsonl(tmp_path / "chat.jsonl", [chat, *others]))
-    words = ("--train_file", file, "--validation_rows", "1", "--fisher_prompts", "1")
+    words = ("--train_file", file, "--validation_file", file, "--leak_key", "conversation")
     tokenizer = Letters()
-    plain = load("sft", tmp_path, *words, "--split_seed", "3", tokenizer=tokenizer, small=False)
-    records = {
-        r["prompt"]: r["completion"] for r in [*plain.train, *plain.validation, *plain.fisher]
-    }
-    assert records["a\n"] == "b"
-    assert records["a\nb</s>c\n"] == "d"
-    assert not plain.several_turns
+
+    def first(*more: str) -> tuple[str, str]:
+        data = load("sft", tmp_path, *words, *more, tokenizer=tokenizer, small=False)
+        row = data.validation[0]
+        labelled = bytes(i for i, n in zip(row["input_ids"], row["labels"], strict=True) if n >= 0)
+        return bytes(row["input_ids"]).decode(), labelled.decode()
+
+    words = ("--train_file", str(jsonl(tmp_path / "other.jsonl", others)), *words[2:4],
+             "--fisher_prompts", "0", "--on_leak", "remove", *words[4:])  # fmt: skip
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    assert first() == ("a\nb\0c\nd\0", "b\0d\0")
     tokenizer.chat_template = "some"
-    told = load("sft", tmp_path, *words, "--split_seed", "3", tokenizer=tokenizer, small=False)
-    assert told.several_turns
-    last = load("sft", tmp_path, *words, "--turns", "last", tokenizer=tokenizer, small=False)
-    assert last.train.column_names == ["prompt", "completion"]
+    whole = "user: a\nassistant: b\nuser: c\nassistant: d\n"
+    assert first("--row_format", "text") == ("a\nb\0c\nd\0", "b\0d\0")
+    assert first() == (whole, "b\nd\n")
+    assert first("--turns", "last") == (whole, "d\n")
+    assert first("--completion_only_loss", "false") == (whole, whole)
 
 
 # --- records and checks, without a command line -------------------------------------------------
-
-
-def conversation(*said: str) -> Row:
-    roles = ("user", "assistant")
-    return Row(0, "here", tuple(Turn(roles[i % 2], text) for i, text in enumerate(said)))
-
-
-def test_plain_text_rows_stay_plain_text() -> None:
-    story = Row(0, "here", (Turn("assistant", "once"),))
-    assert sft_records([story], chat=True) == [{"text": "once"}]
-    mixed = sft_records([story, conversation("a", "b")], chat=False)
-    assert mixed == [
-        {"prompt": "", "completion": "once"},
-        {"prompt": "a\n", "completion": "b"},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -584,10 +584,12 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
         "--fisher_max_new_tokens", "5", "--disable_tqdm", "true", "--report_to", "none",
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = load_run_data(read_arguments(command, words, kind), tokenizer).fisher["prompt"]
+    given = load_run_data(read_arguments(command, words, kind), tokenizer).fisher
+    found = given["prompt"] if command == "dpo" else [before_labels(row) for row in given]
     assert len(found) == 3
-    assert drawn != (set(found) == {f"ask {i}\n" for i in range(50, 53)})
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in found]
+    own_ids = [tokenizer(f"ask {i}\n")["input_ids"] for i in range(50, 53)]
+    prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in found]
+    assert drawn != (sorted(prompts) == sorted(own_ids))
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = fit_fisher(reference, prompts, samples=4, max_new_tokens=5, progress=False)
     fitted = build_trainer(read_arguments(command, words, kind), trainer)[0].rows.fisher

@@ -96,7 +96,6 @@ def labelled_text(tokenizer: Any, row: Row, options: EncodeOptions | None = None
         ({"instruction": "i", "input": "", "output": "o"}, "i", "o"),
         ({"instruction": "i", "input": "more", "output": "o"}, "i\nmore", "o"),
         ({"question": "q", "answer": "a", "source_row": 3}, "q", "a"),
-        ({"prompt": "p", "response": None}, "p", ""),
         (
             {"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]},
                           {"role": "user", "content": [{"type": "text", "text": "u"}]},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from alphatoken import errors
-from alphatoken.data import Fields, pair_of, text_or_row
+from alphatoken.data import pair_of, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -44,9 +44,9 @@ def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def test_rows_of_the_page_are_read_as_it_says() -> None:
     found = _examples("rows:")
-    assert [note for note, _ in found] == ["2 turns", "2 turns", "5 turns", "1 turns"]
+    assert [note for note, _ in found] == ["2 turns", "2 turns", "5 turns", "5 turns", "1 turns"]
     for note, records in found:
-        rows = [text_or_row(record, 0, "here", Fields()) for record in records]
+        rows = [row_of(record, 0, "here") for record in records]
         assert {len(row.turns) for row in rows} == {int(note.split()[0])}
         assert len({tuple((t.role, t.text) for t in row.turns) for row in rows}) == 1, records
 
@@ -66,6 +66,7 @@ def test_every_known_field_is_named() -> None:
 
     page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
     known = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs._CHOSEN, *pairs._REJECTED)
+    known = (*known, *rows._ADDED, *rows._SYSTEMS, *rows._TEMPLATE, *rows._MARKS, *rows._THOUGHTS)
     for name in (*known, *rows._ROLES):
         assert f"`{name}`" in page or f'"{name}"' in page or f"the {name}" in page, name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from datasets import Dataset
 
 from alphatoken import AlphaTokenWarning, ConfigError, InputError
+from alphatoken.data import encode_row, row_of
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -20,6 +22,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
+from alphatoken.train.given_rows import pairs_in_trl_form
 from alphatoken.train.leaks import leaking_rows, without_leaks
 from tests.integration import tiny_training as tiny
 
@@ -80,6 +83,75 @@ def test_with_a_template_they_become_chats_as_on_the_command_line(tmp_path: Path
     # Rows in a form of TRL's stay as they are, with a template too.
     kept = sft(tmp_path, SUMS, HELD, template=CHAT).train_dataset[0]["input_ids"]
     assert "user?" not in tiny.tokenizer().decode(kept)
+
+
+def labelled(trainer: Any) -> set[str]:
+    """What the trainer learns of each row, as text."""
+    found = set()
+    for row in trainer.train_dataset:
+        ids = [token for token in row["labels"] if token != -100]
+        found.add(trainer.processing_class.decode(ids).strip())
+    return found
+
+
+ASKED = [{"instruction": "add", "input": r["prompt"], "output": r["completion"]} for r in SUMS]
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"text": "the whole filled template"}, "not read: text"),
+        ({"weight": 0.0, "loss_weights": [0.0]}, "not read: weight, loss_weights"),
+        ({"system": "brief"}, "system = system"),
+    ],
+)
+def test_forms_of_the_command_line_beside_other_columns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], line: str
+) -> None:
+    """The row is read as ``read_rows`` reads it, and the line says so."""
+    logging.getLogger("alphatoken.data").propagate = True
+    with caplog.at_level("INFO", logger="alphatoken.data"):
+        found = sft(tmp_path, [{**row, **more} for row in ASKED], HELD)
+    assert "prompt = instruction + input" in caplog.text
+    assert line in caplog.text
+    row, tokenizer = row_of({**ASKED[0], **more}, 0, "here"), tiny.tokenizer()
+    assert list(found.train_dataset[0]["input_ids"]) == encode_row(row, tokenizer)[0]
+
+
+def chats(**last: Any) -> list[dict[str, Any]]:
+    return [
+        {"messages": [_said("user", r["prompt"]),
+                      {**_said("assistant", "wrong"), "weight": None, **last},
+                      _said("user", "sure?"),
+                      {**_said("assistant", r["completion"]), "weight": 1}]}
+        for r in SUMS
+    ]  # fmt: skip
+
+
+def test_marked_turns_and_a_prompt_beside_messages_are_read_as_on_the_command_line(
+    tmp_path: Path,
+) -> None:
+    right = {row["completion"].strip() for row in SUMS}
+    marked = labelled(sft(tmp_path, chats(weight=0), HELD, template=CHAT))
+    assert marked  # some are cut by max_length
+    assert all(any(whole.startswith(found) for whole in right) for found in marked)
+    beside = [{"prompt": r["prompt"], "messages": [_said("user", r["prompt"]),
+               _said("assistant", r["completion"])]} for r in SUMS]  # fmt: skip
+    assert labelled(sft(tmp_path, beside, HELD, template=CHAT)) == right
+    pairs = tiny.preference_rows(4).map(lambda row: {"system": "brief"})
+    args = {"args": AlphaDPOConfig(**tiny.options(tmp_path)), "processing_class": tiny.tokenizer()}
+    assert pairs_in_trl_form(pairs, "training", args)[0]["prompt"].startswith("brief\n")
+
+
+def test_rows_with_nulls_are_read_row_by_row(tmp_path: Path) -> None:
+    names = ("prompt", "completion", "question", "answer")
+    union = [
+        dict.fromkeys(names) | ({"question": r["prompt"], "answer": r["completion"]}
+                                if i % 2 else r)
+        for i, r in enumerate(SUMS)
+    ]  # fmt: skip
+    expected = sft(tmp_path, named(SUMS, "question", "answer"), HELD)
+    assert same(sft(tmp_path, union, HELD).train_dataset, expected.train_dataset)
 
 
 def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""What was read of a file as what, and what was not read: one line, said before any work."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from alphatoken.errors import DataError
+
+__all__ = ["Columns", "Reading", "short"]
+
+_log = logging.getLogger("alphatoken.data")
+_FORMS = 4
+"""Forms of row that are named one by one."""
+
+
+class Columns:
+    """The columns of one record that hold something, and what each of them was read as.
+
+    A column that is null counts as absent: rows of several sources in one file have the union of
+    their columns.
+
+    Args:
+        record: as it was found.
+        place: of it, for messages.
+        unread: columns that count as absent.
+    """
+
+    def __init__(self, record: Mapping[str, Any], place: str, unread: Collection[str] = ()) -> None:
+        self.place = place
+        self.holds_answer = False
+        self._values = {k: v for k, v in record.items() if v is not None and k not in unread}
+        self.null = [name for name, value in record.items() if value is None]
+        self._read: dict[str, list[str]] = {}
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """The first of these columns that is there."""
+        return next((name for name in names if name in self._values), None)
+
+    def take(self, name: str, role: str) -> Any:
+        """The column ``name``, read as ``role``.
+
+        Raises:
+            DataError: there is none.
+        """
+        if name not in self._values:
+            raise DataError(
+                f"the row has no field {name!r}",
+                got=f"{self.place} has {self}",
+                remedy="check the name of the column",
+            )
+        self._read.setdefault(role, []).append(name)
+        return self._values[name]
+
+    def text(self, name: str, role: str) -> str:
+        """The same, which must be text.
+
+        Raises:
+            DataError: it is not.
+        """
+        value = self.take(name, role)
+        if not isinstance(value, str):
+            raise DataError(
+                f"field {name!r} is not text",
+                got=f"{self.place}: {type(value).__name__}",
+                remedy="use a text field, or messages for a chat",
+            )
+        return value
+
+    @property
+    def form(self) -> str:
+        """Which columns are what: ``prompt = instruction + input, response = output``."""
+        return ", ".join(f"{role} = {' + '.join(names)}" for role, names in self._read.items())
+
+    @property
+    def left(self) -> dict[str, Any]:
+        """What was not read."""
+        read = {name for names in self._read.values() for name in names}
+        return {name: value for name, value in self._values.items() if name not in read}
+
+    def __str__(self) -> str:
+        """The columns, for messages; those that are null as such."""
+        said = [*map(repr, self._values), *(f"{name!r} (null)" for name in self.null)]
+        return ", ".join(said) or "no fields"
+
+
+class Reading:
+    """What was read of the rows of one file; as text the line that says so.
+
+    >>> reading = Reading("train.jsonl")
+    >>> columns = Columns({"question": "2 + 2?", "answer": "4", "id": 7}, "line 1")
+    >>> _ = columns.text("question", "prompt"), columns.text("answer", "response")
+    >>> reading.add(columns)
+    >>> print(reading)
+    train.jsonl: prompt = question, response = answer; not read: id
+
+    Args:
+        name: of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.forms: Counter[str] = Counter()
+        self.unread: dict[str, None] = {}
+        self._holding = 0
+
+    def add(self, columns: Columns) -> None:
+        """Count one row."""
+        self.forms[columns.form] += 1
+        self.unread |= dict.fromkeys(columns.left)
+        self._holding += columns.holds_answer
+
+    def __str__(self) -> str:
+        """One line."""
+        several = len(self.forms) > 1
+        said = [
+            f"{form} ({count} rows)" if several else form
+            for form, count in self.forms.most_common(_FORMS)
+        ]
+        if len(self.forms) > _FORMS:
+            said.append(f"{len(self.forms) - _FORMS} more forms")
+        if self.unread:
+            said.append(f"not read: {', '.join(self.unread)}")
+        if self._holding:
+            total = self.forms.total()
+            said.append(f"in {self._holding} of {total} rows the prompt ends with the response")
+        return f"{self.name}: {'; '.join(said)}"
+
+    def say(self) -> None:
+        """Log the line: as a warning where a column was not read, else for information."""
+        if self.forms:
+            _log.log(logging.WARNING if self.unread or self._holding else logging.INFO, "%s", self)
+
+
+def short(text: str, length: int = 80) -> str:
+    """One line of at most ``length`` characters, for a message."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,248 @@
+"""What people bring: every column is read, or named as not read, or refused with a way on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alphatoken.data import (
+    Fields,
+    PairFields,
+    Row,
+    encode_row,
+    pair_of,
+    read_records,
+    read_rows,
+    row_of,
+    split_pools,
+)
+from alphatoken.data.corpus import Corpus, draw_rows
+from alphatoken.data.source import find_source
+from alphatoken.errors import DataError
+from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
+from tests.rows import jsonl
+
+ASKED = {"instruction": "Name it.", "input": "a red fruit", "output": "cherry"}
+SAID = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Good day."}]
+
+
+def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
+    return [(turn.role, turn.text) for turn in row_of(record, 0, "here", Fields(**fields)).turns]
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "roles", "prompt"),
+    [
+        (ASKED, "user assistant", "Name it.\na red fruit"),
+        ({"question": "Who?", "context": "Ada wrote it.", "answer": "Ada"},
+         "user assistant", "Who?\nAda wrote it."),
+        ({"system": "Be brief.", **ASKED}, "system user assistant",
+         "Be brief.\nName it.\na red fruit"),
+        ({"system_prompt": "Be brief.", "messages": SAID}, "system user assistant",
+         "Be brief.\nHi."),
+        ({"history": [["Where?", "Here."]], **ASKED}, "user assistant user assistant", "Where?"),
+        ({"history": SAID, **ASKED}, "user assistant user assistant", "Hi."),
+        ({"prompt": SAID[:1], "completion": SAID[1:]}, "user assistant", "Hi."),
+        ({"prompt": "Hi.", "completion": SAID[1:]}, "user assistant", "Hi."),
+        ({"prompt": None, "question": "Who?", "response": None, "answer": "Ada", "text": None,
+          "messages": None}, "user assistant", "Who?"),
+        ({"prompt": None, "messages": None, "text": "A document."}, "assistant", ""),
+        ({"text": "A document.", "url": "a b", "id": "x-1", "label": 3}, "assistant", ""),
+    ],
+)  # fmt: skip
+def test_columns_with_a_plain_meaning_are_served(
+    record: dict[str, Any], roles: str, prompt: str
+) -> None:
+    row = row_of(record, 0, "here")
+    assert " ".join(turn.role for turn in row.turns) == roles
+    assert row.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("record", "message", "way_on"),
+    [
+        ({**ASKED, "functions": [{"name": "f"}]}, "'functions' has no place",
+         {"unread": ("functions",)}),
+        ({"messages": SAID, "context": "More."}, "'context' has no place",
+         {"unread": ("context",)}),
+        ({"text": "A story.", "system": "Be brief."}, "other texts",
+         {"response": "text", "unread": ("system",)}),
+        ({"system": "One.", "messages": [{"role": "system", "content": "Two."}, *SAID]},
+         "two system texts", {"unread": ("system",)}),
+        ({"text": "Write it.", "code": "x = 1 + 1"}, "'text' and other texts",
+         {"prompt": "text", "response": "code"}),
+        ({"text": "Write it.", "answer": "x"}, "'text' and other texts", {"response": "text"}),
+        ({**ASKED, "prompt": "### Name it.\na red fruit\n### cherry"}, "stands in the prompt",
+         {"prompt": "instruction"}),
+        ({"question": "Who?", "answer": None}, "no response.*null counts as absent",
+         {"prompt_only": True}),
+        ({**ASKED, "history": "earlier"}, "no list of earlier turns", {"unread": ("history",)}),
+        ({**ASKED, "input": 3}, "'input' is not text", {"unread": ("input",)}),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused_and_the_remedy_works(
+    record: dict[str, Any], message: str, way_on: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=message):
+        row_of(record, 0, "here")
+    assert row_of(record, 0, "here", Fields(**way_on)).turns
+
+
+def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
+    pair = {"chosen": "cherry", "rejected": "plum"}
+    asked = {k: v for k, v in ASKED.items() if k != "output"}
+    record = {"system": "Be brief.", "history": [["Where?", "Here."]], **asked}
+    row = row_of({**record, "output": "cherry"}, 0, "here")
+    assert pair_of({**record, **pair}, 0, "here").row == row
+    whole = {k: [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": v}]
+             for k, v in pair.items()}  # fmt: skip
+    found = pair_of({"system": "Be brief.", "prompt": "Who?", **whole}, 0, "here")
+    assert [turn.role for turn in found.prompt] == ["system", "user"]
+    with pytest.raises(DataError, match="not that of the two conversations"):
+        pair_of({"prompt": "Another?", **whole}, 0, "here")
+    with pytest.raises(DataError, match="'tools' has no place"):
+        pair_of({**record, **pair, "tools": [{}]}, 0, "here")
+    assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", PairFields(unread=("tools",)))
+    marked = [{"role": "assistant", "content": "cherry", "weight": 0}]
+    with pytest.raises(DataError, match="not to be trained on"):
+        pair_of({"prompt": "Who?", "chosen": marked, "rejected": "plum"}, 0, "here")
+
+
+def test_one_line_says_what_was_read_and_what_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**ASKED, "id": 1, "loss_weights": [0.0]}] * 3
+    logging.getLogger("alphatoken.data").propagate = True
+    with caplog.at_level(logging.INFO, logger="alphatoken.data"):
+        read_rows(jsonl(tmp_path / "a.jsonl", rows))
+        read_rows(jsonl(tmp_path / "b.jsonl", [ASKED, {"text": "Once.", "source": "x"}]))
+        read_rows(jsonl(tmp_path / "c.jsonl", [{"prompt": "Say: yes", "response": "yes"}]))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "a.jsonl: prompt = instruction + input, response = output; not read: id, "
+         "loss_weights"),
+        ("WARNING", "b.jsonl: prompt = instruction + input, response = output (1 rows); plain text "
+         "= text (1 rows); not read: source"),
+        ("WARNING", "c.jsonl: prompt = prompt, response = response; in 1 of 1 rows the prompt ends "
+         "with the response"),
+    ]  # fmt: skip
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", ["weight", "train", "loss", "trainable"])
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_turns_marked_as_untrained_have_no_labels(mark: str, template: str | None) -> None:
+    untrained = {**SAID[1], "content": "Wrong.", mark: 0 if mark == "weight" else False}
+    record = {"messages": [SAID[0], untrained, *SAID]}
+    tokenizer = byte_tokenizer(template)
+    end = "<|im_end|>" if template else "</s>"
+    assert labelled_text(tokenizer, row_of(record, 0, "here")) == [f"Good day.{end}"]
+    untrained[mark] = 0.5
+    with pytest.raises(DataError, match=f"in part.*{mark!r} is 0.5"):
+        row_of(record, 0, "here")
+
+
+THINKS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% if m.role == 'user' and tools %} [{{ tools[0].name }}]{% endif %}",
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_thoughts_reach_the_template_or_the_row_is_refused(name: str) -> None:
+    row = row_of({"messages": [SAID[0], {**SAID[1], name: "Polite."}]}, 0, "here")
+    assert labelled_text(byte_tokenizer(THINKS), row) == [
+        "<think>Polite.</think>Good day.<|im_end|>"
+    ]
+    for template in (CHATML, None):
+        with pytest.raises(DataError, match="thoughts of a row would be lost"):
+            encode_row(row, byte_tokenizer(template))
+    bare = row_of({"messages": [SAID[0], {**SAID[1], "content": None, name: "Hm."}]}, 0, "here")
+    assert labelled_text(byte_tokenizer(THINKS), bare) == ["<think>Hm.</think><|im_end|>"]
+
+
+def test_tools_reach_the_template_or_the_row_is_refused() -> None:
+    for tools in ([{"name": "look"}], json.dumps([{"name": "look"}])):
+        row = row_of({"messages": SAID, "tools": tools}, 0, "here")
+        ids, _ = encode_row(row, byte_tokenizer(THINKS))
+        assert "Hi. [look]" in byte_tokenizer().decode(ids)
+        with pytest.raises(DataError, match="tools of a row would be lost.*--unread_columns tools"):
+            encode_row(row, byte_tokenizer(CHATML))
+    option = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ style }}")
+    row = row_of({"messages": SAID, "chat_template_kwargs": {"style": "!"}}, 0, "here")
+    assert "Hi.!" in byte_tokenizer().decode(encode_row(row, byte_tokenizer(option))[0])
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+TWO = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_list_is_read_whatever_the_file_is_called(
+    tmp_path: Path, suffix: str, indent: int | None, wrapped: bool
+) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(json.dumps({"version": 1, "data": TWO} if wrapped else TWO, indent=indent))
+    assert [record for _, record in read_records(path)] == TWO
+    assert find_source(path).rows == 2
+
+
+def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text(json.dumps({"messages": SAID}, indent=indent))
+        assert len(read_rows(tmp_path / "a.json")) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    (tmp_path / "a.jsonl").write_bytes((mark + json.dumps(TWO[0])).encode(encoding))
+    with pytest.raises(DataError, match=f"mark of {encoding[:6].upper()}.*iconv"):
+        read_rows(tmp_path / "a.jsonl")
+
+
+def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"frage": str(i), "response": "x"} for i in range(40)])
+    with pytest.raises(DataError, match=r"line 1 has 'frage'"):
+        draw_rows(Corpus(find_source(path), Fields()), 4, seed=3)
+
+
+# --- rows that share their prompt -----------------------------------------------------------------
+
+
+def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        [{"prompt": "A verse.", "response": f"line {i // 2}"} for i in range(12)],
+    )
+    rows = read_rows(path)
+    with pytest.raises(DataError, match="--leak_key conversation"):
+        split_pools(rows, validation_rows=2)
+    pools = split_pools(rows, validation_rows=2, leak_key="conversation")
+    assert not {row.response for row in pools.train} & {row.response for row in pools.validation}
+    assert pools.counts["removed_same_as_validation"] == 2
+    corpus = Corpus(find_source(path), Fields())
+    held = frozenset(key for row in pools.validation for key in _keys(row))
+    drawn = frozenset(row.index for row in pools.validation)
+    with pytest.raises(DataError, match="--leak_key conversation"):
+        Corpus(corpus.source, Fields(), drawn, held).survey()
+    counts = Corpus(corpus.source, Fields(), drawn, held, leak_key="conversation").survey()
+    assert counts["train"] == len(pools.train) == 8
+
+
+def _keys(row: Row) -> set[str]:
+    from alphatoken.data import leak_keys
+
+    return leak_keys(row)
