@@ -59,14 +59,27 @@ def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
     if estimator not in CAPTURED or not scope.uncovered or uncovered == "skip":
         return
     name, reason = next(iter(scope.uncovered.items()))
-    captured = any("linears,experts" in why for why in scope.uncovered.values())
     raise CoverageError(
         f"'{estimator}' cannot cover every matrix of the scored layers",
         got=f"{name}: {reason} ({len(scope.uncovered)} such)",
         why="their part of the gradient would be missing from the values",
-        remedy="estimator='label', or uncovered='skip' to leave them out and say so"
-        + "; parameters='linears,experts' captures the experts among them" * captured,
+        remedy=", or ".join(_covering(scope)),
     )
+
+
+def _covering(scope: Scope) -> list[str]:
+    """What covers the matrices that are not, or does without them: only what works here."""
+    reasons = scope.uncovered.values()
+    experts = [why for why in reasons if "linears,experts" in why]
+    routed = any("router" in why for why in reasons)
+    slow = " and model.set_experts_implementation('eager')" if experts or routed else ""
+    found = [f"estimator='label'{slow}"]
+    if experts:
+        rest = ", uncovered='skip' for the others" if len(experts) < len(reasons) else ""
+        found.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
+    if scope.linears:
+        found.append("uncovered='skip' to leave them out and say so")
+    return found
 
 
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
@@ -111,7 +124,8 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             f"'{estimator}' cannot score a pass with attention dropout",
             got=f"p={dropped[0].dropout}",
             why="the kernel's dropout mask is not known to the recomputed attention weights",
-            remedy="set the attention dropout to 0, use scorer.score (dropout off), or 'path'",
+            remedy="set the attention dropout to 0; or estimator='path'; or score without dropout "
+            "in a forward of its own: scorer.score, in a trainer scoring_forward='own'",
         )
 
 

@@ -83,12 +83,13 @@ def check_run(
             "values need a validation dataset",
             got=f"policy={args.policy!r}, validation_dataset=None",
             why="adaptation is measured against the loss on it",
-            remedy="pass validation_dataset=..., or policy='all' or 'random'",
+            remedy="pass validation_dataset=..., or value nothing: policy='standard' (all "
+            "tokens) or 'random'",
         )
     if args.retention == "data" and args.objective != "adaptation" and not given.retention:
         raise ConfigError(
             "retention='data' needs a retention dataset",
-            remedy="pass retention_dataset=..., or retention='diagonal'",
+            remedy="pass retention_dataset=..., or retention='none'",
         )
 
 

@@ -17,6 +17,7 @@ from alphatoken.errors import ConfigError, DataError, warn_caller
 from alphatoken.support.storage import write_json
 from alphatoken.train.identity import differences, rounding_only
 from alphatoken.train.manifest import (
+    MANIFEST,
     RESULTS,
     RUN,
     Manifest,
@@ -60,6 +61,16 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
 
 def _nothing_to_resume(output_dir: Path) -> DataError:
     other = latest_complete(output_dir)
+    foreign = [path for _, path in checkpoints(output_dir) if not (path / MANIFEST).is_file()]
+    if foreign and len(foreign) == len(checkpoints(output_dir)) and other is None:
+        return DataError(
+            f"no checkpoint in '{output_dir}' was written by this library",
+            got=f"{foreign[-1].name} without {MANIFEST}",
+            why="it is of another trainer, or was cut off while it was written: data order, random "
+            "state and values of such a run are not known",
+            remedy=f"a new run in another output_dir, with model='{foreign[-1]}' to go on from its "
+            "weights",
+        )
     folders = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
     return DataError(
         f"there is no complete checkpoint of this run in '{output_dir}'",

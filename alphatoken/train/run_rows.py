@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, CoverageError
 from alphatoken.model.capture import resolve_layers
 from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.datasets import plain_rows
@@ -118,8 +119,10 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
 
     Raises:
         ConfigError: the rows that were named for it leave no prompt.
+        CoverageError: it would leave out a matrix that is valued.
     """
     options = trainer.args
+    _require_fisher_covers(trainer)
     rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
     by_token = options.fisher_labels == "token"
     sequences_of = trainer.fisher_sequences if by_token else trainer.fisher_prompts
@@ -134,6 +137,21 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
     progress = not options.disable_tqdm  # a log that is no terminal gets a line now and then
     place = trainer.accelerator.device
     return fitted_fisher(trainer.model, prompts, options, folder, progress=progress, device=place)
+
+
+def _require_fisher_covers(trainer: TokenTrainer) -> None:
+    """See that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
+    options, adapter = trainer.args, find_adapter(trainer.model)
+    choice = ParameterChoice.read(options.value_parameters, "value_parameters")
+    scope = choice.scope(adapter, read_layers(options.score_layers))
+    if scope.uncovered and not scope.named and options.uncovered != "skip":
+        name, reason = next(iter(scope.uncovered.items()))
+        raise CoverageError(
+            "the Fisher does not cover every matrix of the scored layers",
+            got=f"{name}: {reason} ({len(scope.uncovered)} such), retention={options.retention!r}",
+            why="their retention would count as zero",
+            remedy="retention='none', or value_parameters='all' with retention='diagonal'",
+        )
 
 
 def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:

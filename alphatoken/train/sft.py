@@ -54,13 +54,14 @@ def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
     Raises:
         UnsupportedError: names it.
     """
+    base = {"AlphaSFTTrainer": "TRL's SFTTrainer", "AlphaTrainer": "transformers' Trainer"}[trainer]
     for name, present in refused.items():
         if present:
             raise UnsupportedError(
                 f"{trainer} does not work with {name}",
-                why="token weights act on the token log-probabilities that the loss is made of, "
-                "and here it is made of something else",
-                remedy="leave it off, or policy='all' in TRL's or transformers' own trainer",
+                why="token weights act on the token log-probabilities that the model's own forward "
+                "gives, and with it the loss is made elsewhere or values cannot be taken",
+                remedy=f"leave it off; or train with {base} itself, which weighs no token",
             )
 
 

@@ -220,6 +220,7 @@ PLACES: dict[str, str] = {
     "train/mixin.py:_refuse_virtual_tokens": PYTHON,
     "train/mixin.py:_without_step": PYTHON,
     "train/run_rows.py:fit_or_load_fisher": ROWS,
+    "train/run_rows.py:_require_fisher_covers": "in test_remedies: asked where a Fisher is fitted",
     "train/gate.py:__call__": "label smoothing",
     "train/gate.py:require_finite": TRAINED,
     "train/gate.py:entropy": "sharded layouts, as _check_policy has them",
