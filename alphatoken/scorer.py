@@ -382,7 +382,11 @@ class Scorer:
             watch_head(self.adapter),
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
-            yield Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
+            observed = Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
+            try:
+                yield observed
+            finally:
+                observed.close()
 
     def direction_for(
         self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None

@@ -247,9 +247,6 @@ def objective_sums(
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
-        # All parameters lie where the forward does not pass, as those of a merged adapter do.
-        if not weighted.requires_grad:
-            return
         # Each gradient is added as the backward makes it and let go, so that sums and gradients of
         # all parameters never lie in memory side by side.
         hooks = [p.register_hook(partial(take, name)) for name, p in parameters.items()]

@@ -151,6 +151,7 @@ def label_values(
     first: int = 0,
     start: Start | None = None,
     head: HeadUse | None = None,
+    see: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """``<grad l_k, M>`` for every response token k: one dual forward, no backward.
 
@@ -167,6 +168,7 @@ def label_values(
         head: the head's call in an earlier forward on the same tokens. Where the dual forward gives
             the head the same hidden states, the errors of that call are multiplied by their
             tangents, and the product with the vocabulary is not formed again.
+        see: gets the token losses (b, t) of the dual forward, and may refuse them.
 
     Returns:
         (b, t), index i for token i, 0 off the response; float32 or wider.
@@ -188,6 +190,8 @@ def label_values(
     if derivatives is None:
         losses, derivatives = _dual_losses(adapter, batch, direction, scale, first, head)
         require_finite(losses, batch.mask, "batch")
+    if see is not None:
+        see(losses)
     values: Tensor = derivatives.to(wide(derivatives.dtype)) * scale
     return values.masked_fill(~batch.mask, 0.0)
 

@@ -24,6 +24,8 @@ def gradient_of(
     Unless ``retain_graph`` is set, the graph is freed: nothing can be asked of the forward
     afterwards.
     """
+    if not loss.requires_grad:  # all of them lie where the forward does not pass, as when merged
+        return [None] * len(parameters)
     return list(
         torch.autograd.grad(loss, list(parameters), allow_unused=True, retain_graph=retain_graph)
     )

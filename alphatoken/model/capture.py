@@ -52,6 +52,7 @@ __all__ = [
     "Recorder",
     "Scope",
     "delta_nets_of",
+    "draws",
     "evaluation_mode",
     "find_scope",
     "graph_from_layer",
@@ -800,6 +801,23 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+_DRAWS = ("drop", "jitter", "noise")
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a forward of the model, in its modes as they are, may draw random numbers."""
+    for module in model.modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        # Dropout, jitter of a router and noise on embeddings that are numbers of a module.
+        rates = (v for k, v in vars(module).items() if any(word in k.lower() for word in _DRAWS))
+        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

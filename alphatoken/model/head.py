@@ -338,8 +338,9 @@ def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor,
 def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear map whose product this file may form in its place.
 
-    It is not where weights are quantised, adapted or spread over processes, or where somebody
-    watches its backward: a loss that does not pass through the module would not be seen there.
+    It is not where weights are quantised, adapted, computed or spread over processes, or where
+    somebody watches its backward: a loss that does not pass through the module would not be seen
+    there.
     """
     if type(module) is not nn.Linear or module._backward_hooks or module._backward_pre_hooks:
         return False
@@ -496,6 +497,7 @@ def _same_up_to_rounding(again: Tensor, known: Tensor, dtype: torch.dtype) -> bo
 
 
 _USES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Logits or losses to (the head's call that gave them, the version they had then)."""
 
 
 @contextmanager
@@ -512,9 +514,10 @@ def watch_head(adapter: DecoderAdapter) -> Iterator[None]:
 
     def on_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if len(args) == 1 and isinstance(output, Tensor) and args[0].requires_grad:
-            _USES[output] = HeadUse(args[0], head.weight, head.bias)
+            _USES[output] = HeadUse(args[0], head.weight, head.bias), output._version
 
-    handle = head.register_forward_hook(on_call)
+    # First of all hooks: what others make of the output is another tensor, or another version.
+    handle = head.register_forward_hook(on_call, prepend=True)
     try:
         yield
     finally:
@@ -523,14 +526,15 @@ def watch_head(adapter: DecoderAdapter) -> Iterator[None]:
 
 def take_as_of(use: HeadUse, losses: Tensor) -> Tensor:
     """The ``losses``, or what follows from them alone, known as taken of this call of the head."""
-    _USES[losses] = use
+    _USES[losses] = use, losses._version
     return losses
 
 
 def watched_head(logits: Tensor) -> HeadUse | None:
     """The head's call that gave these very logits or losses, if losses may be taken of it."""
-    use: HeadUse | None = _USES.get(logits)
-    if use is None or not torch.is_grad_enabled():
+    use, version = _USES.get(logits, (None, 0))
+    # Scaled or capped in place, they are the same tensor, and the head's no more.
+    if use is None or logits._version != version or not torch.is_grad_enabled():
         return None
     # Somebody who wants gradients of the logits themselves needs a loss that passes through them.
     # The hooks of torch's own module trackers, as its counter of FLOPs has, only look.

@@ -3,14 +3,16 @@
 The model's head is given one position instead of all, and what it should have been given is kept;
 ``head.head_losses`` then takes the losses of the response tokens, a block of the vocabulary at a
 time. Whether a model's logits are what its head says, and not scaled or capped afterwards, is not
-taken for granted: the logits of the one position are compared, and where they differ the model runs
-again as it is, now and ever after.
+taken for granted: at each pass they must be the very tensor that the head gave, not written to
+since, or that tensor in another dtype (mixed precision). Else the model runs again as it is, now
+and ever after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +20,7 @@ from weakref import WeakSet
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head
@@ -28,6 +31,27 @@ __all__ = ["response_losses"]
 _CHANGED: WeakSet[nn.Module] = WeakSet()
 """Heads of models whose logits are not what the head gives."""
 
+_CAST: WeakSet[nn.Module] = WeakSet()
+"""Heads of models whose logits have another dtype than the head gives; followed at each pass."""
+
+_CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type)
+
+
+class _Followed(TorchFunctionMode):
+    """Follows what the head gave through casts, and through nothing else."""
+
+    def __init__(self, seen: _HeadInput) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS and self.seen.is_handed_on(args[0]):
+            self.seen.handed_on.append((result, result._version))
+        return result
+
 
 @dataclass
 class _HeadInput:
@@ -37,6 +61,7 @@ class _HeadInput:
     weight: Tensor | None = None
     bias: Tensor | None = None
     said: Tensor | None = None
+    handed_on: list[tuple[Tensor, int]] = field(default_factory=list)
     calls: int = 0
 
     def cut(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -51,16 +76,31 @@ class _HeadInput:
 
     def hear(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep what the head gave for that position."""
-        self.said = output
+        if isinstance(output, Tensor):
+            # A copy, since a write through ``.data`` counts as none.
+            self.said = _primal(output).clone()
+            self.handed_on = [(output, output._version)]
+
+    def is_handed_on(self, logits: Tensor) -> bool:
+        """Whether this is what the head gave, or a cast of it, and was not written to."""
+        return any(logits is t and t._version == version for t, version in self.handed_on)
 
     def gives(self, logits: Tensor, labels: Tensor) -> bool:
-        """Whether the model's logits are the head's own, at the one position that it was given."""
+        """Whether the model's logits are the head's own."""
         if self.calls != 1 or self.hidden is None or self.hidden.shape[:2] != labels.shape:
             return False
+        return self.is_handed_on(logits) and self._equal(logits)
+
+    def casts(self, logits: Tensor) -> bool:
+        """Whether they may be the head's in another dtype: equal there, but another tensor."""
+        other = self.said is not None and self.said.dtype != logits.dtype
+        return other and not self.is_handed_on(logits) and self._equal(logits)
+
+    def _equal(self, logits: Tensor) -> bool:
         # Weights spread over devices: the head's own hooks move its input.
-        if not isinstance(self.said, Tensor) or self.hidden.device != logits.device:
+        if self.said is None or self.hidden is None or self.hidden.device != logits.device:
             return False
-        own, theirs = _primal(self.said), _primal(logits)
+        own, theirs = self.said.to(logits.dtype), _primal(logits)
         if own.shape != theirs.shape:
             return False
         return bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())
@@ -102,22 +142,32 @@ def response_losses(
     run = run or partial(adapter.forward, inputs)
     head = output_head(adapter)
     if head is not None and head not in _CHANGED:
-        seen = _HeadInput()
-        handles = (
-            head.register_forward_pre_hook(seen.cut),
-            head.register_forward_hook(seen.hear),
-        )
-        try:
-            logits = run()
-        finally:
-            for handle in handles:
-                handle.remove()
+        logits, seen = _cut_run(head, run)
+        if head not in _CAST and seen.casts(logits):  # run again to see whether they are no more
+            _CAST.add(head)
+            logits, seen = _cut_run(head, run)
         if seen.gives(logits, labels):
             return _of_hidden(seen, labels, role, observed)
         if seen.hidden is None:  # the head was not called, or not on hidden states: nothing was cut
             return token_losses(logits, labels, role=role)
         _CHANGED.add(head)
     return token_losses(run(), labels, role=role)
+
+
+def _cut_run(head: nn.Linear, run: Callable[[], Tensor]) -> tuple[Tensor, _HeadInput]:
+    """A forward whose head is asked about one position; its logits, and what the head saw."""
+    seen = _HeadInput()
+    handles = (
+        head.register_forward_pre_hook(seen.cut),
+        # First of all hooks: what others make of the output is another tensor, or another version.
+        head.register_forward_hook(seen.hear, prepend=True),
+    )
+    try:
+        with _Followed(seen) if head in _CAST else nullcontext():
+            return run(), seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _of_hidden(seen: _HeadInput, labels: Tensor, role: str, observed: HeadUse | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from alphatoken.estimate.proofs import require_self_rule
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
-from alphatoken.scoring.passes import Pass, Weights
+from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
 from alphatoken.select.interaction import token_gram, token_norms
 from alphatoken.values import TokenValues
@@ -32,6 +33,7 @@ class Observed:
         self._valuer, self._recorder = valuer, recorder
         self._self_only, self._keep_errors = self_only, keep_errors
         self._last: tuple[Pass, TokenValues] | None = None
+        self._open = True
 
     def __repr__(self) -> str:
         """Whether values were taken of it already."""
@@ -72,6 +74,7 @@ class Observed:
                 ``Scorer.score``.
         """
         valuer, recorder = self._valuer, self._recorder
+        self._require_open()
         valuer.builder.require_current()
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
@@ -86,11 +89,28 @@ class Observed:
         with nullcontext() if graph else torch.no_grad():
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
+        # Estimators that take errors see by themselves whether any arrives.
+        if not valuer.builder.captured and recorder.linears and not _follows(scores, recorder):
+            raise foreign_scores("the graph of another forward")
         seen = Pass(batch, weights, losses, recorder, head=head)
         seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
         values = valuer.values(seen, components=components)
         self._last = seen, values
         return values
+
+    def close(self) -> None:
+        """Called when the context ends: what was recorded is gone."""
+        self._open = False
+
+    def _require_open(self) -> None:
+        if not self._open or self._recorder.latest is None:
+            raise ModelError(
+                "there is no forward to take values of",
+                got="observe() has ended" if not self._open else "the model was not called",
+                why="what the forward left is kept inside the context alone",
+                remedy="call the model and values() inside 'with scorer.observe() as observed:'; "
+                "the loss may be sent back afterwards",
+            )
 
     def _batch(self, labels: Tensor) -> LabelledBatch:
         """The observed arguments with these labels, checked."""
@@ -190,3 +210,18 @@ class Observed:
         self._recorder.require_graph()
         require_self_rule(self._recorder, "interaction")
         return self_only_errors(self._recorder, seen.summed_loss())
+
+
+def _follows(scores: Tensor, recorder: Recorder) -> bool:
+    """Whether a recorded linear lies in the graph of the scores; true of scores without a graph."""
+    uses = {use.s.grad_fn for use in recorder.linears}
+    waiting: list[Any] = [] if scores.grad_fn is None else [scores.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node in uses:
+            return True
+        above = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= above
+        waiting += above
+    return scores.grad_fn is None

@@ -11,7 +11,7 @@ from alphatoken.errors import InputError
 from alphatoken.estimate.estimators import TokenErrors
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder
-from alphatoken.model.head import HeadUse
+from alphatoken.model.head import HeadUse, rounding_tolerance
 
 __all__ = ["Pass", "Weights", "foreign_scores"]
 
@@ -82,6 +82,24 @@ class Pass:
         assert self.losses is not None
         return self.recorder, self.losses
 
+    def require_losses(self, again: Tensor) -> None:
+        """Refuse losses (b, t) of another forward on these tokens that are not those of this pass.
+
+        Raises:
+            InputError: they differ by more than rounding explains.
+        """
+        recorder, losses = self.recorded
+        mask = self.batch.mask
+        own, other = losses.detach()[mask].double(), again.detach()[mask].double()
+        # Products of an observed pass under autocast are narrow, whatever the losses are.
+        dtypes = {again.dtype, *(use.s.dtype for use in recorder.linears[:1])}
+        tolerance = max(rounding_tolerance(dtype) for dtype in dtypes)
+        if not float((own - other).norm()) <= tolerance * (float(other.norm()) + len(own) ** 0.5):
+            raise foreign_scores(
+                f"mean loss {float(own.mean()):.4g}, where the model on the observed arguments "
+                f"has {float(other.mean()):.4g}"
+            )
+
     def summed_loss(self) -> Tensor:
         """``sum_i w_i l_i`` with the weights of the values: what errors are taken of.
 
@@ -119,6 +137,7 @@ def foreign_scores(got: str) -> InputError:
     return InputError(
         "the scores do not belong to the observed forward",
         got=got,
-        why="no error would reach a scored linear, and every value would be zero",
-        remedy="pass the logits that the model returned inside the context, undetached",
+        why="values are of the tokens and the loss of that forward",
+        remedy="pass the logits that the model returned inside the context, undetached and "
+        "unchanged; a model that scales or caps them must do so in its own forward",
     )

@@ -27,6 +27,7 @@ from alphatoken.estimate.proofs import Witness
 from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
+from alphatoken.model.capture import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
@@ -253,6 +254,7 @@ class Valuer:
         if self.witness.pending:  # M is built from no batch, and none was known before this one
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
+        known = seen.losses is not None and not draws(self.adapter.model)
 
         def along(side: Side) -> Parts:
             nonlocal start
@@ -263,6 +265,7 @@ class Valuer:
                 first=self.builder.first or 0,
                 start=start,
                 head=seen.head,
+                see=seen.require_losses if known else None,
             )
             if start is not None and start.refused:
                 self._starts, start = False, None

@@ -56,7 +56,7 @@ def test_sources_name_equations_of_the_paper() -> None:
     said = [documentation(one).source for one in fields(AlphaFields)]
     named = [name for text in said for name in re.findall(r"eq\. ([a-z_A-Z0-9]+)", text)]
     assert len(named) > 10
-    assert set(named) <= EQUATIONS
+    assert set(named) <= set(EQUATIONS)
 
 
 def _outside(within: str) -> list[float]:

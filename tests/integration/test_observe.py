@@ -275,14 +275,14 @@ def test_values_without_a_pass_with_gradients(estimator: str) -> None:
     logits = model(**inputs()).logits
     scorer = scorer_for(model, estimator)
     with scorer.observe() as observed:
-        with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+        with pytest.raises(ModelError, match=r"Remedy: call the model"):
             observed.values(logits, BATCH["labels"])
         with torch.no_grad():
             blind = model(**inputs()).logits
-        with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+        with pytest.raises(ModelError, match=r"Remedy: call the model"):
             observed.values(blind, BATCH["labels"])
         logits = model(**inputs()).logits
-    with pytest.raises(ModelError, match=r"Remedy: call the model inside the context"):
+    with pytest.raises(ModelError, match=r"Remedy: call the model"):
         observed.values(logits, BATCH["labels"])
 
 

@@ -268,6 +268,8 @@ check_token_losses | | (loops) | exact
 check_head_losses | | (loops) | exact
 check_head_tangents | | (autograd through loops) | exact
 check_own_forward | | (logits of a whole forward) | exact
+check_logits_changed_in_place | | (the logits as they were left) | exact
+check_scores_of_another_forward | | (a refusal) | exact
 check_losses_asked_twice | | (cross-entropy of the logits) | exact
 check_token_losses_to_second_order | | (autograd through loops) | exact
 check_sft_loss | | (loops) | exact

@@ -1347,11 +1347,64 @@ OWN = (
         "a model that caps its logits is taken for one that does not",
         (
             "model.response_losses._HeadInput.gives",
-            "bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())",
+            "self.is_handed_on(logits) and self._equal(logits)",
             "True",
         ),
         claim(at_the_head.check_own_forward, "gemma2", examples=1, needs=("transformers",)),
-        observed_label("gemma2", "linears"),
+    ),
+    mutant(
+        "logits-scaled-in-place-below-observe",
+        "logits that were changed in place are the head's by identity",
+        (
+            "model.head.watched_head",
+            "logits._version != version",
+            "False",
+        ),
+        claim(
+            at_the_head.check_logits_changed_in_place, "llama", examples=1, needs=("transformers",)
+        ),
+    ),
+    mutant(
+        "logits-scaled-in-place-elsewhere",
+        "logits of all positions are believed for those of one",
+        (
+            "model.response_losses._HeadInput.is_handed_on",
+            "logits is t and t._version == version",
+            "True",
+        ),
+        claim(
+            at_the_head.check_logits_changed_in_place, "llama", examples=1, needs=("transformers",)
+        ),
+    ),
+    mutant(
+        "logits-of-another-forward",
+        "label values take logits with the graph of another forward",
+        (
+            "scoring.observed._follows",
+            "return scores.grad_fn is None",
+            "return True",
+        ),
+        claim(
+            at_the_head.check_scores_of_another_forward,
+            "llama",
+            examples=1,
+            needs=("transformers",),
+        ),
+    ),
+    mutant(
+        "losses-of-another-forward",
+        "label values take losses that are not the model's",
+        (
+            "scoring.passes.Pass.require_losses",
+            "if not float((own",
+            "if False and not float((own",
+        ),
+        claim(
+            at_the_head.check_scores_of_another_forward,
+            "llama",
+            examples=1,
+            needs=("transformers",),
+        ),
     ),
     mutant(
         "tangent-of-a-bias-forgotten",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.errors import InputError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model import head
 from alphatoken.model import response_losses as response_losses_module
@@ -293,3 +294,54 @@ def check_tangents_at_other_hidden_states(name: str) -> None:
         norm /= 1.5
     values = label_values(adapter, batch, m, head=use)
     close(values, expected, expected.abs().sum(), CAST, name=f"{name}, other hidden states")
+
+
+def check_logits_changed_in_place(name: str) -> None:
+    """Scaled in place by a hook at some positions: losses and gradients are of what is left.
+
+    In a forward of our own, whose one position is not scaled, and below an observed one.
+    """
+    model = built(name)
+    adapter = find_adapter(model)
+
+    def scale(module: nn.Module, args: Any, output: Any) -> None:
+        factors = torch.full((output.logits.shape[1], 1), 3.0, dtype=output.logits.dtype)
+        factors[-1] = 1.0
+        output.logits.mul_(factors)
+
+    handle = model.register_forward_hook(scale)
+    losses, gradient = _losses_and_gradient(model, model(**INPUTS).logits)
+    for found, other in (
+        _losses_and_gradient(model, observed(model)[0]),
+        _losses_and_gradient(model, None, response_losses(adapter, INPUTS, BATCH["labels"])),
+    ):
+        close(found, losses, losses.abs().sum(), EXACT, name=f"{name}, scaled in place")
+        close(other, gradient, gradient.abs().sum(), 1e-10, name=f"{name}, its gradient")
+    handle.remove()
+
+
+def _losses_and_gradient(
+    model: nn.Module, logits: Tensor | None, losses: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token losses, and the gradient of their sum in the last layer's last matrix."""
+    losses = token_losses(logits, BATCH["labels"]) if losses is None else losses  # type: ignore[arg-type]
+    last = [p for n, p in model.named_parameters() if "down_proj" in n][-1]
+    return losses.detach(), torch.autograd.grad(losses.sum(), last)[0]
+
+
+def check_scores_of_another_forward(name: str) -> None:
+    """Label values refuse logits of another forward, by its graph; without one by the losses."""
+    model = built(name).train()
+    config = ScorerConfig(estimator="label", layers=2, uncovered="skip")
+    scorer = Scorer(model, VALIDATION, None, config)
+    again = dict(INPUTS, input_ids=INPUTS["input_ids"].flip(0))
+    for tokens, gradients_on in ((INPUTS, True), (again, False)):  # the same numbers, or no graph
+        with scorer.observe() as seen, torch.set_grad_enabled(gradients_on):
+            other = model(**tokens).logits
+            model(**INPUTS)
+            refused = False
+            try:
+                seen.values(other, BATCH["labels"])
+            except InputError:
+                refused = True
+            assert refused, "logits of another forward were valued"

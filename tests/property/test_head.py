@@ -24,9 +24,11 @@ from tests.property.properties_head import (
     caps,
     check_head_losses,
     check_head_tangents,
+    check_logits_changed_in_place,
     check_losses_asked_twice,
     check_observed_label_values,
     check_own_forward,
+    check_scores_of_another_forward,
     check_tangents_at_other_hidden_states,
     head_cases,
     observed,
@@ -79,6 +81,14 @@ def test_narrow_weights_sum_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
 def test_a_forward_of_our_own_gives_the_same_losses_and_gradients(name: str) -> None:
     check_own_forward(name)
+
+
+def test_logits_changed_in_place() -> None:
+    check_logits_changed_in_place("llama")
+
+
+def test_scores_of_another_forward() -> None:
+    check_scores_of_another_forward("llama")
 
 
 def test_padding_on_the_left() -> None:

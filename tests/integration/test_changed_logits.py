@@ -1,0 +1,176 @@
+"""Logits that are not what the head gave, and scores of another forward: right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken.errors import InputError, ModelError
+from alphatoken.model import response_losses
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+OTHER = make_batch(("pprrprrr", "prprrrrr"), vocabulary=VOCABULARY, seed=3)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
+
+
+def model_of() -> Any:
+    return BY_NAME["llama"].build(1).double()
+
+
+def scorer_of(model: nn.Module, estimator: str) -> Scorer:
+    return Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2))
+
+
+# --- logits that are changed after the head -------------------------------------------------------
+
+
+def replacing(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        output.logits = change(output.logits)
+
+    return hook
+
+
+def cut_past(logits: Tensor) -> Tensor:
+    """Bites at some positions only, and never at the last one."""
+    factor = torch.ones(logits.shape[1], 1, dtype=logits.dtype)
+    factor[:-1] = 3.0
+    return logits.mul_(factor[-logits.shape[1] :])
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled in place": lambda z: z.mul_(3.0),
+    "divided in place": lambda z: z.div_(2.0),
+    "capped in place": lambda z: z.clamp_(-1.0, 1.0),
+    "in place, not at the end": cut_past,
+    "scaled": lambda z: 3.0 * z,
+    "widened and capped": lambda z: z.double().clamp(-1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("estimator", ["label", "path"])
+@pytest.mark.parametrize("where", ["model", "head"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_logits_have_the_values_of_their_own_loss(
+    change: str, where: str, estimator: str
+) -> None:
+    model = model_of()
+    if where == "model":
+        model.register_forward_hook(replacing(CHANGES[change]))
+    else:
+        model.lm_head.register_forward_hook(lambda module, args, z: CHANGES[change](z))
+    scorer = scorer_of(model, estimator)
+    found = scorer.verify(BATCH)  # of score and of observe, by one backward a token
+    assert found.passed, str(found)
+    # The training step that shares the observed pass is the plain one as well.
+    keep = BATCH["labels"] != -100
+    gradients = []
+    for observes in (True, False):
+        model.zero_grad()
+        if observes:
+            with scorer.observe() as observed:
+                logits = model(**inputs_of(BATCH)).logits
+                observed.values(logits, BATCH["labels"])
+        else:
+            logits = model(**inputs_of(BATCH)).logits
+        masked_sft_loss(logits, BATCH["labels"], keep).backward()
+        gradients.append(model.model.layers[-1].mlp.up_proj.weight.grad.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_change_that_comes_after_a_clean_pass_is_noticed() -> None:
+    model = model_of()
+    scorer = scorer_of(model, "label")
+    scorer.score(BATCH)
+    model.register_forward_hook(replacing(CHANGES["scaled in place"]))
+    assert scorer.verify(BATCH).passed
+
+
+def test_widened_logits_still_spare_the_logits_of_all_positions() -> None:
+    """As mixed precision hands them on: another dtype of what the head gave."""
+    model = model_of().float()
+    expected = scorer_of(model, "path").score(BATCH).total
+    model.register_forward_hook(replacing(lambda z: z.double()))
+    found = scorer_of(model, "path").score(BATCH).total
+    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
+    assert model.lm_head in response_losses._CAST
+    assert model.lm_head not in response_losses._CHANGED
+    # What is changed on the way is seen all the same.
+    model.register_forward_hook(replacing(lambda z: z.clamp(-0.5, 0.5)))
+    assert scorer_of(model, "path").verify(BATCH).passed
+    assert model.lm_head in response_losses._CHANGED
+
+
+# --- scores of another forward, or of none --------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("trains", [True, False])
+def test_logits_of_another_forward_are_refused(trains: bool, estimator: str) -> None:
+    model = model_of().train(trains)
+    scorer = scorer_of(model, estimator)
+    with scorer.observe() as observed:
+        first = model(**inputs_of(OTHER)).logits
+        model(**inputs_of(BATCH))
+        with pytest.raises(InputError, match="do not belong to the observed forward"):
+            observed.values(first, BATCH["labels"])
+
+
+@EACH
+@pytest.mark.parametrize(
+    "change", [lambda z: z / 2.0, lambda z: z.div_(2.0), lambda z: z.clamp(-0.5, 0.5)]
+)
+def test_logits_that_the_loop_changes_are_valued_as_changed_or_refused(
+    change: Callable[[Tensor], Tensor], estimator: str
+) -> None:
+    model = model_of()
+    scorer = scorer_of(model, estimator)
+    hooked = model_of()
+    hooked.register_forward_hook(replacing(lambda z: change(z.clone())))
+    scorer_of_changed = scorer_of(hooked, estimator)
+    scorer_of_changed.builder.keep_gradient(scorer.builder.gradient())
+    with scorer.observe() as observed:
+        logits = change(model(**inputs_of(BATCH)).logits)
+        if estimator == "label":
+            with pytest.raises(InputError, match="do not belong to the observed forward"):
+                observed.values(logits, BATCH["labels"])
+            return
+        found = observed.values(logits, BATCH["labels"]).total
+    expected = scorer_of_changed.score(BATCH).total
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_label_needs_no_graph_and_still_sees_which_forward_it_was() -> None:
+    model = model_of()
+    scorer = scorer_of(model, "label")
+    with scorer.observe() as observed, torch.no_grad():
+        first = model(**inputs_of(OTHER)).logits
+        logits = model(**inputs_of(BATCH)).logits
+        values = observed.values(logits, BATCH["labels"]).total
+        with pytest.raises(InputError, match="do not belong to the observed forward"):
+            observed.values(first, BATCH["labels"])
+    torch.testing.assert_close(values, scorer.score(BATCH).total)
+
+
+@EACH
+def test_values_after_the_context_and_without_a_forward_are_refused(estimator: str) -> None:
+    model = model_of()
+    scorer = scorer_of(model, estimator)
+    with scorer.observe() as observed:
+        with pytest.raises(ModelError):
+            observed.values(torch.zeros(2, 8, VOCABULARY), BATCH["labels"])
+        logits = model(**inputs_of(BATCH)).logits
+    with pytest.raises(ModelError, match="observe"):
+        observed.values(logits, BATCH["labels"])
