@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import ConfigError, CoverageError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.capture import Scope
@@ -27,8 +27,10 @@ from alphatoken.train.pool import ValidationPool
 
 __all__ = [
     "Given",
+    "check_given",
     "check_lengths",
     "check_pool",
+    "check_rows_left",
     "check_run",
     "check_watch",
     "refuse_scope",
@@ -69,15 +71,38 @@ def check_run(
         ConfigError, UnsupportedError, CoverageError: the first thing that does not work.
     """
     check_layout(accelerator, args, args, model)
+    check_given(args, policy, given)
     if policy is not None:
-        _check_policy(model, accelerator, args, policy, given)
+        _check_policy(model, accelerator, args, policy)
         return
     if not args.needs_values:
         return
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
-    refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
+    scope = choice.scope(adapter, read_layers(args.score_layers))
+    refuse_scope(scope, args)
+    _require_a_whole_fisher(scope, args, captured=choice.captured)
     _check_limit(args, adapter)
+
+
+def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
+    """Refuse a run that lacks rows or a second model; known before any model is loaded.
+
+    Args:
+        args: the trainer's configuration.
+        policy: that is carried out, or None for the trainer's own one.
+        given: what the run has.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    if policy is not None:
+        if _has_pass(policy):
+            require_validation(policy, given.validation)
+            require_second_model(policy, args, given.second_model)
+        return
+    if not args.needs_values:
+        return
     if args.objective != "stability" and not given.validation:
         raise ConfigError(
             "values need a validation dataset",
@@ -91,6 +116,16 @@ def check_run(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='none'",
         )
+
+
+def check_rows_left(args: Any, rows: int) -> None:
+    """Refuse a validation set that is too small already before it is tokenised.
+
+    Raises:
+        ConfigError: as :func:`check_pool`.
+    """
+    if args.needs_values and args.objective != "stability":
+        check_pool(args, rows, args.world_size)
 
 
 def check_watch(model: nn.Module, accelerator: Any, args: Any) -> None:
@@ -129,6 +164,20 @@ def refuse_scope(scope: Scope, args: Any) -> None:
             remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
         )
     require_covered(scope, args.estimator, args.uncovered)
+
+
+def _require_a_whole_fisher(scope: Scope, args: Any, *, captured: bool) -> None:
+    """Refuse label values of matrices of the scored layers that no Fisher is fitted of."""
+    fitted = args.retention in ("diagonal", "kronecker") and args.objective != "adaptation"
+    if args.estimator != "label" or not (fitted and captured and scope.uncovered):
+        return
+    name, reason = next(iter(scope.uncovered.items()))
+    raise CoverageError(
+        "a Fisher covers the linears of the scored layers, and 'label' values more than these",
+        got=f"{name}: {reason} ({len(scope.uncovered)} such)",
+        why="they would have no part in the stability value",
+        remedy="retention='none' or 'data'",
+    )
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -193,6 +242,8 @@ def _check_limit(args: Any, adapter: DecoderAdapter) -> None:
     there are.
     """
     asked, limit = getattr(args, "max_length", None), adapter.max_positions()
+    if getattr(args, "packing", False) and args.packing_strategy.startswith("bfd"):
+        return  # documents lie one after the other, and positions begin anew in each
     if asked is None or limit is None or asked <= limit or asked == type(args).max_length:
         return
     raise ConfigError(
@@ -206,12 +257,16 @@ def _check_limit(args: Any, adapter: DecoderAdapter) -> None:
 # --- policies -----------------------------------------------------------------------------------
 
 
-def _check_policy(
-    model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy, given: Given
-) -> None:
+def _has_pass(policy: TokenPolicy) -> bool:
+    """Whether it looks at all rows before training."""
+    kind = type(policy)
+    chooses = kind.choose_rows is not TokenPolicy.choose_rows
+    return chooses or kind.prepare is not TokenPolicy.prepare
+
+
+def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy) -> None:
     kind, policy_class = layout(accelerator), type(policy)
     chooses_rows = policy_class.choose_rows is not TokenPolicy.choose_rows
-    has_static_pass = policy_class.prepare is not TokenPolicy.prepare
     if runs_model(policy) and kind in SHARDED:
         raise UnsupportedError(
             f"policy '{policy.name}' runs the model itself, and the weights are sharded",
@@ -226,7 +281,7 @@ def _check_policy(
             got=f"layout {kind}",
             remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
         )
-    if chooses_rows or has_static_pass:
+    if _has_pass(policy):
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.
         sharded = any(weight.is_meta or weight.numel() == 0 for weight in model.parameters())
@@ -236,8 +291,6 @@ def _check_policy(
                 got=f"layout {kind}",
                 remedy="run it once in one process; the files in policy_cache are then found here",
             )
-        require_validation(policy, given.validation)
-        require_second_model(policy, args, given.second_model)
     if chooses_rows and getattr(args, "packing", False):
         raise ConfigError(
             "samples cannot be chosen from packed rows",
@@ -249,11 +302,7 @@ def _check_policy(
 
 def runs_model(policy: TokenPolicy) -> bool:
     """Whether it runs the model at every batch, not only in a pass before training."""
-    kind = type(policy)
-    has_no_pass = (
-        kind.prepare is TokenPolicy.prepare and kind.choose_rows is TokenPolicy.choose_rows
-    )
-    return policy.needs.model and has_no_pass
+    return policy.needs.model and not _has_pass(policy)
 
 
 def require_validation(policy: TokenPolicy, given: bool) -> None:

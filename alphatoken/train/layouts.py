@@ -15,6 +15,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.sharding import Sharding
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.refused_settings import compiled, reentrant_checkpoints, refused_settings
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = [
@@ -197,28 +198,8 @@ def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterato
             remedy="ddp_static_graph=False",
         )
     if _compiled(accelerator, args, model):
-        yield ConfigError(
-            "a compiled model does not work with token values",
-            got="torch.compile",
-            why="inputs and outputs of the scored linears are not part of the compiled graph",
-            remedy="torch_compile=False; compiling single layers below the scored ones is fine",
-        )
-    if getattr(args, "use_liger_kernel", False):
-        yield ConfigError(
-            "Liger kernels do not work with token values",
-            got="use_liger_kernel=True",
-            why="the backward of its gated MLP overwrites the activations that it saved, and "
-            "values take a backward of their own through the graph that the step uses",
-            remedy="use_liger_kernel=False; flash attention is supported",
-        )
-    if getattr(args, "activation_offloading", False):
-        yield ConfigError(
-            "offloaded activations do not work with token values",
-            got="activation_offloading=True",
-            why="TRL forgets an activation when the first backward has fetched it, and values take "
-            "a backward of their own through the graph that the step uses",
-            remedy="activation_offloading=False; gradient_checkpointing=True saves more memory",
-        )
+        yield compiled()
+    yield from refused_settings(args)
 
 
 def _compiled(accelerator: Any, args: Any, model: nn.Module) -> bool:
@@ -234,21 +215,12 @@ def _refused_options(
     reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
     own = needs_own_forward(accelerator, options)
     if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
-        yield ConfigError(
-            "reentrant gradient checkpointing does not share its forward with scoring",
-            got="use_reentrant=True",
-            why="autograd cannot ask such a forward for the errors of single layers",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
-            "scoring_forward='own'",
-        )
-    if options.scoring_forward == "shared" and own:
-        deepspeed = kind.startswith("zero")
+        yield reentrant_checkpoints()
+    if options.scoring_forward == "shared" and own and kind.startswith("zero"):
         yield ConfigError(
             "scoring cannot share the training forward here",
-            got=f"scoring_forward='shared', {kind if deepspeed else 'keep_scope=global'}",
-            why="DeepSpeed's engine follows its forward through one backward only"
-            if deepspeed
-            else "a global threshold is known only when the whole step has been scored",
+            got=f"scoring_forward='shared', {kind}",
+            why="DeepSpeed's engine follows its forward through one backward only",
             remedy="scoring_forward='auto'; it costs about a third of a step",
         )
     captured = ParameterChoice.read(options.value_parameters, "value_parameters").captured

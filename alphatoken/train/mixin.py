@@ -33,7 +33,13 @@ from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.train.card import add_section, card_section
 from alphatoken.train.checkpoint import CheckpointMixin
-from alphatoken.train.checks import Given, check_run, check_watch
+from alphatoken.train.checks import (
+    Given,
+    check_given,
+    check_rows_left,
+    check_run,
+    check_watch,
+)
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
@@ -125,6 +131,19 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         given = by_name(self.BASE, args, kwargs)
         folder = partial(self.default_folder, given)
         given["args"] = own_config(given.get("args"), self.CONFIG, self.BASE_CONFIG, folder=folder)
+        options = given["args"]
+        self._policy = chosen_policy(
+            options, policy, options.FAMILY, second_model=policy_reference is not None
+        )
+        plain = self._policy is None and not options.weighs
+        handed_over = Given(
+            validation=validation_dataset is not None,
+            retention=retention_dataset is not None,
+            second_model=policy_reference is not None,
+        )
+        if not plain:
+            check_given(options, self._policy, handed_over)
+        check_fisher_rows(options, fisher, fisher_dataset)
         held = {
             "validation": validation_dataset,
             "retention": retention_dataset,
@@ -133,6 +152,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if given.get("formatting_func") is None:  # else only that knows what a row is
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
+        if not plain and self._policy is None and hasattr(validation_dataset, "__len__"):
+            check_rows_left(options, len(validation_dataset))
         self.own_collator = given.get("data_collator")
         with refusals_named(given.get("train_dataset"), partial(tokenizer_of, given)):
             super().__init__(**given)
@@ -141,12 +162,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             self.args,
         )  # fmt: skip
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
-        self.refuse_base()
         options = self.args
-        self._policy = chosen_policy(
-            options, policy, options.FAMILY, second_model=policy_reference is not None
-        )
-        check_fisher_rows(options, fisher, fisher_dataset)
         self.records = RunRecords(self)
         self.add_callback(self.records.monitor)
         check_watch(self.model, self.accelerator, options)
@@ -160,18 +176,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
         self._direct_calls = (-1, 0)
         self.step_guard = StepGuard(self)
-        plain = self._policy is None and options.policy == "all" and not options.needs_values
         if plain and not options.screen_share:
             return
         self._refuse_virtual_tokens()
         if plain:
             self._screen()
             return
-        handed_over = Given(
-            validation=validation_dataset is not None,
-            retention=retention_dataset is not None,
-            second_model=policy_reference is not None,
-        )
+        self.refuse_base()
         check_run(self.model, self.accelerator, options, self._policy, handed_over)
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)

@@ -23,6 +23,7 @@ from alphatoken.train.policy_names import (
     read_policy_options,
     trainer_fields,
 )
+from alphatoken.train.refused_settings import refused_early
 
 __all__ = ["AlphaOptions"]
 
@@ -72,6 +73,9 @@ class AlphaOptions(AlphaFields):
         self._check_screen()
         self._check_combinations()
         self.scorer_config()
+        if self.weighs:
+            for refusal in refused_early(self):
+                raise refusal
 
     def _read_null(self) -> None:
         """Text "null" or "none" where an option may be none: argparse knows no other word."""
@@ -327,6 +331,11 @@ class AlphaOptions(AlphaFields):
             return -(-self.validation_batch_size // 8)
         # What memory a training forward has, it has: all rows at once may be many times as large.
         return getattr(self, "per_device_train_batch_size", None)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether any token is valued or weighed; if not, the trainer is the one below it."""
+        return self.policy != "all" or self.needs_values
 
     @property
     def needs_values(self) -> bool:

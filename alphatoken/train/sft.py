@@ -37,15 +37,13 @@ class AlphaSFTConfig(AlphaOptions, SFTConfig):
     def check_alpha(self) -> None:
         """As for all; and losses that are not made of token log-probabilities."""
         super().check_alpha()
-        refuse_losses("AlphaSFTTrainer", fused_losses(self))
+        if self.weighs:
+            refuse_losses("AlphaSFTTrainer", fused_losses(self))
 
 
 def fused_losses(args: Any) -> dict[str, bool]:
     """Options of transformers that build a loss of the logits -> whether they are on."""
-    return {
-        "label_smoothing_factor": args.label_smoothing_factor > 0,
-        "use_liger_kernel": bool(args.use_liger_kernel),
-    }
+    return {"label_smoothing_factor": args.label_smoothing_factor > 0}
 
 
 def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
@@ -183,8 +181,13 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "a vision dataset": self._is_vision_dataset,
+            **fused_losses(self.args),
         }
         refuse_losses("AlphaSFTTrainer", refused)
+
+    def row_length(self, row: Mapping[str, Any]) -> int:
+        """Of a packed row, the longest document: positions begin anew in each."""
+        return max(map(int, row.get("seq_lengths") or [len(row["input_ids"])]))
 
     def value_weights(
         self, coefficients: torch.Tensor, mask: torch.Tensor, num_items: Any

@@ -33,7 +33,8 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
     def check_alpha(self) -> None:
         """As for all; and losses that are not made of token log-probabilities."""
         super().check_alpha()
-        refuse_losses("AlphaTrainer", fused_losses(self))
+        if self.weighs:
+            refuse_losses("AlphaTrainer", fused_losses(self))
 
 
 class AlphaTrainer(LabelledRows, Trainer):
@@ -72,7 +73,8 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""
-        refuse_losses("AlphaTrainer", {"compute_loss_func": self.compute_loss_func is not None})
+        own = {"compute_loss_func": self.compute_loss_func is not None}
+        refuse_losses("AlphaTrainer", own | fused_losses(self.args))
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""

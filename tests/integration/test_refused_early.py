@@ -1,0 +1,235 @@
+"""What needs no model is refused before one is loaded, and what a step refuses before a Fisher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+from trl import SFTConfig, SFTTrainer
+
+from alphatoken.errors import AlphaTokenError, ConfigError, CoverageError, UnsupportedError
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer, run_rows
+from tests.integration.tiny_training import (
+    ALPHA,
+    furthest,
+    mixture,
+    model,
+    options,
+    sft_rows,
+    tokenizer,
+)
+
+
+def config(folder: Path, **more: Any) -> AlphaSFTConfig:
+    return AlphaSFTConfig(**{**options(folder), **ALPHA, **more})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "compiled": ({"torch_compile": True}, "a compiled model"),
+    "Liger": ({"use_liger_kernel": True}, "Liger kernels"),
+    "offloading": ({"activation_offloading": True}, "offloaded activations"),
+    "reentrant": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "reentrant",
+    ),
+    "shared and global": ({"scoring_forward": "shared", "keep_scope": "global"}, "cannot share"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    "full and fp16": ({"preconditioner": "full", "fp16": True}, "does not work with fp16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_are_refused_where_the_configuration_is_made(tmp_path: Path, name: str) -> None:
+    more, said = REFUSED[name]
+    with pytest.raises(AlphaTokenError, match=said):
+        config(tmp_path, **more)
+
+
+@pytest.mark.parametrize("name", ["Liger", "offloading", "smoothing", "reentrant"])
+def test_a_run_that_weighs_nothing_refuses_nothing_of_the_trainers_below(
+    tmp_path: Path, name: str
+) -> None:
+    made = config(tmp_path, policy="standard", **REFUSED[name][0])
+    assert not made.weighs
+
+
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
+def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path) -> None:
+    more = {"label_smoothing_factor": 0.1}
+    ours = AlphaSFTTrainer(
+        model=model(), args=config(tmp_path / "ours", policy="standard", **more),
+        train_dataset=sft_rows(), processing_class=tokenizer(),
+    )  # fmt: skip
+    theirs = SFTTrainer(
+        model=model(), args=SFTConfig(**options(tmp_path / "theirs", **more)),
+        train_dataset=sft_rows(), processing_class=tokenizer(),
+    )  # fmt: skip
+    ours.train()
+    theirs.train()
+    assert furthest(ours, theirs) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "said"),
+    [
+        ({}, 0, "values need a validation dataset"),
+        ({"validation_mode": "pool"}, 3, "too small"),
+        ({"retention": "data"}, 12, "needs a retention dataset"),
+        ({"policy": "less"}, 0, "needs a validation dataset"),
+        ({"policy": "rho-1"}, 0, "needs a reference model"),
+    ],
+    ids=str,
+)
+def test_what_a_run_lacks_is_said_before_a_row_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], rows: int, said: str
+) -> None:
+    monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(ConfigError, match=said):
+        AlphaSFTTrainer(
+            model="nowhere", args=config(tmp_path, **more), train_dataset=sft_rows(),
+            validation_dataset=sft_rows(rows, seed=5) if rows else None,
+            processing_class=tokenizer(),
+        )  # fmt: skip
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Its attention drops by default."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=model().config.vocab_size, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("start", "more", "error"),
+    [
+        (gpt2, {}, UnsupportedError),
+        (mixture, {"estimator": "label"}, CoverageError),
+    ],
+    ids=["attention dropout", "mixture"],
+)
+def test_what_refuses_a_step_refuses_before_the_fisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any, more: Any, error: Any
+) -> None:
+    monkeypatch.setattr(run_rows, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(error):
+        AlphaSFTTrainer(
+            model=start(), args=config(tmp_path, retention="diagonal", **more),
+            train_dataset=sft_rows(), validation_dataset=sft_rows(12, seed=5),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+
+
+def test_the_look_ahead_leaves_no_trace(tmp_path: Path) -> None:
+    """Random state, mode and gradients are as they were: the run is the one without it."""
+    start = model(dropout=0.0).eval()
+    trainer = AlphaSFTTrainer(
+        model=start, args=config(tmp_path, retention="none"), train_dataset=sft_rows(),
+        validation_dataset=sft_rows(12, seed=5), processing_class=tokenizer(),
+    )  # fmt: skip
+    before = torch.get_rng_state()
+    run_rows._value_one_row(trainer, trainer.rows.validation[0])
+    assert torch.equal(before, torch.get_rng_state())
+    assert not start.training
+    assert all(parameter.grad is None for parameter in start.parameters())
+
+
+# --- documents one after the other ----------------------------------------------------------------
+
+
+def test_packed_rows_may_be_longer_than_the_model(tmp_path: Path) -> None:
+    """TRL trains on them: positions begin anew in each document. So do values."""
+    more = {"packing": True, "max_length": 256, "retention": "none"}
+    assert model().config.max_position_embeddings < 256
+    trainer = AlphaSFTTrainer(
+        model=model(), args=config(tmp_path / "ours", keep_ratio=1.0, **more),
+        train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    assert max(len(row["input_ids"]) for row in trainer.train_dataset) > 128
+    plain = SFTTrainer(
+        model=model(), args=SFTConfig(**options(tmp_path / "trl", packing=True, max_length=256)),
+        train_dataset=sft_rows(96), processing_class=tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    plain.train()
+    assert furthest(trainer, plain) == 0
+    long = config(tmp_path / "wrapped", packing_strategy="wrapped", **more)
+    with pytest.raises(AlphaTokenError, match="more than the model allows"):
+        AlphaSFTTrainer(
+            model=model(), args=long, train_dataset=sft_rows(96),
+            validation_dataset=sft_rows(12, seed=5), processing_class=tokenizer(),
+        )  # fmt: skip
+
+
+# --- 16 bits with a scaled loss -------------------------------------------------------------------
+
+
+def in_fp16(trainer: Any, scale: float) -> Any:
+    """As Accelerate sets a trainer up for fp16 on a GPU: autocast, and a scaler of the loss."""
+    accelerator = trainer.accelerator
+    accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return trainer
+
+
+@pytest.fixture
+def full_precision_afterwards() -> Any:
+    """Accelerate's state is one for the whole process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state:
+        AcceleratorState._shared_state["_mixed_precision"] = "no"
+
+
+def first_values(trainer: Any) -> Tensor:
+    seen: list[Tensor] = []
+    record = trainer.monitor.record
+
+    def listen(**given: Any) -> None:
+        seen.append(given["values"].total[given["mask"]])
+        record(**given)
+
+    trainer.monitor.record = listen
+    trainer.train()
+    return seen[0]
+
+
+@pytest.mark.usefixtures("full_precision_afterwards")
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_fp16_with_a_scaled_loss(tmp_path: Path, estimator: str) -> None:
+    """Values are of the unscaled loss: those of float32 but for rounding to eleven bits.
+
+    The first scale overflows, so that a step is skipped, as it is in TRL; ratio 1 is TRL's run.
+    """
+    common = {"estimator": estimator, "retention": "none"}
+
+    def made(name: str, **more: Any) -> AlphaSFTTrainer:
+        return AlphaSFTTrainer(
+            model=model(), args=config(tmp_path / name, **common, **more),
+            train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+
+    exact = first_values(made("float32"))
+    rough = first_values(in_fp16(made("fp16"), 2.0**16))
+    assert not torch.equal(rough, exact)
+    assert float((rough - exact).norm() / exact.norm()) < 2e-3
+
+    ours = in_fp16(made("ours", keep_ratio=1.0), 2.0**40)
+    theirs = in_fp16(
+        SFTTrainer(
+            model=model(), args=SFTConfig(**options(tmp_path / "theirs")),
+            train_dataset=sft_rows(96), processing_class=tokenizer(),
+        ), 2.0**40,
+    )  # fmt: skip
+    ours.train()
+    theirs.train()
+    norms = [entry["grad_norm"] for entry in ours.state.log_history if "grad_norm" in entry]
+    assert norms[0] != norms[0], "the first gradient overflows"
+    assert ours.accelerator.scaler.get_scale() < 2.0**40, "and its step is skipped"
+    assert furthest(ours, theirs) == 0
