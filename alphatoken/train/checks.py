@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from alphatoken.errors import ConfigError, CoverageError, InputError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.capture import Scope
@@ -79,9 +79,7 @@ def check_run(
         return
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
-    scope = choice.scope(adapter, read_layers(args.score_layers))
-    refuse_scope(scope, args)
-    _require_a_whole_fisher(scope, args, captured=choice.captured)
+    refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
     _check_limit(args, adapter)
 
 
@@ -164,20 +162,6 @@ def refuse_scope(scope: Scope, args: Any) -> None:
             remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
         )
     require_covered(scope, args.estimator, args.uncovered)
-
-
-def _require_a_whole_fisher(scope: Scope, args: Any, *, captured: bool) -> None:
-    """Refuse label values of matrices of the scored layers that no Fisher is fitted of."""
-    fitted = args.retention in ("diagonal", "kronecker") and args.objective != "adaptation"
-    if args.estimator != "label" or not (fitted and captured and scope.uncovered):
-        return
-    name, reason = next(iter(scope.uncovered.items()))
-    raise CoverageError(
-        "a Fisher covers the linears of the scored layers, and 'label' values more than these",
-        got=f"{name}: {reason} ({len(scope.uncovered)} such)",
-        why="they would have no part in the stability value",
-        remedy="retention='none' or 'data'",
-    )
 
 
 # --- rows ---------------------------------------------------------------------------------------

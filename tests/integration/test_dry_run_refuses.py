@@ -191,7 +191,6 @@ PYTHON = "arguments that the command line does not pass"
 MACHINE = "about this machine, the file system or other processes"
 PLACES: dict[str, str] = {
     "train/checks.py:check_given": "no validation rows",
-    "train/checks.py:_require_a_whole_fisher": "in test_refused_early",
     "train/checks.py:check_watch": "sharded weights, as check_layout has them",
     "train/checks.py:refuse_scope": "in test_recipes: a gated convolution, experts",
     "train/checks.py:check_pool": "test_eight_processes_need_eight_held_out_rows",

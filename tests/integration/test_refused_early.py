@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl import SFTConfig, SFTTrainer
 
-from alphatoken.errors import AlphaTokenError, ConfigError, CoverageError, UnsupportedError
+from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer, run_rows
 from tests.integration.tiny_training import (
     ALPHA,
@@ -107,7 +107,7 @@ def gpt2() -> GPT2LMHeadModel:
     ("start", "more", "error"),
     [
         (gpt2, {}, UnsupportedError),
-        (mixture, {"estimator": "label"}, CoverageError),
+        (mixture, {"estimator": "label"}, AlphaTokenError),
     ],
     ids=["attention dropout", "mixture"],
 )
