@@ -30,7 +30,7 @@ _HEAD = """\
 
 Fields of `AlphaSFTConfig`, `AlphaDPOConfig` and `AlphaConfig` beside TRL's and transformers' own; on the command line
 and in recipes they have the same names. The defaults of the method (estimator, lambda, K, W, ratio, the fixed validation batch) are the
-paper's; those of the training around it are not all ([rows 12 to 16 of the gaps](paper-gaps.md)), and the packaged recipes `paper-sft` and
+paper's; `retention` is not (its Fisher takes hours), and those of the training around it are not all ([rows 12 to 16 of the gaps](paper-gaps.md)), and the packaged recipes `paper-sft` and
 `paper-dpo` set them as the paper has them. Against a fixed batch we warn: the share of the rows that is only watched raises an alarm
 when the batch is being learnt by heart. `validation_mode="pool"` is what we recommend.
 
