@@ -31,7 +31,7 @@ from alphatoken.fidelity.coverage_statistics import (
     band_of,
     measured,
 )
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -122,6 +122,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "t-SNE perplexity": min(options.perplexity, (len(drawn) - 1) / 3),
             "random selections": options.draws,
         },
+        verdict=_verdict(numbers, band),
     )
 
 
@@ -206,6 +207,21 @@ def _clusters_table(pool: Pool, kept: Mapping[str, Mask]) -> Table:
 
 
 # --- words --------------------------------------------------------------------------------------
+
+
+def _verdict(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, Band]) -> Verdict:
+    """Of the first policy: evenness of what it keeps, beside random selections."""
+    name = next((name for name in numbers if name != "random"), "random")
+    found, (low, high) = numbers[name]["entropy"], band["entropy"]
+    how = {"below": "less even than", "above": "more even than", "within": "as even as"}
+    return Verdict(
+        f"What {name} keeps is {how[against(found, band['entropy'])]} a random choice.",
+        str(found),
+        f"entropy over clusters of contexts of what {name} keeps ({low:.3f} to {high:.3f} at "
+        "random)",
+        "where kept tokens leave parts of the data out, raise keep_ratio or rank within sequences "
+        "(keep_scope='sequence').",
+    )
 
 
 def _answer(

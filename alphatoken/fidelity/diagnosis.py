@@ -15,7 +15,7 @@ from alphatoken.errors import DataError
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.support.storage import replacing
 
-__all__ = ["Cell", "Diagnosis", "Figure", "Table"]
+__all__ = ["Cell", "Diagnosis", "Figure", "Table", "Verdict"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
@@ -117,6 +117,23 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What a diagnosis comes to, for whoever reads one line of it.
+
+    Attributes:
+        text: the finding, in a sentence.
+        number: the one number that it rests on, with its interval; "" where there is none.
+        label: what that number is.
+        advice: what to do about it.
+    """
+
+    text: str
+    number: str
+    label: str
+    advice: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The result of one diagnostic.
 
@@ -129,6 +146,7 @@ class Diagnosis:
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
         html: extra HTML that is safe to show as it is (token heatmaps), or "".
+        verdict: the answer in one line, with its number.
     """
 
     name: str
@@ -139,6 +157,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     html: str = ""
+    verdict: Verdict | None = None
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
@@ -179,6 +198,7 @@ class Diagnosis:
             "notes": self.notes,
             "settings": dict(self.settings),
             "html": self.html,
+            "verdict": None if self.verdict is None else asdict(self.verdict),
         }
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
@@ -215,6 +235,7 @@ class Diagnosis:
                 notes=tuple(record["notes"]),
                 settings=record["settings"],
                 html=record["html"],
+                verdict=Verdict(**record["verdict"]) if record["verdict"] else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise DataError(

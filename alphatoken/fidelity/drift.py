@@ -22,7 +22,7 @@ from torch import nn
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.clouds import picture_of
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.drift_figures import layers_figure, map_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -232,6 +232,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "tuning_steps": subject.tuning_steps if tuned else None,
             "tuning_rate": subject.rate if tuned else None,
         },
+        verdict=_verdict(found),
     )
 
 
@@ -351,6 +352,24 @@ def _layers_table(found: _Found) -> Table:
 
 
 # --- words ---------------------------------------------------------------------------------------
+
+
+def _verdict(found: _Found) -> Verdict:
+    """The set and model that moved most."""
+    moved = [
+        (float(numbers["relative_shift"].value), name, model, numbers)
+        for model, sets in found.sets.items()
+        for name, numbers in sets.items()
+        if numbers["relative_shift"].defined
+    ]
+    _, name, model, numbers = max(moved, default=(0.0, "", "", {}), key=lambda one: one[0])
+    return Verdict(
+        f"Most moved: {name} ({model})." if numbers else "How far states moved is not defined.",
+        str(numbers["relative_shift"]) if numbers else "",
+        f"shift of a probe of {name}, in lengths of its mean state" if numbers else "",
+        "where states of what must be kept have moved, raise stability_weight or lower the "
+        "learning rate.",
+    )
 
 
 def _answer(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> tuple[str, ...]:

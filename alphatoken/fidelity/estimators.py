@@ -24,7 +24,7 @@ from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
-from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
 from alphatoken.fidelity.estimators_figures import (
     depth_figure,
     noise_figure,
@@ -505,6 +505,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         _figures(found, costs, advice, plan.own, noise, options.price),
         _notes(subject, rows, refused, plan, oracle),
         subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
+        verdict=_verdict_of(plan, found, costs, advice),
     )
 
 
@@ -537,6 +538,34 @@ def _agreement_table(
     records = [_named(s) | {"cost_in_training_steps": costs[s]} | found[s] for s in settings]
     note = "Against the label value over all trainable parameters. " + _MEASURES
     return Table.of(key, title, records, note)
+
+
+_ENOUGH = 0.9
+"""Rank correlation of a setting that is advised, where one reaches it."""
+
+
+def _verdict_of(
+    plan: _Plan,
+    found: Mapping[Setting, dict[str, Estimate]],
+    costs: Mapping[Setting, float],
+    advice: Sequence[Advice],
+) -> Verdict:
+    own = plan.own
+    text, score = "No setting could be ranked: all values are equal.", ""
+    if advice and own in found:
+        score = str(found[own]["spearman"])
+        best = next((one for one in advice if one.spearman.value >= _ENOUGH), advice[-1])
+        text = (
+            f"Use {best.setting}: it ranks at {best.spearman} and costs {best.cost:.1f} training "
+            f"steps. Yours, {own}, ranks at {score} and costs {costs[own]:.1f}."
+        )
+    return Verdict(
+        text,
+        score,
+        f"rank correlation of your setting, {own}, with the exact first-order value",
+        "take the cheapest setting whose rank correlation is enough for you; estimator='label' "
+        "over all parameters is exact.",
+    )
 
 
 def _advice_sentences(advice: Sequence[Advice], price: str) -> list[str]:

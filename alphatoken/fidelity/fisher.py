@@ -26,7 +26,7 @@ from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.fisher_figures import (
     agreement_figure,
     bound_figure,
@@ -304,6 +304,21 @@ def _answer(
     return [*said, _said_of_bound(terms["diagonal"])]
 
 
+def _verdict(agreement: Sequence[Mapping[str, Any]]) -> Verdict:
+    by = {(record["retention"], record["proxy"]): record for record in agreement}
+    score: Estimate = by[POOLED, "diagonal"]["spearman"]
+    how = "not clearly as real retention rows do"
+    how = "as real retention rows do" if score.low > 0 else how
+    how = "the wrong way round" if score.high < 0 else how
+    return Verdict(
+        f"The Fisher proxy ranks tokens {how}.",
+        str(score),
+        "rank correlation of the diagonal Fisher proxy with real retention rows",
+        "where the proxy does not rank as real retention rows do, give such rows "
+        "(retention='data'), or leave stability out (objective='adaptation').",
+    )
+
+
 def _last_of_each(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list({record["labels"]: record for record in records}.values())
 
@@ -372,6 +387,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         tuple(notes),
         subject.settings()
         | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
+        verdict=_verdict(agreement),
     )
 
 

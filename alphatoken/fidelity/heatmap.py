@@ -18,7 +18,7 @@ from torch import nn
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.metrics import kept, overlap, sign_agreement, spearman
@@ -222,6 +222,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "colours": options.colours,
         },
         html=heatmap_html(texts, most=options.page_tokens),
+        verdict=_verdict(kinds, subject.ratio),
     )
 
 
@@ -411,6 +412,21 @@ def _answer(
             f"kept ones in common ({subject.ratio:g} by chance)."
         )
     return tuple(sentences)
+
+
+def _verdict(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Verdict:
+    """The kind of token that is kept most clearly more, or less, often than all tokens are."""
+    unlike = [k for k in kinds if k["kept"].low > ratio or k["kept"].high < ratio]
+    most = max(unlike, key=lambda k: abs(float(k["kept"].value) - ratio), default=None)
+    said = {True: "most", False: "least"}
+    return Verdict(
+        "No kind of token is clearly kept more or less often than the others."
+        if most is None
+        else f"What is valued {said[most['kept'].value > ratio]}: {most['kind']}.",
+        "" if most is None else str(most["kept"]),
+        "" if most is None else f"share kept of {most['kind']}, where {ratio:g} of all are kept",
+        "read a few rows: values that follow length or position rather than content are a warning.",
+    )
 
 
 def _kinds_sentence(kinds: Sequence[Mapping[str, Any]], ratio: float) -> str:

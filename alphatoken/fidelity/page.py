@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,48 +11,7 @@ from alphatoken.fidelity.diagnosis import Cell, Diagnosis, Figure, Table
 from alphatoken.report import page
 from alphatoken.report.numbers import cell_text, interval
 
-__all__ = ["ADVICE", "MOST_ROWS", "Section", "headline", "render_page", "write_page"]
-
-ADVICE = {
-    "estimators": "take the cheapest setting whose rank correlation is enough for you; "
-    "estimator='label' over all parameters is exact.",
-    "utility": "where predicted and actual change disagree, take a smaller step, or trust signs "
-    "and ranks rather than sizes.",
-    "value-propagation": "where much of the flow is missed, take estimator='label', which misses "
-    "nothing.",
-    "fisher": "where the proxy does not rank as real retention rows do, give such rows "
-    "(retention='data'), or leave stability out (objective='adaptation').",
-    "heatmap": "read a few rows: values that follow length or position rather than content are a "
-    "warning.",
-    "coverage": "where kept tokens leave parts of the data out, raise keep_ratio or rank within "
-    "sequences (keep_scope='sequence').",
-    "drift": "where states of what must be kept have moved, raise stability_weight or lower the "
-    "learning rate.",
-    "sensitivity": "settings that change few decisions may be as cheap as you like; choose the "
-    "others with care.",
-    "stability": "raise validation_batch_size, or drop only what is harmful beyond doubt "
-    "(policy='harmless').",
-}
-"""Diagnostic -> what to do about its verdict."""
-
-_NUMBER = re.compile(r"[-\u2212+]?\d[\d,.]*\d|\d")
-_ESTIMATE = re.compile(rf"(?:{_NUMBER.pattern})\s\[[^\]]+\]")
-_SHARE = re.compile(rf"(?:{_NUMBER.pattern})\s?%")
-
-
-def headline(answers: Sequence[str]) -> str:
-    """The one number of a verdict: the first with an interval, else the first share, else none.
-
-    >>> headline(["Of 3 layers, label ranks at 0.96 [0.95, 0.97]."])
-    '0.96 [0.95, 0.97]'
-    >>> headline(["12 % of the decisions are noise."]), headline(["All agree."])
-    ('12 %', '')
-    """
-    for form in (_ESTIMATE, _SHARE):
-        found = next((match for text in answers if (match := form.search(text))), None)
-        if found is not None:
-            return found.group(0)
-    return ""
+__all__ = ["MOST_ROWS", "Section", "render_page", "write_page"]
 
 
 def _spoken(name: str) -> str:
@@ -152,6 +110,7 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
     if found is None:
         failure = f"Could not run: {section.failure}" if section.failure else "Not run yet."
         return page.Section(anchor, section.question, _spoken(section.name), failure)
+    verdict = found.verdict
     text = (
         '<h3>On the text</h3><div class="extra" tabindex="0" role="group" '
         f'aria-label="On the text">{found.html}</div>'
@@ -161,8 +120,10 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
         section.question,
         _spoken(section.name),
         answers=found.answer,
-        figure=headline(found.answer),
-        advice=ADVICE.get(section.name, ""),
+        verdict=verdict.text if verdict else "",
+        figure=verdict.number if verdict else "",
+        label=verdict.label if verdict else "",
+        advice=verdict.advice if verdict else "",
         pictures=[_picture(section.name, figure) for figure in found.figures],
         html=text if found.html else "",
         tables=[_table(section.name, table) for table in found.tables],

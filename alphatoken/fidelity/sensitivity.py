@@ -29,7 +29,7 @@ from alphatoken.fidelity.cost import (
     values_cost,
 )
 from alphatoken.fidelity.decisions import Agreement, agreement, percent
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
@@ -410,6 +410,7 @@ class _Findings:
             figures=(figures.masks(settings), figures.ratios(self.run.total, self.ratios)),
             notes=tuple(self.run.notes),
             settings={**subject.settings(), **asdict(self.options)},
+            verdict=self.verdict(),
         )
 
     def settings(self) -> list[dict[str, Any]]:
@@ -434,14 +435,34 @@ class _Findings:
             said.append(self._weight())
         return [*said, self._rows(), self._cost()]
 
-    def _order(self) -> str:
+    def verdict(self) -> Verdict:
+        """The setting on which the kept tokens depend most."""
+        found = self._worst()
+        text, number, label = "No setting changes anything that was kept.", "", ""
+        if found:
+            setting, record = found[0]
+            text = f"The kept tokens depend most on {setting}."
+            number = percent(record["overlap"])
+            label = f"of the tokens that your run keeps are kept with {setting} {record['value']}"
+        return Verdict(
+            text,
+            number,
+            label,
+            "settings that change few decisions may be as cheap as you like; choose the others "
+            "with care.",
+        )
+
+    def _worst(self) -> list[tuple[str, dict[str, Any]]]:
         """Settings by the least overlap that one of their values has with the run."""
         worst = {}
         for setting, records in self.found.items():
             others = [r for r in records if not r["default"] and r["overlap"].defined]
             if others:
                 worst[setting] = min(others, key=lambda record: float(record["overlap"].value))
-        ordered = sorted(worst.items(), key=lambda item: float(item[1]["overlap"].value))
+        return sorted(worst.items(), key=lambda item: float(item[1]["overlap"].value))
+
+    def _order(self) -> str:
+        ordered = self._worst()
         chance = keep_count(self.run.subject.ratio, len(self.run.total)) / len(self.run.total)
         said = [
             f"{setting} ({record['value']} keeps {percent(record['overlap'])} of the run's tokens)"

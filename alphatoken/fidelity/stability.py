@@ -29,7 +29,7 @@ from alphatoken.fidelity.arrangement import (
     thresholds,
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
@@ -249,6 +249,7 @@ class _Findings:
             "stability",
             find("stability").question,
             tuple(self.answer()),
+            verdict=self.verdict(),
             tables=(
                 self.decisions(),
                 Table.of(
@@ -395,6 +396,19 @@ class _Findings:
     def answer(self) -> list[str]:
         """Findings, most important first."""
         return [self._noise(), self._size(), self._margin(), self._others(), self._rounding()]
+
+    def verdict(self) -> Verdict:
+        """How many decisions a redrawn validation set reverses."""
+        noise = self.share(self.state == 1)
+        return Verdict(
+            f"With {len(self.base.validation)} validation rows {percent(noise)} of the decisions "
+            "to keep or drop a token are noise.",
+            percent(noise),
+            "of the decisions are reversed by more than "
+            f"{100 * self.options.uncertain:g} % of the redrawn validation sets",
+            "raise validation_batch_size, or drop only what is harmful beyond doubt "
+            "(policy='harmless').",
+        )
 
     def _noise(self) -> str:
         noise, rows = self.share(self.state == 1), len(self.base.validation)

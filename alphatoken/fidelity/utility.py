@@ -30,7 +30,7 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.estimate.matrices import Formed
 from alphatoken.fidelity import metrics
-from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.prediction import (
@@ -582,6 +582,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject.settings()
         | {name: getattr(options, name) for name in ("optimizer", "learning_rate",
            "weight_decay", "momentum", "max_grad_norm", "normalization", "warmup")},
+        verdict=_verdict(bench, tables[0], predictions),
     )  # fmt: skip
 
 
@@ -595,6 +596,20 @@ def _figures(
         sweep_figure(sweep.etas, sweep.errors, eta, by_size),
     ]
     return (*figures, selection_figure(selection, best)) if selection.rows else tuple(figures)
+
+
+def _verdict(bench: _Bench, one: Table, predictions: Sequence[Prediction]) -> Verdict:
+    row = next((i for i, p in enumerate(predictions) if p.own), 0)
+    score, eta = one.estimate(row, "spearman"), bench.options.learning_rate
+    says = "do rank" if score.low > 0 else "cannot be said to rank"
+    return Verdict(
+        f"Values {says} tokens by what one {bench.options.optimizer} step of size {eta:g} does.",
+        str(score),
+        f"rank correlation of the value '{predictions[row].name}' with what leaving a token out of "
+        "that step does",
+        "where predicted and actual change disagree, take a smaller step, or trust signs and ranks "
+        "rather than sizes.",
+    )
 
 
 def _prediction_sentences(

@@ -31,7 +31,7 @@ from alphatoken.fidelity.causal_parts import (
     share_records,
 )
 from alphatoken.fidelity.collected_pairs import CollectedPairs
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.pairs import PairValues, choose_positions, measure_pairs, see_calls
@@ -349,6 +349,17 @@ def _answer(
     return said
 
 
+def _verdict(shares: Sequence[Mapping[str, Any]]) -> Verdict:
+    whole = [record for record in shares if record["layer"] == "all"]
+    seen = str(whole[0]["signed"]) if whole else ""
+    return Verdict(
+        f"Value-Propagation sees {seen} of the causal value." if seen else "No share was computed.",
+        seen,
+        "share of the exact causal value that Value-Propagation sees",
+        "where much of the flow is missed, take estimator='label', which misses nothing.",
+    )
+
+
 def _middle(heads: Sequence[Mapping[str, Any]], name: str) -> str:
     """The head in the middle of the heads, with its interval."""
     found = sorted((h[name] for h in heads if h[name].defined), key=lambda one: one.value)
@@ -415,6 +426,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         tuple(figures),
         tuple(notes),
         subject.settings() | {"pairs": options.pairs, "head_reduction": "per_head"},
+        verdict=_verdict(shares),
     )
 
 

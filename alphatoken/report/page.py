@@ -116,7 +116,9 @@ class Section:
         name: short name over the heading.
         failure: why there is nothing in it.
         answers: findings, the first one the main one.
+        verdict: the findings in one line; "" for the main one.
         figure: the one number of its verdict, as shown.
+        label: what that number is.
         advice: what a reader should do about it.
         remarks: how to read what follows.
         pictures: side by side where they fit.
@@ -131,7 +133,9 @@ class Section:
     name: str = ""
     failure: str = ""
     answers: Sequence[str] = ()
+    verdict: str = ""
     figure: str = ""
+    label: str = ""
     advice: str = ""
     remarks: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
