@@ -113,13 +113,13 @@ def _value_one_row(trainer: TokenTrainer, row: dict[str, Any]) -> None:
         UnsupportedError, CoverageError, ConfigError: what the first step would raise.
     """
     options, model = trainer.args, trainer.model
-    whole = layout(trainer.accelerator) in ("single", "ddp")
-    if not whole or "experts" in options.value_parameters:
+    if layout(trainer.accelerator) not in ("single", "ddp"):
         return
     config = replace(options.scorer_config(), objective="adaptation", preconditioner=None)
     with kept_random_state(), on_accelerator(model, trainer.accelerator.device):
         batch = trainer.fisher_sequences([row], 1)
         scorer = Scorer(model, batch, None, config)
+        scorer.pin("one row")  # as a run pins its steps
         if needs_own_forward(trainer.accelerator, options):
             scorer.score(batch)
             return
