@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 __all__ = ["foreign_hooks", "numbers_of", "settings_of", "trained_of"]
 
-_PASSING = frozenset(("training", "gradient_checkpointing"))
+_PASSING = frozenset(("training", "gradient_checkpointing", "_output_capturing_hooks_installed"))
 """Attributes of a module that no value depends on: values are taken with dropout off."""
+_READING = "transformers.utils.output_capturing"
+"""Where transformers' hooks are from that note hidden states and router logits for the outputs."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -71,7 +73,10 @@ def settings_of(model: nn.Module) -> tuple[object, ...]:
 
 
 def foreign_hooks(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Kind and number of the hooks on a module that this library did not put there."""
+    """Kind and number of the hooks on a module that neither we put there nor outputs are read by.
+
+    transformers puts its own there inside the first forward that is asked for them.
+    """
     return tuple(
         (kind, key)
         for kind in _HOOKS
@@ -82,7 +87,8 @@ def foreign_hooks(module: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "func", hook)  # of a ``functools.partial``
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == "alphatoken"
+    place = str(getattr(hook, "__module__", ""))
+    return place.partition(".")[0] == "alphatoken" or place == _READING
 
 
 def _plain(value: object) -> object:

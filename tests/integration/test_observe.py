@@ -318,3 +318,23 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         logits[1, 3] = float("nan")
         with pytest.raises(NumericalError, match="row 1, token 4"):
             observed.values(logits, BATCH["labels"])
+
+
+@pytest.mark.parametrize("estimator", ["path", "label"])
+def test_the_first_pass_of_a_model_that_reads_its_own_outputs(estimator: str) -> None:
+    """transformers puts hooks on its modules inside the first forward that gives router logits."""
+    from tests.integration.tiny_training import mixture
+
+    model, batch = mixture(), make_batch(("pprrr", "prrrr"), vocabulary=46, seed=3)
+    model.config.output_router_logits = True
+    model.set_experts_implementation("eager")
+    options = {"estimator": estimator, "layers": 2, "parameters": "linears,experts"}
+    if estimator == "label":
+        options |= {"parameters": "linears"}
+    scorer = Scorer(model, batch, None, ScorerConfig(**options, uncovered="skip"))
+    with scorer.observe() as observed:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+        first = observed.values(logits, batch["labels"])
+    assert bool(first.total[first.mask].abs().max() > 0)
+    again = Scorer(model, batch, None, ScorerConfig(**options, uncovered="skip")).score(batch)
+    assert torch.allclose(first.total, again.total, rtol=1e-4, atol=1e-6)
