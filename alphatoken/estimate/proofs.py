@@ -15,9 +15,10 @@ these tokens was sent, a module that mixes positions farther apart than the slic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,11 +262,55 @@ def prove_coverage(
     return compare_gradients(captured, dict(zip(parameters, gradients, strict=True)), narrow=narrow)
 
 
-def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
+Forward = Callable[[Mapping[str, Any]], Tensor]
+"""Inputs to logits."""
+
+
+@contextmanager
+def _as_scored(adapter: DecoderAdapter) -> Iterator[Forward]:
+    """The adapter's forward, in evaluation mode."""
+    with torch.no_grad(), evaluation_mode(adapter.model):
+        yield adapter.forward
+
+
+@contextmanager
+def as_observed(adapter: DecoderAdapter) -> Iterator[Forward]:
+    """The model as its user has called it: in its modes, with no argument but those given.
+
+    A model that is left to keep a cache may read packed rows as one document, and one that
+    trains may keep none. Each call draws the same random numbers, so that dropout moves nothing.
+    """
+
+    def forward(inputs: Mapping[str, Any]) -> Tensor:
+        # Those of a loss are left out, and none is added, such as ``use_cache=False``.
+        given = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
+        given |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
+        torch.set_rng_state(drawn)
+        for device, state in by_device.items():
+            torch.cuda.set_rng_state(state, device)
+        return adapter.logits_of(adapter.model(**given))
+
+    devices = {p.device for p in adapter.model.parameters() if p.is_cuda}
+    drawn, by_device = torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
+    with torch.no_grad(), torch.random.fork_rng(list(devices)):
+        yield forward
+
+
+def prove_documents(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    *,
+    running: Callable[[DecoderAdapter], AbstractContextManager[Forward]] = _as_scored,
+) -> None:
     """Prove that packed documents do not see each other, by two forwards of the model.
 
     The second forward gets other tokens in all documents of a row but the last, whose logits must
     stay as they were.
+
+    Args:
+        adapter: of the model.
+        batch: with several documents in a row.
+        running: a context that gives the forward.
 
     Raises:
         ModelError: logits of a row's last document depend on the tokens before it.
@@ -278,9 +323,9 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
     ids = batch.inputs["input_ids"]
     # 0 becomes 1 and all else 0: every token changes, and stays within any vocabulary.
     other = torch.where(places < last, (ids == 0).to(ids), ids)
-    with torch.no_grad(), evaluation_mode(adapter.model):
-        before = adapter.forward(batch.inputs).float()
-        after = adapter.forward({**batch.inputs, "input_ids": other}).float()
+    with running(adapter) as forward:
+        before = forward(batch.inputs).float()
+        after = forward({**batch.inputs, "input_ids": other}).float()
     watched = (places >= last) & (last > 0) & real_tokens(batch)
     # Equal logits first: some models set unused ones to -inf, and the difference of two is NaN. A
     # NaN elsewhere, at padding say, is nobody's, and must not reach the maximum of its row.
@@ -303,8 +348,9 @@ def prove_documents(adapter: DecoderAdapter, batch: LabelledBatch) -> None:
             got=f"row {row}: logits from token {int(last[row])} on change with the documents "
             "before it",
             why="values of one document would depend on its neighbours, silently",
-            remedy="pass packed rows without an attention_mask, one document a row, or the "
-            "boundary arguments (cu_seq_lens) that the model's kernels need",
+            remedy="call the model with use_cache=False; pass packed rows without an "
+            "attention_mask, one document a row, or the boundary arguments (cu_seq_lens) that the "
+            "model's kernels need",
         )
 
 
@@ -490,10 +536,11 @@ class Witness:
         self.report = replace(self.report, derivatives=found)
         self.pending = False
 
-    def see_arguments(self, batch: LabelledBatch) -> None:
+    def see_arguments(self, batch: LabelledBatch, *, observed: bool = False) -> None:
         """Refuse a batch of which a prediction sees later tokens, or another document.
 
-        Forwards of its own are run for kinds of arguments that were not met yet.
+        Forwards of its own are run for kinds of arguments that were not met yet; for documents as
+        the user has called the model, where that is what is ``observed``.
 
         Raises:
             ModelError: see ``causality`` and ``prove_documents``.
@@ -506,13 +553,19 @@ class Witness:
             if proved and kinds is not None:
                 self._causal.add(kinds)
         if batch.document_starts is not None:
-            self._see_documents(batch)
+            self._see_documents(batch, observed=observed)
 
-    def _see_documents(self, batch: LabelledBatch) -> None:
+    def _see_documents(self, batch: LabelledBatch, *, observed: bool) -> None:
         arguments = boundary_arguments(batch)
+        if observed and arguments is not None:
+            # A forward of its own is another one than the user's, and so is training than testing.
+            model = self._adapter.model
+            modes = {f"mode {m.training}" for m in model.modules()}
+            arguments |= {"observed", f"cache {batch.inputs.get('use_cache')}", *modes}
         if arguments is None or arguments not in self._documents:
             # Its masks were judged on the whole batch. Where they cannot be, the batch is proved
             # as a whole, since they may separate some of its documents and not others.
-            prove_documents(self._adapter, batch if arguments is None else around_documents(batch))
+            piece = batch if arguments is None else around_documents(batch)
+            prove_documents(self._adapter, piece, running=as_observed if observed else _as_scored)
         if arguments is not None:
             self._documents.add(arguments)

@@ -196,16 +196,19 @@ class LabelledBatch:
     def document_starts(self) -> Tensor | None:
         """(b, t) True at the first token of each packed document; None if nothing is packed.
 
-        A document starts where ``position_ids`` does not continue, between two real tokens. (From
-        padding to the first token they need not continue either.)
+        A document starts where ``position_ids`` does not continue, or where the numbers of an
+        ``attention_mask`` change that numbers them, between two real tokens. (From padding to the
+        first token positions need not continue either.)
         """
+        # Read from the positions too, because packed rows often come without any mask.
         position_ids = self.inputs.get("position_ids")
-        if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
-            return None
-        # Read from the positions, because packed rows often come without any mask.
-        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        starts = torch.zeros_like(self.labels[:, 1:], dtype=torch.bool)
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            starts = starts | (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(starts.device)
         attention = self.inputs.get("attention_mask")
-        if isinstance(attention, Tensor) and attention.dim() == 2:
+        if isinstance(attention, Tensor) and attention.shape == self.labels.shape:
+            attention = attention.to(starts.device)
+            starts = starts | (attention[:, 1:] != attention[:, :-1])
             starts = starts & (attention[:, 1:] != 0) & (attention[:, :-1] != 0)
         if not bool(starts.any()):
             return None
@@ -273,6 +276,7 @@ def read_batch(
         )
     if model is not None:
         require_rows(input_ids, model, f"the {role}")
+    _require_mask(batch.get("attention_mask"), role)
     labels = predicted_labels(labels, batch.get("attention_mask"))
     mask = label_mask(labels)
     if not bool(mask.any()):
@@ -293,6 +297,20 @@ def read_batch(
             remedy="set labels to -100 at the first token of each document",
         )
     return result
+
+
+def _require_mask(mask: Any, role: str) -> None:
+    """Refuse a mask (b, t) of other numbers than whole ones from 0 on."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:
+        return
+    bad = (mask < 0) | (mask != mask.round() if mask.is_floating_point() else mask < 0)
+    if bool(bad.any()):
+        raise InputError(
+            f"a two-dimensional attention_mask of the {role} says nothing of its tokens",
+            got=f"a {float(mask[bad][0]):g} in it",
+            why="1 is read as a token and 0 as padding; whole numbers from 1 on number documents",
+            remedy="pass 1 and 0, or an additive mask of pairs of four dimensions",
+        )
 
 
 _TOKENISE = (

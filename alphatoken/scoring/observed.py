@@ -79,7 +79,7 @@ class Observed:
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
         with recorder.aside():
-            valuer.witness.see_arguments(batch)
+            valuer.witness.see_arguments(batch, observed=True)
         weights = Weights.read(batch.mask, token_weights, step_weights)
         head = watched_head(scores)
         # Losses need their graph where errors are taken of them: by estimators that capture, and

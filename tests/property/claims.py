@@ -330,6 +330,11 @@ check_a_model_that_looks_ahead_is_refused | | (a model that does) | exact
 check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
 check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
 check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact
+check_what_was_refused_is_refused_again | | (a model that leaks) | exact
+check_masks_of_flags_hide_labels | | (a mask of numbers) | exact
+check_autocast_outlives_an_error | | (autocast as it was) | exact
+check_a_pass_leaves_nothing_to_the_next | | (a pass by itself) | exact
+check_a_gradient_file_is_of_its_pairs | | (a refusal) | exact
 check_a_slice_is_a_part_of_its_batch | | (entry by entry) | exact
 check_a_slice_shows_what_its_batch_shows | | (the whole batch) | exact
 check_a_slice_shows_which_documents_see_each_other | | (the whole batch) | exact

@@ -31,6 +31,7 @@ UNEXPLAINED = claim(
     proving.check_a_gradient_that_is_not_explained_is_named, st.sampled_from([1e-6, 1e-2]), True
 )
 DOCUMENTS = claim(proving.check_documents_that_see_each_other_are_refused, SEEDS, examples=3)
+AGAIN = claim(proving.check_what_was_refused_is_refused_again, SEEDS, examples=2)
 SLICED = claim(
     proving.check_a_slice_shows_what_its_batch_shows,
     st.sampled_from(proving.HIDDEN),
@@ -219,6 +220,58 @@ PROOFS = (
         ("prove_documents", '"input_ids": other}', '"input_ids": ids}'),
         DOCUMENTS,
         SLICED_DOCUMENTS,
+    ),
+    _proof(
+        "refused-documents-taken-for-proved",
+        "a packed batch that was refused once is taken the second time",
+        (
+            "Witness._see_documents",
+            "or arguments not in self._documents:",
+            "or (arguments not in self._documents and not self._documents.add(arguments)):",
+        ),
+        AGAIN,
+    ),
+    _proof(
+        "documents-of-another-forward",
+        "packed rows of an observed forward are proved on one of the scorer's own",
+        ("Witness._see_documents", "running=as_observed if observed else", "running="),
+        AGAIN,
+    ),
+    mutant(
+        "flags-hide-no-label",
+        "boolean attention masks hide no label",
+        (
+            "model.batch.predicted_labels",
+            "attention_mask.shape != labels.shape:",
+            "attention_mask.shape != labels.shape or attention_mask.dtype == torch.bool:",
+        ),
+        claim(proving.check_masks_of_flags_hide_labels, SEEDS, examples=2),
+    ),
+    mutant(
+        "autocast-off-after-an-error",
+        "autocast stays off after an error in full precision",
+        (
+            "support.precision.full_precision",
+            "finally:",
+            "except OSError:\n            raise\n        else:",
+        ),
+        claim(proving.check_autocast_outlives_an_error, "cpu", examples=1),
+    ),
+    mutant(
+        "attentions-of-an-earlier-pass",
+        "attentions of an earlier observed pass stay",
+        ("model.capture.Recorder._keep", "self.attentions.clear()", "pass"),
+        claim(proving.check_a_pass_leaves_nothing_to_the_next, SEEDS, examples=2),
+    ),
+    mutant(
+        "gradient-file-of-other-pairs",
+        "the gradient file ignores beta and references of pairs",
+        (
+            "direction.gradient_file._digest",
+            "vars(batch) if isinstance(batch, PreferenceBatch)",
+            "{'c': batch.chosen, 'r': batch.rejected} if isinstance(batch, PreferenceBatch)",
+        ),
+        claim(proving.check_a_gradient_file_is_of_its_pairs, 0.1, examples=1),
     ),
     _proof(
         "documents-watched-in-the-wrong-place",

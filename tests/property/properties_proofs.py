@@ -6,23 +6,32 @@ returned values for one. Mutants of these proofs make them vacuous, one by one.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
+from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.errors import (
+    AlphaTokenError,
+    CoverageError,
+    InputError,
+    ModelError,
+    UnsupportedError,
+)
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_documents, around_responses
 from alphatoken.oracle import gradients
+from alphatoken.support.precision import full_precision
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.properties import forward_of
 from tests.property.strategies import Case, make_batch, make_case
@@ -223,6 +232,103 @@ def check_documents_that_see_each_other_are_refused(seed: int) -> None:
     error = refusal(lambda: prove_documents(Leaking(case.model()), batch))
     assert isinstance(error, ModelError), "documents that see each other passed"
     assert "see each other" in str(error)
+
+
+def check_what_was_refused_is_refused_again(seed: int) -> None:
+    """A packed row that leaks is refused at the second time as at the first; observed as well.
+
+    What was proved of a forward of the scorer's own says nothing of one that its user runs.
+    """
+    case = replace(make_case(("pprr|prr", "prr|prrr"), PLAIN[1]), seed=seed)
+    model = case.model()
+    config = ScorerConfig("path", layers=1)
+    scorer = Scorer(model, case.validation, config=config, adapter=Leaking(model))
+    for _ in range(2):
+        error = refusal(lambda: scorer.score(case.batch))
+        assert isinstance(error, ModelError), "documents that see each other passed"
+
+    # As a cache does: the forward that trains takes the positions for those of one document.
+    inner = model.forward
+
+    def forward(**inputs: Any) -> Tensor:
+        ids = inputs["input_ids"]
+        mixed = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return inner(**(mixed if model.training else inputs))  # type: ignore[no-any-return]
+
+    model.forward = forward  # type: ignore[method-assign]
+    scorer = Scorer(model, case.validation, config=config, adapter=ReferenceAdapter(model))
+    scorer.score(case.batch)
+    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
+    model.train()
+    with scorer.observe() as observed:
+        logits = model(**inputs)
+        error = refusal(lambda: observed.values(logits, case.batch["labels"]))
+    assert isinstance(error, ModelError), "documents that the observed forward mixes passed"
+    assert "see each other" in str(error)
+
+
+def check_masks_of_flags_hide_labels(seed: int) -> None:
+    """A boolean mask hides the labels after padding as the same mask in numbers does."""
+    batch = make_batch(("..pprr", "pprr..", ".rrrrr"), vocabulary=11, seed=seed)
+    labels = batch["input_ids"]
+    numbers = batch["attention_mask"]
+    hidden = read_batch({"input_ids": labels, "labels": labels, "attention_mask": numbers})
+    flags = read_batch({"input_ids": labels, "labels": labels, "attention_mask": numbers.bool()})
+    assert not hidden.mask[0, :3].any()
+    assert torch.equal(flags.mask, hidden.mask)
+    assert torch.equal(flags.labels, hidden.labels)
+
+
+def check_autocast_outlives_an_error(device: str) -> None:
+    """After a function in full precision, also one that raises, autocast is on as before."""
+
+    @full_precision
+    def run(fails: bool) -> bool:
+        if fails:
+            raise ArithmeticError
+        return torch.is_autocast_enabled(device)
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert not run(False)
+        assert torch.is_autocast_enabled(device)
+        with suppress(ArithmeticError):
+            run(True)
+        assert torch.is_autocast_enabled(device), "autocast stays off after an error"
+
+
+def check_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
+    """Of two observed forwards the last one's attentions are kept, and no more of them."""
+    case = replace(make_case(*PLAIN), seed=seed)
+    model = case.model()
+    scorer = Scorer(model, case.validation, config=ScorerConfig("alphatoken", layers=2))
+    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
+    counts = []
+    with scorer.observe() as observed:
+        for _ in range(2):
+            logits = model(**inputs)
+            counts.append(len(observed._recorder.attentions))
+        values = observed.values(logits, case.batch["labels"]).total
+    assert counts[0] == counts[1], "attentions of an earlier pass stay"
+    assert torch.equal(values, scorer.score(case.batch).total)
+
+
+def check_a_gradient_file_is_of_its_pairs(beta: float) -> None:
+    """G of preference pairs is not taken where beta, a reference or the normaliser differs."""
+    case = make_case(PLAIN[0], (("pprr", "prrr"), ("ppr.", "prrr")))
+    model = case.model()
+    reference = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+
+    def scorer(beta: float, shift: float, normalization: str = "tokens") -> Scorer:
+        pairs = PreferenceBatch(*case.validation, reference, reference + shift, beta, normalization)
+        return Scorer(model, pairs, config=ScorerConfig("path", layers=1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gradient.safetensors"
+        scorer(beta, 0.0).save_gradient(path)
+        assert refusal(lambda: scorer(beta, 0.0).load_gradient(path)) is None
+        for other in (scorer(2 * beta, 0.0), scorer(beta, 1.0), scorer(beta, 0.0, "pairs")):
+            error = refusal(lambda other=other: other.load_gradient(path))
+            assert isinstance(error, InputError), "G of other pairs was taken"
 
 
 class Leaking(ReferenceAdapter):

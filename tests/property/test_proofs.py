@@ -48,6 +48,22 @@ def test_documents(seed: int) -> None:
     claims.check_documents_that_see_each_other_are_refused(seed)
 
 
+@given(seed=SEEDS)
+@budget(0.05, least=2)
+def test_what_holds_at_the_second_time(seed: int) -> None:
+    claims.check_what_was_refused_is_refused_again(seed)
+    claims.check_a_pass_leaves_nothing_to_the_next(seed)
+    claims.check_masks_of_flags_hide_labels(seed)
+
+
+def test_autocast_outlives_an_error() -> None:
+    claims.check_autocast_outlives_an_error("cpu")
+
+
+def test_a_gradient_file_is_of_its_pairs() -> None:
+    claims.check_a_gradient_file_is_of_its_pairs(0.1)
+
+
 @pytest.mark.parametrize("layout", list(claims.LONG))
 @pytest.mark.parametrize("name", claims.HIDDEN)
 @pytest.mark.parametrize("seed", [0, 1, 2])
