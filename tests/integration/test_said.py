@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from alphatoken.cli import main
 from tests.page_numbers import MARK, ROOT, value_of
@@ -291,3 +292,38 @@ def test_trainers_are_said_to_read_labels_and_not_weights(page: str) -> None:
     assert "LLaMA-Factory" in text
     assert re.search(r"drop `loss_weights` in silence|None of the three reads the column", text)
     assert not re.search(r"`loss_weights`[^.]{0,60}(which|LLaMA-Factory) read( them)?:", text)
+
+
+# --- rounding and the sign of the Fisher ---------------------------------------------------------
+
+
+def test_what_is_said_of_rounding_is_what_was_measured() -> None:
+    found: dict[str, Any] = json.loads((ROOT / "docs/rounding.json").read_text())
+    page = plain((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"))
+    small = {name: case for name, case in found.items() if case["model"] == "small"}
+    assert len(small) == 9
+    assert all(case["spearman"]["diagonal"][1] > 0 for case in small.values())  # no sign turned
+    for bits in ("four", "three"):
+        costs = [
+            cost
+            for name, case in small.items()
+            if f"{bits} bits" in name
+            for cost in case["rounding cost"].values()
+        ]
+        assert f"{min(costs):.2f} to {max(costs):.2f}" in page
+    for name in ("smollm2, as it comes", "smollm2, trained before"):
+        assert found[name]["spearman"]["diagonal"][1] > 0  # and so nothing was there to turn
+    assert "On SmolLM2 it stays open" in page
+
+
+def test_rounding_leaves_each_block_as_many_numbers_as_its_bits_hold() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.diagnoses.rounding import BLOCK, STEPS, rounded
+
+    weight = torch.randn(6, 2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    for steps in STEPS.values():
+        blocks, before = rounded(weight, steps).reshape(-1, BLOCK), weight.reshape(-1, BLOCK)
+        assert max(len(block.unique()) for block in blocks) <= steps + 1
+        span = before.amax(1) - before.amin(1)
+        assert bool(((blocks - before).abs().amax(1) <= span / steps / 2 * 1.001).all())
+        assert torch.allclose(rounded(rounded(weight, steps), steps), rounded(weight, steps))
