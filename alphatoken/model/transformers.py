@@ -76,6 +76,29 @@ def _resume(module: nn.Module) -> None:
         module.gradient_checkpointing = paused.flag  # type: ignore[assignment]
 
 
+def _keep_differentiable(model: nn.Module) -> None:
+    """Have bitsandbytes leave 4-bit weights as they are, of which gradients can be taken.
+
+    On a CPU with bfloat16 instructions its first forward without gradients packs them for quicker
+    ones, and no gradient can be taken through the packed weights.
+
+    Raises:
+        ModelError: such a forward has been there before.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ModelError(
+                "4-bit weights are packed for forwards only",
+                got=f"{name}.weight",
+                why="bitsandbytes packed them in a forward without gradients, and no gradient goes "
+                "through them",
+                remedy="load the model anew, and hand it over before it generates or is evaluated",
+            )
+
+
 class TransformersAdapter:
     """How the core sees a transformers decoder.
 
@@ -85,6 +108,7 @@ class TransformersAdapter:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module] | None = None) -> None:
+        _keep_differentiable(model)
         self.model = model
         unwrap: Any = getattr(model, "get_base_model", None)
         self.base: Any = unwrap() if unwrap is not None else model

@@ -1,0 +1,129 @@
+"""Adapters on weights of four and eight bits (QLoRA): ratio 1 is TRL's step, values are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from tests.integration import tiny_training as tiny
+
+pytest.importorskip("bitsandbytes", reason="quantised models need bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("default")  # bitsandbytes has its own
+
+BITS = {
+    4: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    8: BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+def load(folder: Path, bits: int) -> Any:
+    if not (folder / "model").exists():
+        tiny.model().save_pretrained(folder / "model")
+    given = {"quantization_config": BITS[bits], "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(folder / "model", **given)
+
+
+def sft(folder: Path, bits: int, **more: Any) -> Any:
+    torch.manual_seed(7)  # of the adapters
+    return AlphaSFTTrainer(
+        model=load(folder, bits),
+        args=AlphaSFTConfig(**{**tiny.options(folder / "ours"), **tiny.ALPHA, **more}),
+        train_dataset=tiny.sft_rows(),
+        validation_dataset=tiny.sft_rows(12, seed=5),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora(),
+    )
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("retention", ["none", "diagonal"])
+def test_ratio_one_equals_trl(tmp_path: Path, bits: int, retention: str) -> None:
+    """A Fisher's forwards without gradients come first: bitsandbytes packs 4-bit weights there."""
+    ours = sft(tmp_path, bits, keep_ratio=1.0, retention=retention)
+    torch.manual_seed(7)
+    theirs = SFTTrainer(
+        model=load(tmp_path, bits),
+        args=SFTConfig(**tiny.options(tmp_path / "trl")),
+        train_dataset=tiny.sft_rows(),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora(),
+    )
+    ours.train()
+    theirs.train()
+    trained = {n: p for n, p in theirs.model.named_parameters() if p.requires_grad}
+    own = dict(ours.model.named_parameters())
+    assert all(torch.equal(own[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("more", [{"estimator": "label"}, {"preconditioner": "full"}], ids=str)
+def test_options_train(tmp_path: Path, bits: int, more: dict[str, Any]) -> None:
+    trainer = sft(tmp_path, bits, retention="none", **more)
+    if bits == 8 and "estimator" in more:  # bitsandbytes' product of eight bits has no tangents
+        with pytest.raises(UnsupportedError, match="without forward mode"):
+            trainer.train()
+        return
+    trainer.train()
+    assert 0.4 < trainer.state.log_history[0]["alpha/kept_share"] < 0.6
+
+
+def test_pairs_train(tmp_path: Path) -> None:
+    trainer = AlphaDPOTrainer(
+        model=load(tmp_path, 4),
+        args=AlphaDPOConfig(**{**tiny.options(tmp_path), **tiny.ALPHA, "retention": "none"}),
+        train_dataset=tiny.preference_rows(),
+        validation_dataset=tiny.preference_rows(12, seed=5),
+        processing_class=tiny.tokenizer(),
+        peft_config=tiny.lora(),
+    )
+    trainer.train()
+    assert "alpha/kept_share" in trainer.state.log_history[0]
+
+
+def test_values_are_those_of_one_backward_a_token(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    made = get_peft_model(load(tmp_path, 4), tiny.lora())
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_B" in name:  # at zero, half of the gradient would be
+                weight.normal_(std=0.1)
+    ids = torch.randint(4, 30, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    validation = {name: tensor.flip(-1) for name, tensor in batch.items()}
+    found = Scorer(made, validation, None, ScorerConfig(estimator="label", layers=3)).score(batch)
+
+    weights = [p for p in made.parameters() if p.requires_grad]
+
+    def losses(given: Any) -> torch.Tensor:
+        logits = made(input_ids=given["input_ids"]).logits[:, :-1].float()
+        own = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), given["labels"][:, 1:].flatten(), reduction="none"
+        )
+        return own.view(len(ids), -1)
+
+    wanted = torch.autograd.grad(losses(validation).mean(), weights)
+    for row in range(2):
+        for token in range(1, 9):
+            own = torch.autograd.grad(losses(batch)[row, token - 1], weights)
+            value = sum(float((a * b).sum()) for a, b in zip(wanted, own, strict=True))
+            assert float(found.total[row, token]) == pytest.approx(value, rel=1e-3, abs=1e-6)
+
+
+def test_weights_that_were_packed_before_are_refused(tmp_path: Path) -> None:
+    made = load(tmp_path, 4).eval()
+    states = [
+        getattr(m.weight, "quant_state", None) for m in made.modules() if hasattr(m, "weight")
+    ]
+    for state in filter(None, states):
+        state.packing_format_for_cpu = True
+    with pytest.raises(ModelError, match="load the model anew"):
+        Scorer(made, {"input_ids": torch.ones(1, 4, dtype=torch.long)}, None, ScorerConfig())
