@@ -87,7 +87,7 @@ def _keep_differentiable(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            module.support_avx512bf16_for_cpu = False
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
             raise ModelError(
