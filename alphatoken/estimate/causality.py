@@ -29,9 +29,10 @@ def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
     for name, value in batch.inputs.items():
         if not isinstance(value, Tensor):
             continue
-        if name.startswith(_BY_TOKEN) and value.dim() < 4:
+        pairs = name == "attention_mask" and value.dim() > 2
+        if name.startswith(_BY_TOKEN) and not pairs:
             kinds.add(name)
-        elif name == "attention_mask" and not _looks_ahead(value):
+        elif pairs and not _looks_ahead(value):
             kinds.add("causal mask of pairs")
         else:
             return None
@@ -39,8 +40,9 @@ def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
 
 
 def _looks_ahead(mask: Tensor) -> bool:
-    # Additive masks forbid with about the dtype's most negative number.
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    allowed = mask != 0
+    if mask.is_floating_point():  # forbids with about the dtype's most negative number
+        allowed = mask > torch.finfo(mask.dtype).min / 2
     return bool(allowed.triu(1).any())
 
 

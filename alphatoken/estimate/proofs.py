@@ -517,6 +517,15 @@ class Witness:
             ModelError, UnsupportedError, CoverageError: see the proofs.
         """
         self.require_rule(recorder)
+        run = recorder.linears[0].x.shape[:2]
+        if run != mask.shape:
+            raise ModelError(
+                "the decoder does not run on the batch's tokens alone",
+                got=f"{tuple(run)} positions for labels of {tuple(mask.shape)}",
+                why="positions that the model adds (a learnt prompt) would be taken for tokens",
+                remedy="estimator='label', where the logits are of the tokens; or a model without "
+                "positions of its own",
+            )
         # Tried again as long as no batch had a row of which it could be shown.
         if self._estimator in SELF_ONLY and not self.report.isolated:
             proved = prove_isolation(recorder, losses, mask, self._estimator)

@@ -90,7 +90,8 @@ class _Dispatch:
         for one in entered:  # the last one entered is outermost, as contexts nest
             run = _through(one.override, call, run)
         # The registry's functions return (b, t, h, d); ours, as all of the core, (b, h, t, d).
-        return run(query, key, value).transpose(1, 2), weights[0]
+        # Contiguous, as those of the registry are: some models view what they get.
+        return run(query, key, value).transpose(1, 2).contiguous(), weights[0]
 
 
 class _ExpertsDispatch(_Dispatch):

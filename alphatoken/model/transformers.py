@@ -132,15 +132,20 @@ class TransformersAdapter:
     def _find_layers(self) -> list[nn.Module]:
         depth = getattr(self.config, "num_hidden_layers", None)
         decoder = self.base.get_decoder()
-        # Other lists of modules inside the decoder can have the same length; only the one of the
-        # decoder blocks is made of checkpointing layers.
+        # Where a head is called decoder there is nothing inside it.
+        if not any(isinstance(module, nn.ModuleList) for module in decoder.modules()):
+            decoder = self.base
         lists = [
             list(module)
             for module in decoder.modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == depth
-            and all(isinstance(item, GradientCheckpointingLayer) for item in module)
+            if isinstance(module, nn.ModuleList) and len(module) == depth
         ]
+        # Other lists of modules can have the same length; only the one of the decoder blocks is
+        # made of checkpointing layers, in all but the oldest models.
+        checkpointing = [
+            one for one in lists if all(isinstance(m, GradientCheckpointingLayer) for m in one)
+        ]
+        lists = checkpointing or lists
         if len(lists) != 1:
             raise ModelError(
                 "the decoder layers could not be found",

@@ -118,15 +118,21 @@ class Valuer:
             # there the whole batch is shown, and its error is raised.
             try:
                 self.witness.see_arguments(batch)
+                if not self.builder.captured:
+                    self._prove_label(batch)
+                    return
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
                 if self.builder.sharding is not None:
                     raise
                 return
-            if self.builder.captured:
-                self.witness.see(*seen.recorded, batch.mask)
-            else:
-                self.witness.see_derivatives(batch, seen.recorded[1], self.builder.first or 0)
+            self.witness.see(*seen.recorded, batch.mask)
+
+    def _prove_label(self, batch: LabelledBatch) -> None:
+        first = self.builder.first
+        with scoring_forward(self.adapter, first):
+            losses = forward_losses(self.adapter, batch, "batch")
+        self.witness.see_derivatives(batch, losses, first or 0)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:

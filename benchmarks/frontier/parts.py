@@ -97,6 +97,9 @@ def part_values(
         tangent = functional_call(
             embedding, {"weight": moved[id(embedding.weight)]}, batch.inputs["input_ids"]
         )
+        if embedding.padding_idx is not None:  # whose row the backward gives nothing
+            unmoved = batch.inputs["input_ids"] == embedding.padding_idx
+            tangent = tangent.masked_fill(unmoved.unsqueeze(-1), 0.0)
         names, stack = ["embedding"], tangent[None]
         for place, call in enumerate(calls):
             begun = _begun(place, len(calls))
