@@ -38,6 +38,8 @@ from benchmarks.frontier.tables import Draws, agreement
 from benchmarks.measure import flops
 from benchmarks.models import Size, decoder
 
+pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
+
 DEPTH, VOCABULARY = 4, 40
 
 
@@ -383,7 +385,6 @@ def test_a_missing_model_is_refused_by_name(
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.slow
 def test_the_command_goes_on_where_it_was_and_writes_figures_alone(
     tmp_path: Path, library_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

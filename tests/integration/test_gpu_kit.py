@@ -19,6 +19,8 @@ from benchmarks.gpu.page import page
 from benchmarks.measure import Run
 from benchmarks.models import Size
 
+pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,7 +35,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_every_part_runs(found: Path) -> None:
     parts = json.loads((found / "gpu.json").read_text())["parts"]
     assert set(parts) == set(kit.PARTS)
@@ -59,7 +60,6 @@ def test_every_part_runs(found: Path) -> None:
     assert parts["properties"]["rows"][0]["passed"] > 0
 
 
-@pytest.mark.slow
 def test_the_page_shows_them(found: Path) -> None:
     text = (found / "gpu.md").read_text()
     assert "measures nothing" in text
@@ -69,7 +69,6 @@ def test_the_page_shows_them(found: Path) -> None:
     assert "None" not in text
 
 
-@pytest.mark.slow
 def test_what_is_measured_stays(found: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (found / "gpu.json").read_bytes()
     assert kit.main(["--device", "cpu", "--out", str(found)]) == 0

@@ -18,6 +18,8 @@ from benchmarks import real, real_peak, real_rows
 from benchmarks.measure import Run, flops
 from benchmarks.targets import TARGETS, judged
 
+pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
+
 QUICK = Run(torch.device("cpu"), quick=True)
 
 
@@ -91,7 +93,6 @@ def test_every_promise_on_real_models_is_of_a_row_that_is_made() -> None:
     assert promised == {f"{key}_{row}" for key in real.MODELS for row in rows}
 
 
-@pytest.mark.slow
 def test_peaks_are_of_fresh_processes(small: real.Real, monkeypatch: pytest.MonkeyPatch) -> None:
     # A child looks its model up by key, so the folder has to bear the name that it knows.
     folder = small.folder.parent / real.SMOLLM2.name

@@ -319,8 +319,7 @@ def first_use(estimator: str, layers: int, *, retention: bool = False) -> float:
     return first - flops(lambda: made.score(batch))
 
 
-@pytest.mark.parametrize("retention", [False, True])
-@pytest.mark.parametrize("layers", [1, 6])
+@pytest.mark.parametrize(("layers", "retention"), [(1, True), (6, False)])
 @pytest.mark.parametrize("estimator", [*CAPTURED, "label"])
 def test_the_first_use_costs_a_slice_more(estimator: str, layers: int, retention: bool) -> None:
     shape = FIRST.shape(model_of(FIRST))

@@ -350,6 +350,7 @@ HARD: dict[str, Callable[[Asked], bool]] = {
 }
 
 
+@pytest.mark.slow  # about the generator of runs
 @pytest.mark.parametrize("name", HARD)
 def test_the_hard_combinations_are_drawn(name: str) -> None:
     found = find(runs(), HARD[name], settings=settings(max_examples=5000, database=None))

@@ -624,6 +624,7 @@ WITNESSES = [
 ]
 
 
+@pytest.mark.slow  # about the generator of models
 @pytest.mark.parametrize(
     ("family", "demand"), [pytest.param(f, d, id=f"{f}-{n}") for n, f, d in WITNESSES]
 )
