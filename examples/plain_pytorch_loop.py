@@ -4,7 +4,8 @@
 
 A tiny decoder has learned to write words backwards. Then it gets training data of which half is
 wrong. One loop trains on all tokens, one on a random half, and one on the half that is worth most
-to the loss on a few clean words.
+to the loss on a few clean words. It shows how the loop is written: in this toy half of all words
+are wrong and values find them, which they did not on real models (docs/should-i.md).
 """
 
 from __future__ import annotations

@@ -234,10 +234,19 @@ def test_first_blocks_use_the_exact_values_that_the_page_recommends(page: str) -
     assert all("--estimator label --value_parameters all" in line for line in scored)
 
 
-def test_readmes_training_block_looks_and_drops_nothing() -> None:
-    (config,) = re.findall(r"AlphaSFTConfig\((.*?)\n    \),", README, re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/trainers.md"])
+def test_the_first_training_block_looks_and_drops_nothing(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    config = re.findall(r"AlphaSFTConfig\((.*?)\n    \),", text, re.S)[0]
     for setting in ('policy="all"', 'estimator="label"', 'value_parameters="all"', '"pool"'):
         assert setting in config
+
+
+def test_laptop_recipes_look_and_drop_nothing() -> None:
+    for name in ("laptop-sft", "laptop-lora"):
+        recipe = (ROOT / f"alphatoken/recipes/{name}.yaml").read_text(encoding="utf-8")
+        for setting in ("policy: all", "estimator: label", "value_parameters: all", "pool"):
+            assert re.search(rf"^\w*:? ?{setting}|^validation_mode: {setting}", recipe, re.M)
 
 
 def test_help_of_the_command_line_does_not_send_newcomers_to_select(
