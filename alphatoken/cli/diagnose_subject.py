@@ -19,6 +19,7 @@ from alphatoken.cli.reading import (
     encode_some,
     encoding,
     read_file,
+    read_held_out,
     read_model,
     read_tokenizer,
     scorer_config,
@@ -233,7 +234,7 @@ def _read(
     data = read_file(options.train_file, options, limit=options.limit)
     held = None
     if options.validation_file is not None:
-        held = read_file(options.validation_file, options, limit=None)
+        held = read_held_out(options.validation_file, options)
         most = options.validation_rows or VALIDATION_ROWS
         held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
     retention = {

@@ -37,6 +37,7 @@ __all__ = [
     "fields_of",
     "on_device",
     "read_file",
+    "read_held_out",
     "read_model",
     "read_pools",
     "read_tokenizer",
@@ -76,6 +77,11 @@ def read_file(
 ) -> list[Row]:
     """Rows of ``path`` with the columns that the command line names."""
     return read_rows(path, fields=fields_of(options, prompt_only=prompt_only), limit=limit)
+
+
+def read_held_out(path: str, options: Any) -> list[Row]:
+    """Validation rows: by the named columns where a row has them, else by those that are known."""
+    return read_rows(path, fields=fields_of(options, optional=True))
 
 
 def fields_of(options: Any, **more: Any) -> Fields:
@@ -127,7 +133,7 @@ def read_pools(rows: Sequence[Row], fisher: FisherDrift | None, options: Any) ->
     """
     held = None
     if options.validation_file is not None:
-        held = read_file(options.validation_file, options, limit=None)
+        held = read_held_out(options.validation_file, options)
     return split_pools(
         rows,
         validation=held,

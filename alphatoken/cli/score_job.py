@@ -26,7 +26,7 @@ from alphatoken.cli.reading import (
     encoding,
     fields_of,
     on_device,
-    read_file,
+    read_held_out,
     read_model,
     read_tokenizer,
     scorer_config,
@@ -198,7 +198,7 @@ def _corpus(options: ScoreOptions, source: RowSource, fisher: FisherDrift | None
 def _held_out(corpus: Corpus, options: ScoreOptions) -> list[Row]:
     """Validation rows: of their own file, those drawn before, or drawn now."""
     if options.validation_file is not None:
-        return read_file(options.validation_file, options, limit=None)
+        return read_held_out(options.validation_file, options)
     if corpus.drawn:
         places = sorted(corpus.drawn)
         rows = (corpus.row(found) for i in places for found in corpus.source.read(i, i + 1))

@@ -173,7 +173,7 @@ class RowReader:
         first: DataError | None = None
         for index, (place, record) in enumerate(islice(records, limit)):
             try:
-                item = self._item(record, index, place, reading)
+                item = self._item(record, index, place, reading, held=name != "training")
             except DataError as error:
                 first = first or error
                 bad.setdefault(error.what, []).append(place)
@@ -205,17 +205,20 @@ class RowReader:
                 )
             notes.append(f"{len(places)} {name} rows dropped: {what} (such as {some}).")
 
-    def _item(self, record: Mapping[str, Any], index: int, place: str, reading: Reading) -> Item:
+    def _item(
+        self, record: Mapping[str, Any], index: int, place: str, reading: Reading, *, held: bool
+    ) -> Item:
         data, args = self.data, self.arguments.training
         if self.pairs:
             columns = (data.prompt_column, data.chosen_column, data.rejected_column)
-            fields = PairFields(*columns, unread_columns(data))
+            fields = PairFields(*columns, unread_columns(data), held)
             pair = pair_of(record, index, place, fields, reading)
             for said in (pair.chosen, pair.rejected):
                 row = replace(pair.row, turns=(*pair.prompt, *said))
                 require_shown(row, self.tokenizer, self.how)
             return pair
-        row = row_of(record, index, place, fields_of(data, text=args.dataset_text_field), reading)
+        named = fields_of(data, text=args.dataset_text_field, optional=held)
+        row = row_of(record, index, place, named, reading)
         ids, labels = encode_row(row, self.tokenizer, self.how)
         return Example(row, ids, ids if args.completion_only_loss is False else labels)
 

@@ -69,6 +69,8 @@ class PairFields:
     rejected: str | None = None
     unread: tuple[str, ...] = ()
     """Columns to be left aside, also where they change the conversation."""
+    optional: bool = False
+    """As of ``Fields``."""
 
 
 def read_pairs(
@@ -102,6 +104,7 @@ def pair_of(
     """
     fields = fields or PairFields()
     columns = Columns(record, place, fields.unread)
+    fields = columns.present(fields)
     chosen = columns.take(_name(columns, fields.chosen, _CHOSEN, "chosen"), "chosen")
     rejected = columns.take(_name(columns, fields.rejected, _REJECTED, "rejected"), "rejected")
     name = fields.prompt or columns.first((*PROMPTS, *CHATS))

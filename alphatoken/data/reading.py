@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from alphatoken.errors import DataError
@@ -38,6 +39,21 @@ class Columns:
     def first(self, names: Sequence[str]) -> str | None:
         """The first of these columns that is there."""
         return next((name for name in names if name in self._values), None)
+
+    def peek(self, name: str | None) -> str:
+        """The text of a column, stripped, which does not count as read; of any other, nothing."""
+        value = self._values.get(name or "")
+        return value.strip() if isinstance(value, str) else ""
+
+    def present(self, fields: Any) -> Any:
+        """The names of fields, without those that are optional and not there."""
+        if not fields.optional:
+            return fields
+        named = ("prompt", "response", "messages", "chosen", "rejected")
+        absent = [
+            n for n in named if getattr(fields, n, None) and not self.first([getattr(fields, n)])
+        ]
+        return replace(fields, **dict.fromkeys(absent))
 
     def take(self, name: str, role: str) -> Any:
         """The column ``name``, read as ``role``.

@@ -114,6 +114,8 @@ class Fields:
     """Columns to be left aside, also where they change the conversation."""
     text: str = "text"
     """Column of plain text, of a row that has no prompt and no chat."""
+    optional: bool = False
+    """A row without a named field is read by the known names: held-out rows of another form."""
 
 
 def row_of(
@@ -137,7 +139,7 @@ def row_of(
     """
     fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
-    turns = _turns(columns, fields)
+    turns = _turns(columns, columns.present(fields))
     template = _template(columns) if len(turns) > 1 else {}
     require_read(columns)
     require_text(turns, place)
@@ -195,13 +197,16 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
             return _plain_text(columns, fields.text)
     name = fields.prompt or known or _missing(columns, "prompt", PROMPTS)
     response = fields.response or columns.first(RESPONSES)
+    if fields.prompt is None:
+        name = _unfilled(columns, name, response)
     prompt = prompt_turns(columns, name)
     if response is None:
         if not fields.prompt_only:
             _missing(columns, "response", RESPONSES)
         return (*prompt, Turn("assistant", ""))
     said = value_turns(columns.take(response, "response"), "assistant", response, columns.place)
-    _require_apart(columns, name, prompt[-1].text, said[-1].text)
+    answer = said[-1].text.strip()
+    columns.holds_answer = bool(answer) and prompt[-1].text.rstrip().endswith(answer)
     return _answered((*prompt, *said), columns.place, fields.prompt_only)
 
 
@@ -297,18 +302,14 @@ def _history(value: Any, place: str) -> tuple[Turn, ...]:
     )
 
 
-def _require_apart(columns: Columns, name: str, prompt: str, response: str) -> None:
-    """See that the prompt is not the whole filled template, answer included."""
-    answer = response.strip()
-    columns.holds_answer = bool(answer) and prompt.rstrip().endswith(answer)
-    other = next((n for n in PROMPTS if n in columns.left), None)
-    if answer and answer in prompt and other is not None:
-        raise DataError(
-            "the response stands in the prompt",
-            got=f"{columns.place}: in {name!r}, beside {other!r}",
-            why="it would be read off the prompt",
-            remedy=f"--prompt_column {other}, or --unread_columns {other} where {name!r} is meant",
-        )
+def _unfilled(columns: Columns, name: str, response: str | None) -> str:
+    """The column of the prompt; another one where this is a filled template, answer included."""
+    filled, answer = columns.peek(name), columns.peek(response)
+    for other in PROMPTS:
+        asked = columns.peek(other)
+        if other != name and asked and answer and asked in filled and answer in filled:
+            return other
+    return name
 
 
 def _template(columns: Columns) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from alphatoken.train.datasets import check_preference_rows, cut_pair
 from alphatoken.train.fields import PairFields
 from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.given import choose_bf16, model_name
-from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form
+from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -210,7 +210,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     @staticmethod
     def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
         """Lists, and pairs in columns of other names, as TRL has them."""
-        return pairs_in_trl_form(as_dataset(rows, name), name, given)
+        return pairs_in_trl_form(as_dataset(rows, name), name, lambda: uses_template(given), given)
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:

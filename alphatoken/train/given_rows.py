@@ -19,7 +19,7 @@ from alphatoken.errors import InputError
 from alphatoken.train.datasets import preference_records
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer
 
-__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of"]
+__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of", "uses_template"]
 
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
@@ -102,11 +102,19 @@ def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     return _mapped(dataset, _record, columns, options)
 
 
-def pairs_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
+def pairs_in_trl_form(
+    dataset: Any, name: str, chat: Callable[[], bool], given: Mapping[str, Any] | None = None
+) -> Any:
     """Pairs that TRL would read otherwise than we do, as it has them, for ``DPOTrainer``.
 
     A prompt by another name would not be refused by TRL: it would look for a common beginning of
     the two responses instead.
+
+    Args:
+        dataset: of :func:`as_dataset`.
+        name: of it, for messages.
+        chat: whether pairs become messages; asked only where it matters.
+        given: arguments of the trainer.
 
     Raises:
         DataError: a record is no pair; the message names it.
@@ -120,13 +128,17 @@ def pairs_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     read = columns & {"prompt", "chosen", "rejected"}
     if plain and named and not _read_otherwise(dataset, read, columns):
         return _as_trl_reads(dataset, read, columns, name, given)
-    reading, cloned = Reading(f"{name} rows"), getattr(given["args"], "chat_template_path", None)
-    template = getattr(tokenizer_of(given), "chat_template", None)
+    reading = Reading(f"{name} rows")
     for record in islice(dataset, _LOOKED_AT):
         pair_of(record, 0, name, reading=reading)
     _say(reading, given)
-    options = {"name": name, "chat": cloned is not None or template is not None}
-    return _mapped(dataset, _pair_record, columns, options)
+    return _mapped(dataset, _pair_record, columns, {"name": name, "chat": chat()})
+
+
+def uses_template(given: Mapping[str, Any]) -> bool:
+    """Whether rows of a trainer with these arguments become chats: its tokenizer has a template."""
+    cloned = getattr(given["args"], "chat_template_path", None) is not None
+    return cloned or getattr(tokenizer_of(given), "chat_template", None) is not None
 
 
 def tokenizer_of(given: Mapping[str, Any]) -> Any:
@@ -153,20 +165,22 @@ def _read_otherwise(dataset: Any, read: Collection[str], columns: set[str]) -> b
 
 
 def _as_trl_reads(
-    dataset: Any, read: set[str], columns: set[str], name: str, given: Mapping[str, Any]
+    dataset: Any, read: set[str], columns: set[str], name: str, given: Mapping[str, Any] | None
 ) -> Any:
     """The data set as it is; columns that nothing reads are named."""
     reading = Reading(f"{name} rows")
     reading.forms[", ".join(sorted(read))] += 1
-    own = given.get("data_collator") is not None or not given["args"].remove_unused_columns
+    own = given is not None and (
+        given.get("data_collator") is not None or not given["args"].remove_unused_columns
+    )
     reading.unread |= dict.fromkeys(() if own else sorted(columns - read - _TRLS))
     if reading.unread:
         _say(reading, given)
     return dataset
 
 
-def _say(reading: Reading, given: Mapping[str, Any]) -> None:
-    if given["args"].process_index == 0:
+def _say(reading: Reading, given: Mapping[str, Any] | None) -> None:
+    if given is None or given["args"].process_index == 0:
         reading.say()
 
 

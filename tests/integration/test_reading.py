@@ -53,6 +53,10 @@ def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
         ({"prompt": "Hi.", "completion": SAID[1:]}, "user assistant", "Hi."),
         ({"prompt": None, "question": "Who?", "response": None, "answer": "Ada", "text": None,
           "messages": None}, "user assistant", "Who?"),
+        ({**ASKED, "prompt": "### Name it.\na red fruit\n### cherry"}, "user assistant",
+         "Name it.\na red fruit"),
+        ({"prompt": "Is cherry red?", "question": "Why?", "answer": "red"}, "user assistant",
+         "Is cherry red?"),
         ({"prompt": None, "messages": None, "text": "A document."}, "assistant", ""),
         ({"text": "A document.", "url": "a b", "id": "x-1", "label": 3}, "assistant", ""),
     ],
@@ -79,8 +83,6 @@ def test_columns_with_a_plain_meaning_are_served(
         ({"text": "Write it.", "code": "x = 1 + 1"}, "'text' and other texts",
          {"prompt": "text", "response": "code"}),
         ({"text": "Write it.", "answer": "x"}, "'text' and other texts", {"response": "text"}),
-        ({**ASKED, "prompt": "### Name it.\na red fruit\n### cherry"}, "stands in the prompt",
-         {"prompt": "instruction"}),
         ({"question": "Who?", "answer": None}, "no response.*null counts as absent",
          {"prompt_only": True}),
         ({**ASKED, "history": "earlier"}, "no list of earlier turns", {"unread": ("history",)}),
@@ -93,6 +95,16 @@ def test_what_would_be_lost_is_refused_and_the_remedy_works(
     with pytest.raises(DataError, match=message):
         row_of(record, 0, "here")
     assert row_of(record, 0, "here", Fields(**way_on)).turns
+
+
+def test_named_columns_may_be_absent_from_held_out_rows() -> None:
+    held = Fields("text", "code", optional=True)
+    assert row_of({"text": "a", "code": "b"}, 0, "here", held).response == "b"
+    assert row_of({"prompt": "a", "response": "b"}, 0, "here", held).response == "b"
+    with pytest.raises(DataError, match="no field 'text'"):
+        row_of({"prompt": "a", "response": "b"}, 0, "here", Fields("text", "code"))
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert pair_of(pair, 0, "here", PairFields(chosen="good", optional=True)).chosen[0].text == "b"
 
 
 def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
