@@ -94,6 +94,9 @@ class ReadingOptions:
     response_column: str | None = option(None, "column of the response")
     messages_column: str | None = option(None, "column of the chat")
     unread_columns: str | None = option(None, "columns to leave aside, joined by commas")
+    on_bad_rows: Literal["error", "skip"] = option(
+        "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
+    )
     limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
     chat_template: bool = option(True, "write chats with the tokenizer's template")
@@ -106,7 +109,9 @@ class TrainingRowOptions:
     on_long: Literal["truncate", "skip", "error"] = option(
         "truncate", "what happens to rows that are too long"
     )
-    on_empty: Literal["error", "skip"] = option("error", "what happens to rows without a response")
+    on_empty: Literal["error", "skip"] = option(
+        "skip", "rows without a response within the length: count and leave them out, or stop"
+    )
     on_leak: Literal["remove", "error"] = option(
         "remove", "what happens to training rows that repeat held-out ones"
     )

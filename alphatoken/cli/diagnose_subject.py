@@ -160,7 +160,7 @@ def check_files(options: DiagnoseOptions) -> None:
     named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
     named.append(("Fisher", options.fisher_file))
     for what, path in named:
-        if path is not None and not Path(path).is_file():
+        if path is not None and not Path(path).exists():
             raise DataError(f"there is no {what} file", got=path, remedy="check the path")
 
 
@@ -175,15 +175,15 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention)
     pools, retention, prompts, notes = _read(options, sets, fisher)
-    model = read_model(options)
-    reference = _reference(model, options)
-    beside, digests = _beside(model, options)
-    encode = _Encoder(tokenizer, encoding(options, model), notes)
+    encode = _Encoder(tokenizer, encoding(options), notes)
     train = encode(pools.train, "training")
     validation = encode(pools.validation, "validation")
     encode.skip_empty()
     held_out = encode(prompts, "Fisher prompts") if prompts else []
     held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
+    model = read_model(options)
+    reference = _reference(model, options)
+    beside, digests = _beside(model, options)
     names = {
         "model": options.model_name_or_path,
         "train": options.train_file,

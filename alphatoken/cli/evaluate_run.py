@@ -130,8 +130,8 @@ def _measures(options: EvaluateOptions) -> Measures:
         raise ConfigError("a judge has nothing to judge", got="no --judge_set")
     for name in ("target_file", "choosing_file", "retention_file", "code_file"):
         path = getattr(measures, name)
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{name} is not there", got=path)
+        if path is not None and not Path(path).exists():
+            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
     return measures
 
 

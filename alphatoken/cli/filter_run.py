@@ -22,6 +22,7 @@ from alphatoken.cli.folder import (
 )
 from alphatoken.cli.reading import (
     encode_some,
+    encoded_row,
     encoding,
     on_device,
     read_file,
@@ -30,7 +31,8 @@ from alphatoken.cli.reading import (
     read_tokenizer,
     scorer_config,
 )
-from alphatoken.data import Example, Pools, Row, batches, read_records
+from alphatoken.data import EncodeOptions, Example, Pools, Row, batches
+from alphatoken.data.source import find_source
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import keep_count, response_values
@@ -41,6 +43,8 @@ from alphatoken.values import standard_error
 __all__ = ["run"]
 
 FIELDS = ("value", "value_error", "verdict")
+UNREADABLE = "cannot be read"
+"""Verdict on a row that cannot be read, or written as tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,11 @@ def run(options: FilterOptions) -> None:
     out = Path(options.output_file)
     _check(options, out)
     records = _records(options)
-    tokenizer = read_tokenizer(options)
+    tokenizer, how = read_tokenizer(options), encoding(options)
     rows = read_file(options.train_file, options, limit=options.limit)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     pools = read_pools(rows, fisher, options)
-    model = read_model(options)
-    how = encoding(options, model)
-    examples, _ = encode_some(pools.train, tokenizer, how, "training")
+    examples, others = _encoded(pools.train, tokenizer, how)
     validation, _ = encode_some(pools.validation, tokenizer, how, "validation")
     parts = min(options.validation_batches, len(validation))
     if parts < 2:
@@ -78,6 +80,7 @@ def run(options: FilterOptions) -> None:
             remedy="more rows in --validation_file, or a larger --validation_rows",
         )
     config = scorer_config(options, standard_errors=True)
+    model = read_model(options)
     held = [
         on_device(batch, model)
         for k in range(parts)
@@ -113,7 +116,7 @@ def run(options: FilterOptions) -> None:
         )
     found = _valued(scorer, examples, journal, options)
     verdicts = _verdicts(found, parts, options)
-    others = _others(rows, pools, examples)
+    others |= _left_out(rows, pools)
     _write(out, records, {one.row: one for one in found}, verdicts, others, options)
     journal.path.unlink()
     _say(out, verdicts, others, options)
@@ -133,12 +136,15 @@ def _check(options: FilterOptions, out: Path) -> None:
     check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
-def _records(options: FilterOptions) -> list[Mapping[str, Any]]:
-    """The rows as they are in the file."""
-    found: list[Mapping[str, Any]] = []
-    for place, record in read_records(options.train_file):
-        if options.limit is not None and len(found) >= options.limit:
-            break
+def _records(options: FilterOptions) -> dict[int, Mapping[str, Any]]:
+    """The rows as they are in the file, by number; those that are no records are left out."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for one in find_source(options.train_file).limited(options.limit).read():
+        place, record = one.place, one.record
+        if isinstance(record, DataError):
+            if options.on_bad_rows == "error":
+                raise record
+            continue
         taken = [name for name in FIELDS if name in record]
         if taken and not options.kept_only:
             raise DataError(
@@ -155,8 +161,32 @@ def _records(options: FilterOptions) -> list[Mapping[str, Any]]:
                 got=f"{place}: {error}",
                 remedy="turn dates, decimals and bytes into text first",
             ) from None
-        found.append(record)
+        found[one.index] = record
     return found
+
+
+def _encoded(
+    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions
+) -> tuple[list[Example], dict[int, str]]:
+    """Rows as tokens; and by row, why one is none.
+
+    Raises:
+        DataError: no row is left, or one that is to stop the run.
+    """
+    examples: list[Example] = []
+    others: dict[int, str] = {}
+    for row in rows:
+        found, report = encoded_row(row, tokenizer, how)
+        if isinstance(found, Example):
+            examples.append(found)
+        elif found is not None:
+            others[row.index] = UNREADABLE
+        else:
+            long = report.skipped_long or row.response.strip()
+            others[row.index] = "too long" if long else "empty"
+    if not examples:
+        encode_some(rows, tokenizer, how, "training")  # says why
+    return examples, others
 
 
 def _journal(out: Path) -> Path:
@@ -280,36 +310,29 @@ def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
     return kept
 
 
-def _others(rows: Sequence[Row], pools: Pools, examples: Sequence[Example]) -> dict[int, str]:
-    """By row: why it was not valued."""
-    valued = {example.row.index for example in examples}
+def _left_out(rows: Sequence[Row], pools: Pools) -> dict[int, str]:
+    """By row: why it was no training row."""
     left = {row.index for row in pools.train}
     # Rows of a validation file have numbers of their own; drawn ones are the very rows.
     drawn = {id(row) for row in pools.validation}
-    found = {}
-    for row in rows:
-        if row.index in valued:
-            continue
-        if id(row) in drawn:
-            found[row.index] = "held out"
-        elif row.index not in left:
-            found[row.index] = "leak"
-        else:
-            found[row.index] = "too long" if row.response.strip() else "empty"
-    return found
+    return {
+        row.index: "held out" if id(row) in drawn else "leak"
+        for row in rows
+        if row.index not in left
+    }
 
 
 def _write(
     out: Path,
-    records: Sequence[Mapping[str, Any]],
+    records: Mapping[int, Mapping[str, Any]],
     found: Mapping[int, _Judged],
     verdicts: Mapping[int, str],
     others: Mapping[int, str],
     options: FilterOptions,
 ) -> None:
     with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for number, record in enumerate(records):
-            verdict = verdicts.get(number) or others[number]
+        for number, record in records.items():
+            verdict = verdicts.get(number) or others.get(number, UNREADABLE)
             one = found.get(number)
             if options.kept_only and verdict != "keep":
                 continue
@@ -320,7 +343,14 @@ def _write(
                     "value_error": None if one is None else one.error,
                     "verdict": verdict,
                 }
-            file.write(json.dumps({**record, **more}, ensure_ascii=False) + "\n")
+            file.write(_line({**record, **more}))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """One line of JSON; half a character stays the escape that it was."""
+    text = json.dumps(record, ensure_ascii=False)
+    whole = not any("\ud800" <= character <= "\udfff" for character in text)
+    return (text if whole else json.dumps(record)) + "\n"
 
 
 def _say(

@@ -15,13 +15,13 @@ from alphatoken import fit_fisher
 from alphatoken.cli.expecting import expect_fisher
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.folder import check_output_file, require_writable
-from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.notes import about_encoding
+from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
 from alphatoken.data import (
     EncodeOptions,
     Row,
     collate,
     encode_prompt,
-    encode_rows,
     leak_keys,
 )
 from alphatoken.errors import DataError
@@ -48,11 +48,11 @@ def run(options: FisherOptions) -> None:
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
-    model = read_model(options)
     given = _sequences if options.labels == "token" else _prompts
-    prompts, used = given(rows, tokenizer, encoding(options, model))
-    if (left_out := len(rows) - len(used)) and not options.quiet:
-        print(f"note: {left_out} prompts leave no room for a response", file=sys.stderr)
+    prompts, used, notes = given(rows, tokenizer, encoding(options))
+    for note in () if options.quiet else notes:
+        print(f"note: {note}", file=sys.stderr)
+    model = read_model(options)
     expect_fisher(
         model,
         prompts,
@@ -87,28 +87,43 @@ def run(options: FisherOptions) -> None:
 
 
 Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+Read = tuple[Prompts, list[Row], list[str]]
+"""What the Fisher is fitted on, the rows that it is of, and what became of the others."""
 
 
-def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> tuple[Prompts, list[Row]]:
+def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
     """Prompts that leave room for at least one new token."""
-    prompts, used = [], []
+    prompts, used, long = [], [], 0
+    bad = list[DataError]()
     for row in rows:
-        ids = encode_prompt(row, tokenizer, how)
+        try:
+            ids = encode_prompt(row, tokenizer, how)
+        except DataError as error:
+            if how.on_bad_rows == "error":
+                raise
+            bad.append(error)
+            continue
         if how.max_length is None or len(ids) < how.max_length:
             prompts.append(torch.tensor(ids))
             used.append(row)
+        else:
+            long += 1
+    if not used and bad:
+        raise bad[0]
     if not used:
         raise DataError(
             "no prompt leaves room for a response",
             got=f"{len(rows)} prompts, limit {how.max_length} tokens",
             remedy="give shorter prompts",
         )
-    return prompts, used
+    notes = [f"{long} prompts leave no room for a response"] if long else []
+    if bad:
+        notes.append(f"{len(bad)} prompts cannot be written as tokens; the first: {bad[0]}")
+    return prompts, used, notes
 
 
-def _sequences(
-    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions
-) -> tuple[Prompts, list[Row]]:
+def _sequences(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
     """Whole sequences whose response positions get resampled labels."""
-    examples, _ = encode_rows(rows, tokenizer, how)
-    return collate(examples), [example.row for example in examples]
+    examples, report = encode_some(rows, tokenizer, how, "Fisher")
+    used = [example.row for example in examples]
+    return collate(examples), used, about_encoding("Fisher", report)

@@ -89,6 +89,7 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
         ),
         "are longer than allowed and were skipped": report.skipped_long,
         "have no response within the length and were skipped": report.skipped_empty,
+        "cannot be written as tokens and were skipped": report.skipped_bad,
     }
     return [f"{count} {name} rows {what}." for what, count in lost.items() if count]
 

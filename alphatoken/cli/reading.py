@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from alphatoken.cli.common import (
     ModelOptions,
-    ReadingOptions,
     TrainingRowOptions,
     ValuationOptions,
 )
@@ -20,19 +21,22 @@ from alphatoken.data import (
     Example,
     Fields,
     Pools,
+    Reading,
     Row,
     encode_rows,
-    read_rows,
+    row_of,
     split_pools,
 )
+from alphatoken.data.corpus import BadRow
+from alphatoken.data.source import find_source
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.layer_choice import read_layers
-from alphatoken.model.protocol import find_adapter
-from alphatoken.train.loading import find_parts, load_causal_model, load_tokenizer
+from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
 
 __all__ = [
     "encode_some",
+    "encoded_row",
     "encoding",
     "fields_of",
     "on_device",
@@ -72,16 +76,38 @@ def read_tokenizer(options: ModelOptions) -> Any:
     return load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
 
 
-def read_file(
-    path: str, options: ReadingOptions, *, limit: int | None, prompt_only: bool = False
-) -> list[Row]:
-    """Rows of ``path`` with the columns that the command line names."""
-    return read_rows(path, fields=fields_of(options, prompt_only=prompt_only), limit=limit)
+def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> list[Row]:
+    """Rows of ``path`` with the columns that the command line names; ``more`` is of ``Fields``.
+
+    Rows that cannot be read are counted on stderr under ``on_bad_rows="skip"``.
+
+    Raises:
+        DataError: a row that cannot be read, under "error"; or no row can.
+    """
+    fields, reading = fields_of(options, **more), Reading(Path(path).name)
+    source = find_source(path).limited(limit)
+    rows, first, bad = list[Row](), None, 0
+    for found in source.read():
+        try:
+            if isinstance(found.record, DataError):
+                raise found.record
+            rows.append(row_of(found.record, found.index, found.place, fields, reading))
+        except DataError as error:
+            first, bad = first or error, bad + 1
+            if options.on_bad_rows == "error":
+                break
+    reading.say()
+    if first is not None and (options.on_bad_rows == "error" or not rows):
+        raise first
+    if first is not None and not options.quiet:
+        text = f"note: {bad} rows of {path} cannot be read and are left out; the first: {first}"
+        print(text, file=sys.stderr)
+    return rows
 
 
 def read_held_out(path: str, options: Any) -> list[Row]:
     """Validation rows: by the named columns where a row has them, else by those that are known."""
-    return read_rows(path, fields=fields_of(options, optional=True))
+    return read_file(path, options, limit=None, optional=True)
 
 
 def fields_of(options: Any, **more: Any) -> Fields:
@@ -100,13 +126,17 @@ def unread_columns(options: Any) -> tuple[str, ...]:
     return tuple(filter(None, (options.unread_columns or "").split(",")))
 
 
-def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
+def encoding(options: Any) -> EncodeOptions:
     """How rows become tokens: as long as the model allows, or shorter where that is asked for.
 
+    The model itself need not be loaded. ``options`` are of a model and of reading.
+
     Raises:
-        ConfigError: sequences longer than the model allows.
+        ConfigError: sequences longer than the model allows. ModelError: no configuration.
     """
-    limit, asked = find_adapter(model).max_positions(), options.max_length
+    parts = find_parts(options.model_name_or_path, options.adapter)
+    limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
+    limit, asked = limits.positions, options.max_length
     if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
             "--max_length is more than the model allows",
@@ -122,6 +152,8 @@ def encoding(options: ReadingOptions, model: nn.Module) -> EncodeOptions:
         turns=rows.turns,
         chat_template=options.chat_template,
         end_token=rows.end_token,
+        vocabulary=limits.tokens,
+        on_bad_rows=options.on_bad_rows,
     )
 
 
@@ -166,6 +198,21 @@ def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
     )
 
 
+def encoded_row(
+    row: Row, tokenizer: Any, how: EncodeOptions
+) -> tuple[Example | BadRow | None, EncodeReport]:
+    """The row as tokens, or what is wrong with it; None where it is too long or has no response.
+
+    Raises:
+        DataError: what the options say is to stop the run.
+    """
+    examples, report = encode_rows([row], tokenizer, how)
+    if report.skipped_bad:
+        reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
+        return BadRow(row.index, row.place, reason), report
+    return (examples[0] if examples else None), report
+
+
 def encode_some(
     rows: Sequence[Row], tokenizer: Any, how: EncodeOptions, what: str
 ) -> tuple[list[Example], EncodeReport]:
@@ -179,7 +226,9 @@ def encode_some(
         raise DataError(
             f"no {what} row is left",
             got=f"{len(rows)} rows, {report.skipped_long} too long, "
-            f"{report.skipped_empty} without response within the length",
-            remedy="look at --max_length, --on_long and --on_empty, or give other rows",
+            f"{report.skipped_empty} without response within the length, "
+            f"{report.skipped_bad} that cannot be written as tokens",
+            remedy="look at --max_length, --on_long, --on_empty and --on_bad_rows, or give other "
+            "rows",
         )
     return examples, report

@@ -135,9 +135,6 @@ class _Engine:
     workers: int | None = option(None, "actors (--engine ray); default: one", least=1)
     gpus_per_worker: float = option(0.0, "of each actor; 0 runs on the CPU")
     cpus_per_worker: float = option(1.0, "of each actor, where it has no GPU")
-    on_bad_rows: Literal["error", "skip"] = option(
-        "error", "rows that cannot be read: stop before any work, or name them and go on"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from alphatoken import Scorer, TokenValues, select_top
-from alphatoken.cli.reading import on_device
+from alphatoken.cli.reading import encoded_row, on_device
 from alphatoken.cli.score_job import Job, block_facts
-from alphatoken.data import EncodeReport, Example, collate, encode_rows
+from alphatoken.data import EncodeReport, Example, collate
 from alphatoken.data.corpus import BadRow
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import COMPONENTS, ScoredExample, write_values
@@ -149,12 +149,10 @@ class BlockValuer:
             yield waiting
 
     def _encoded(self, row: Any, facts: BlockFacts) -> Example | BadRow | None:
-        try:
-            examples, report = encode_rows([row], self._job.tokenizer, self._job.how)
-        except DataError as error:
-            return self._job.corpus.bad(row.index, row.place, error)
-        facts.encoded.add(report)
-        return examples[0] if examples else None
+        found, report = encoded_row(row, self._job.tokenizer, self._job.how)
+        if not isinstance(found, BadRow):
+            facts.encoded.add(report)
+        return found
 
     def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
         options = self._job.options

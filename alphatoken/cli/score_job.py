@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli.folder import examples_digest, file_digest, read_manifest
 from alphatoken.cli.reading import (
     encode_some,
+    encoded_row,
     encoding,
     fields_of,
     on_device,
@@ -41,7 +44,7 @@ from alphatoken.data import (
     encode_rows,
     leak_keys,
 )
-from alphatoken.data.corpus import Corpus, draw_rows
+from alphatoken.data.corpus import BadRow, Corpus, draw_rows
 from alphatoken.data.source import RowSource, find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
@@ -178,9 +181,34 @@ def prepare_job(options: ScoreOptions) -> Job:
         held=frozenset(key for row in held for key in leak_keys(row)),
     )
     reading = Tracker("Reading rows", source.rows, not options.quiet)
-    counts = corpus.survey(reading.report) | {"validation": len(held)}
-    job = _job(options, score_config(options), tokenizer, fisher, corpus, held)
+    how = encoding(options)
+    look = partial(_becomes, tokenizer, how)
+    counts = corpus.survey(reading.report, look) | {"validation": len(held)}
+    _say_left_out(counts, options)
+    job = _job(options, score_config(options), tokenizer, fisher, corpus, held, how)
     return replace(job, counts=counts, settings=_settings(job))
+
+
+def _becomes(tokenizer: Any, how: EncodeOptions, row: Row) -> str | BadRow:
+    """What the row becomes as tokens, by name."""
+    found, report = encoded_row(row, tokenizer, how)
+    if isinstance(found, BadRow):
+        return found
+    if found is not None:
+        return "train"
+    return "too_long" if report.skipped_long else "without_response"
+
+
+def _say_left_out(counts: Mapping[str, int], options: ScoreOptions) -> None:
+    """How many rows will not be valued for what they are, before the model is loaded."""
+    said = {
+        "bad_rows": "cannot be read or written as tokens",
+        "too_long": "are longer than allowed",
+        "without_response": "have no response within the length",
+    }
+    for kind, what in said.items():
+        if counts.get(kind) and not options.quiet:
+            print(f"note: {counts[kind]} training rows {what}: left out", file=sys.stderr)
 
 
 def _corpus(options: ScoreOptions, source: RowSource, fisher: FisherDrift | None) -> Corpus:
@@ -218,10 +246,10 @@ def _job(
     fisher: FisherDrift | None,
     corpus: Corpus,
     held: list[Row],
+    how: EncodeOptions,
 ) -> Job:
-    model = read_model(options)
-    how = encoding(options, model)
     validation, encoded = encode_some(held, tokenizer, how, "validation")
+    model = read_model(options)
     block = options.shard_size or _block(corpus.source.rows)
     return Job(
         options, config, model, tokenizer, fisher, corpus, validation, encoded, how, {}, block, {}
@@ -275,8 +303,9 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def _how(how: EncodeOptions) -> dict[str, Any]:
-    """How rows become tokens; ``on_empty`` may change, which no finished value depends on."""
-    return {k: v for k, v in asdict(how).items() if k not in ("max_length", "on_empty")}
+    """How rows become tokens, but for what no finished value depends on."""
+    free = ("max_length", "on_empty", "on_bad_rows")
+    return {k: v for k, v in asdict(how).items() if k not in free}
 
 
 def seal_job(job: Job) -> None:
@@ -307,7 +336,8 @@ def open_job(options: ScoreOptions) -> Job:
     drawn, shared = frozenset(document["drawn"]), frozenset(document["held"])
     corpus = replace(_corpus(options, source, fisher), drawn=drawn, held=shared)
     held = _held_out(corpus, options)
-    job = _job(options, score_config(options), read_tokenizer(options), fisher, corpus, held)
+    tokenizer, how = read_tokenizer(options), encoding(options)
+    job = _job(options, score_config(options), tokenizer, fisher, corpus, held, how)
     due, found = document["settings"], json.loads(json.dumps(_settings(job), default=str))
     differing = [key for key in due if due[key] != found.get(key)]
     if differing:

@@ -132,7 +132,7 @@ def check_files(arguments: Any) -> None:
     if template is not None and Path(template).suffix in (".jinja", ".j2"):
         named["chat_template_path"] = template
     for name, path in named.items():
-        if path is not None and not Path(path).is_file():
+        if path is not None and not Path(path).exists():
             raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
 
 
@@ -282,7 +282,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     args, model = arguments.training, arguments.model
     if tokenizer is None:
         tokenizer = _tokenizer(arguments)
-    data = load_run_data(arguments, tokenizer)
+    data = load_run_data(arguments, tokenizer, _vocabulary(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = _model_options(arguments)
@@ -321,6 +321,23 @@ def _apart(kind: type[Any]) -> Callable[..., Any]:
             return kind(**given)
 
     return build
+
+
+def _vocabulary(arguments: Any) -> int | None:
+    """Rows of the model's embedding; None where TRL makes it as large as a template's tokens ask.
+
+    Raises:
+        ModelError: the configuration cannot be loaded.
+    """
+    from alphatoken.train.loading import find_limits, find_parts
+
+    args, model = arguments.training, arguments.model
+    path = getattr(args, "chat_template_path", None)
+    if path is not None and Path(path).suffix not in (".jinja", ".j2"):
+        return None
+    parts = find_parts(model.model_name_or_path)
+    trusted = args.trust_remote_code
+    return find_limits(parts, revision=model.model_revision, trust_remote_code=trusted).tokens
 
 
 def _model_options(arguments: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 from alphatoken.cli.arguments import Arguments, DataArguments
 from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
-from alphatoken.data import Row, leak_keys, read_records, split_pools
+from alphatoken.data import Row, leak_keys, split_pools
+from alphatoken.data.source import find_source
 from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
 from alphatoken.train.checks import Given, check_pool
@@ -37,9 +38,10 @@ class RunData:
     notes: list[str] = field(default_factory=list)
 
 
-def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
+def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None = None) -> RunData:
     """Read all rows that the run needs.
 
+    Tokens are looked for in the ``vocabulary`` rows of the model's embedding, if they are known.
     Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
     be trained on are dropped; both are counted in the notes (or refused, if so asked).
 
@@ -49,7 +51,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any) -> RunData:
     """
     _check_clean_rows(arguments)
     _check_fisher(arguments)
-    reader = RowReader(arguments, tokenizer)
+    reader = RowReader(arguments, tokenizer, vocabulary)
     notes: list[str] = []
     held, data = held_out(arguments), arguments.data
     train = reader.training_rows(notes)
@@ -128,7 +130,7 @@ def check_rows(arguments: Arguments, processes: int) -> Given:
     validation = held.validation
     if held.validation is not None and data.validation_file is not None:
         path = Path(data.validation_file)
-        validation = _rows_in(path) if path.is_file() else None
+        validation = find_source(path).rows if path.exists() else None
     if args.needs_values and validation:
         check_pool(args, validation, processes)
     return Given(
@@ -177,24 +179,12 @@ def count_rows(arguments: Arguments) -> int | None:
     count: int | None = None
     if data.train_file is not None:
         path = Path(data.train_file)
-        count = _rows_in(path) if path.is_file() else None
+        count = find_source(path).rows if path.exists() else None
     elif recipe is not None and recipe.options.get("dataset_name") == data.dataset_name:
         count = recipe.expected_rows
     if count is not None and data.train_limit is not None:
         count = min(count, data.train_limit)
     return count
-
-
-def _rows_in(path: Path) -> int | None:
-    suffix = path.suffix.lower()
-    if suffix in (".parquet", ".pq"):
-        import pyarrow.parquet as pq
-
-        return int(pq.ParquetFile(path).metadata.num_rows)
-    if suffix in (".jsonl", ".ndjson"):
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    return sum(1 for _ in read_records(path))
 
 
 # --- pools that share nothing -------------------------------------------------------------------

@@ -17,12 +17,13 @@ __all__ = ["RowArguments", "RunArguments"]
 class RowArguments:
     """Where rows come from, and what is done with those that cannot be trained on.
 
-    A SOURCE is a local .jsonl, .json or .parquet file, or a data set of the hub, written
+    A SOURCE is a local .jsonl, .json or .parquet file, a folder of such files or one that datasets
+    saved, or a data set of the hub, written
     ``name``, ``name:split`` or ``name#config:split``.
     """
 
     train_file: str | None = option(
-        None, "Local rows to train on: .jsonl, .json or .parquet (instead of dataset_name)."
+        None, "Local rows to train on: a data file or a folder (instead of dataset_name)."
     )
     train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
     validation_file: str | None = option(
@@ -66,7 +67,12 @@ class RowArguments:
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
         "lose the beginning of their prompt ('cut').",
     )
-    on_bad_rows: Literal["skip", "error"] = option(
+    on_bad_rows: Literal["error", "skip"] = option(
+        "error",
+        "Rows that cannot be read or written as tokens: stop with an 'error' before any work, or "
+        "'skip' and count them.",
+    )
+    on_empty: Literal["error", "skip"] = option(
         "skip",
         "Rows without a response, pairs with an empty response or two equal ones, on the command "
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",

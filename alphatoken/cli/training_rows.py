@@ -78,10 +78,11 @@ def evaluates(arguments: Arguments) -> bool:
 class RowReader:
     """Rows of files and of the hub, as tokens with labels or as pairs, and records of them for TRL.
 
-    Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL.
+    Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL,
+    after ``encode_row`` has seen that they can be. ``vocabulary`` is of the model's embedding.
     """
 
-    def __init__(self, arguments: Arguments, tokenizer: Any) -> None:
+    def __init__(self, arguments: Arguments, tokenizer: Any, vocabulary: int | None = None) -> None:
         self.arguments, self.data = arguments, arguments.data
         self.pairs = arguments.command == "dpo"
         self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
@@ -89,6 +90,7 @@ class RowReader:
             turns=self.data.turns,
             chat_template=self.data.row_format != "text",
             separator=self.data.separator,
+            vocabulary=vocabulary,
         )
         template = getattr(self.tokenizer, "chat_template", None) is not None
         self.chat = self.how.chat_template and template
@@ -130,7 +132,7 @@ class RowReader:
 
     def source_rows(self, source: str, name: str, notes: list[str]) -> list[Item]:
         """Rows of a SOURCE: a local file, or ``name#config:split`` of the hub."""
-        if Path(source).suffix.lower() in _FILES or Path(source).is_file():
+        if Path(source).suffix.lower() in _FILES or Path(source).exists():
             return self._usable(read_records(source), source, name, notes)
         match = _HUB.fullmatch(source)
         if match is None:
@@ -169,7 +171,7 @@ class RowReader:
         """
         reading = Reading(Path(source).name)
         found: list[Item] = []
-        bad: dict[str, list[str]] = {}
+        bad, empty = dict[str, list[str]](), dict[str, list[str]]()
         first: DataError | None = None
         for index, (place, record) in enumerate(islice(records, limit)):
             try:
@@ -179,13 +181,14 @@ class RowReader:
                 bad.setdefault(error.what, []).append(place)
                 continue
             if problem := self._problem(item):
-                bad.setdefault(problem, []).append(place)
+                empty.setdefault(problem, []).append(place)
             else:
                 found.append(item)
         reading.say()
         if first is not None and (not found or self.data.on_bad_rows == "error"):
             raise first
-        self._report(bad, name, notes)
+        self._report(bad, name, "on_bad_rows", notes)
+        self._report(empty, name, "on_empty", notes)
         if not found:
             raise InputError(
                 f"no {name} row is left",
@@ -194,14 +197,16 @@ class RowReader:
             )
         return found
 
-    def _report(self, bad: Mapping[str, Sequence[str]], name: str, notes: list[str]) -> None:
+    def _report(
+        self, bad: Mapping[str, Sequence[str]], name: str, option: str, notes: list[str]
+    ) -> None:
         for what, places in bad.items():
             some = ", ".join(places[:3])
-            if self.data.on_bad_rows == "error":
+            if getattr(self.data, option) == "error":
                 raise InputError(
                     f"{len(places)} {name} rows cannot be trained on: {what}",
                     got=some,
-                    remedy="mend them, or let them be left out (--on_bad_rows skip)",
+                    remedy=f"mend them, or have them left out: --{option} skip",
                 )
             notes.append(f"{len(places)} {name} rows dropped: {what} (such as {some}).")
 
@@ -216,6 +221,7 @@ class RowReader:
             for said in (pair.chosen, pair.rejected):
                 row = replace(pair.row, turns=(*pair.prompt, *said))
                 require_shown(row, self.tokenizer, self.how)
+                encode_row(row, self.tokenizer, replace(self.how, turns="last"))
             return pair
         named = fields_of(data, text=args.dataset_text_field, optional=held)
         row = row_of(record, index, place, named, reading)

@@ -111,22 +111,27 @@ class Corpus:
                 return f"removed_same_as_{name}"
         return row
 
-    def survey(self, report: Callable[[int], None] | None = None) -> dict[str, int]:
+    def survey(
+        self,
+        report: Callable[[int], None] | None = None,
+        look: Callable[[Row], str | BadRow] = lambda _: "train",
+    ) -> dict[str, int]:
         """Go through all rows once, before any work: how many are valued, and what is left out.
 
         Says which columns were read as what.
 
         Args:
             report: is told how many rows were read, now and then.
+            look: says of each row that could be read what becomes of it.
 
         Raises:
-            DataError: as of :meth:`rows`; or no row is left.
+            DataError: as of :meth:`rows` and ``look``; or no row is left.
         """
         counts: Counter[str] = Counter()
         reading = Reading(Path(self.source.path).name)
         for number, row in enumerate(self.rows(reading=reading)):
-            kinds = {BadRow: "bad_rows", Row: "train"}
-            counts[row if isinstance(row, str) else kinds[type(row)]] += 1
+            kind = look(row) if isinstance(row, Row) else row
+            counts["bad_rows" if isinstance(kind, BadRow) else kind] += 1
             if report is not None and number % 256 == 0:
                 report(number)
         reading.say()
@@ -137,6 +142,7 @@ class Corpus:
             "bad_rows",
         )
         found = {"rows": self.source.rows, **{n: counts[n] for n in (*names, "train")}}
+        found |= {kind: count for kind, count in counts.items() if kind not in found}
         if not counts["train"]:
             raise none_left(found)
         return found

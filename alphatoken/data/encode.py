@@ -52,6 +52,10 @@ class EncodeOptions:
         chat_template: use the tokenizer's chat template where it has one.
         end_token: end each assistant turn of the plain format with the end token.
         separator: what ends a turn that is not the assistant's, in the plain format.
+        vocabulary: rows of the model's embedding, which every token must have one of; None is not
+            looked at.
+        on_bad_rows: what happens to a row that cannot be written as tokens (a template refuses it,
+            the embedding lacks a token): "error" stops and names it, "skip" drops and counts it.
     """
 
     max_length: int | None = None
@@ -61,6 +65,8 @@ class EncodeOptions:
     chat_template: bool = True
     end_token: bool = True
     separator: str = "\n"
+    vocabulary: int | None = None
+    on_bad_rows: str = "error"
 
     def __post_init__(self) -> None:
         """Check the choices once."""
@@ -68,6 +74,7 @@ class EncodeOptions:
             ("on_long", ("truncate", "skip", "error")),
             ("on_empty", ("error", "skip")),
             ("turns", ("all", "last")),
+            ("on_bad_rows", ("error", "skip")),
         ):
             require_choice(name, getattr(self, name), allowed)
         if self.max_length is not None and self.max_length < 2:
@@ -105,6 +112,7 @@ class EncodeReport:
     truncated_tokens: int = 0
     skipped_long: int = 0
     skipped_empty: int = 0
+    skipped_bad: int = 0
     format: str = ""
     first_skipped: list[str] = field(default_factory=list)
 
@@ -134,7 +142,14 @@ def encode_rows(
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
     examples = []
     for row in rows:
-        ids, labels = encode_row(row, tokenizer, options)
+        try:
+            ids, labels = encode_row(row, tokenizer, options)
+        except DataError as error:
+            if options.on_bad_rows == "error":
+                raise
+            report.skipped_bad += 1
+            report.first_skipped = [*report.first_skipped, f"{row.place}: {error}"][:10]
+            continue
         example = _fit(row, ids, labels, options)
         reason = _reason_to_drop(example, len(ids), options)
         if reason is None:
@@ -219,7 +234,7 @@ def encode_row(
 
     Raises:
         DataError: the template refuses the conversation, or does not show all of it, or its
-            prefixes do not agree.
+            prefixes do not agree; a token is beyond the model's embedding.
     """
     options = options or EncodeOptions()
     last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
@@ -232,17 +247,37 @@ def encode_row(
     row = replace(row, turns=turns)
     require_shown(row, tokenizer, options)
     if not _uses_template(tokenizer, options) or len(turns) == 1:  # plain text is no conversation
-        return _plain(turns, said, tokenizer, options)
-    if "generation" in _block_tags(tokenizer):
-        return _marked(row, said, tokenizer)
-    return _templated(row, said, tokenizer)
+        ids, labels = _plain(turns, said, tokenizer, options)
+    elif "generation" in _block_tags(tokenizer):
+        ids, labels = _marked(row, said, tokenizer)
+    else:
+        ids, labels = _templated(row, said, tokenizer)
+    _require_known(ids, row, tokenizer, options)
+    return ids, labels
+
+
+def _require_known(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
+    """See that the model's embedding has a row for each token."""
+    if options.vocabulary is None or max(ids, default=0) < options.vocabulary:
+        return
+    token = max(ids)
+    text = getattr(tokenizer, "convert_ids_to_tokens", str)(token)
+    raise DataError(
+        "a token has no row in the model's embedding",
+        got=f"{row.place}: {text!r} (id {token}) of the tokenizer "
+        f"{getattr(tokenizer, 'name_or_path', '')}; {options.vocabulary} rows",
+        why="it was added to the tokenizer, and not to the model",
+        remedy="the tokenizer that the model was trained with; or save the model after "
+        "resize_token_embeddings(len(tokenizer)); or pass over such rows: --on_bad_rows skip",
+    )
 
 
 def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> list[int]:
     """Ids of everything before the first assistant turn, ready for the model to continue.
 
     Raises:
-        DataError: the prompt is empty and the tokenizer has no start token to begin from.
+        DataError: the prompt is empty and the tokenizer has no start token to begin from; as of
+            :func:`encode_row`.
     """
     options = options or EncodeOptions()
     first = next(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
@@ -260,6 +295,7 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
             why="there is nothing for the model to continue",
             remedy="drop the row",
         )
+    _require_known(ids, row, tokenizer, options)
     return ids
 
 

@@ -148,6 +148,14 @@ def _all_keys(rows: Sequence[Row]) -> set[str]:
     return {key for row in rows for key in leak_keys(row)}
 
 
+_FEWER = {
+    "validation rows": "--validation_rows N for fewer, or --validation_file FILE",
+    "Fisher prompts": "--fisher_prompts N for fewer (0 fits the Fisher on training prompts), or "
+    "--fisher_data FILE",
+}
+"""What is drawn -> how to have less of it drawn."""
+
+
 def check_draw(count: int, rows: int, what: str) -> None:
     """See that so many of these rows can be drawn, and some remain.
 
@@ -158,7 +166,7 @@ def check_draw(count: int, rows: int, what: str) -> None:
         raise ConfigError(
             f"{what} cannot be drawn from the data",
             got=f"{count} of {rows} rows",
-            remedy="ask for fewer, so that rows to train on remain",
+            remedy=_FEWER.get(what, "ask for fewer") + "; rows to train on must remain",
         )
 
 

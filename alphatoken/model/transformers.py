@@ -348,17 +348,8 @@ class TransformersAdapter:
         return self.logits_of(output)[:, -1], getattr(output, cache, None)
 
     def max_positions(self) -> int | None:
-        """``max_position_embeddings`` of the text config, or what its rotary scaling makes of it.
-
-        Some scalings (YaRN, Llama 3, LongRoPE) name the length that they stretch. The limit is then
-        at least ``factor`` times that length, because ``max_position_embeddings`` of such a config
-        may still be the length before stretching.
-        """
-        limit = getattr(self.config, "max_position_embeddings", None)
-        if not isinstance(limit, int) or limit <= 0:
-            return None
-        scaled = [_stretched(p) for p in _rotary_parameters(self.config)]
-        return max([limit, *scaled])
+        """Of the text config; see :func:`position_limit`."""
+        return position_limit(self.config)
 
     def end_tokens(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, or of the config."""
@@ -379,6 +370,19 @@ class TransformersAdapter:
         )  # fmt: skip
         shape = {k: str(getattr(self.config, k, None)) for k in keys}
         return {"class": _own_class(self.base).__qualname__, **shape}
+
+
+def position_limit(config: Any) -> int | None:
+    """``max_position_embeddings`` of a text config, or what its rotary scaling makes of it.
+
+    Some scalings (YaRN, Llama 3, LongRoPE) name the length that they stretch. The limit is then at
+    least ``factor`` times that length, because ``max_position_embeddings`` of such a config may
+    still be the length before stretching. None where there is no limit.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    return max([limit, *(_stretched(p) for p in _rotary_parameters(config))])
 
 
 def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:

@@ -85,7 +85,7 @@ def check_sft_rows(
     text_field: str = "text",
     tokenizer: Any = None,
     max_length: int | None = None,
-    on_bad_rows: str = "error",
+    on_empty: str = "error",
 ) -> Any:
     """The data set without rows that SFT cannot train on; or an error that names them.
 
@@ -96,7 +96,7 @@ def check_sft_rows(
         text_field: TRL's ``dataset_text_field``.
         tokenizer: to measure prompts; without it lengths are not checked.
         max_length: TRL's.
-        on_bad_rows: "error", or "skip" to leave them out with a warning.
+        on_empty: "error", or "skip" to leave them out with a warning.
 
     Raises:
         InputError: no rows; a needed column is missing; rows with an empty response (a call of a
@@ -110,7 +110,7 @@ def check_sft_rows(
         tokenizer=tokenizer,
         max_length=max_length,
     )
-    return _usable(problems, dataset, name, on_bad_rows)
+    return _usable(problems, dataset, name, on_empty)
 
 
 def check_preference_rows(
@@ -120,7 +120,7 @@ def check_preference_rows(
     tokenizer: Any = None,
     max_length: int | None = None,
     max_prompt_length: int | None = None,
-    on_bad_rows: str = "error",
+    on_empty: str = "error",
 ) -> Any:
     """The data set without pairs that DPO cannot train on; or an error that names them.
 
@@ -130,7 +130,7 @@ def check_preference_rows(
         tokenizer: to measure prompts; without it lengths are not checked.
         max_length: TRL's, of prompt and response together.
         max_prompt_length: longest prompt in tokens.
-        on_bad_rows: "error", or "skip" to leave them out with a warning.
+        on_empty: "error", or "skip" to leave them out with a warning.
 
     Raises:
         InputError: no rows; a needed column is missing; pairs with an empty response on either
@@ -144,7 +144,7 @@ def check_preference_rows(
         max_length=max_length,
         max_prompt_length=max_prompt_length,
     )
-    return _usable(problems, dataset, name, on_bad_rows)
+    return _usable(problems, dataset, name, on_empty)
 
 
 def cut_pair(
@@ -254,7 +254,7 @@ def _find(dataset: Any, tests: Mapping[str, Test]) -> Problems:
     return found
 
 
-def _usable(problems: Problems, dataset: Any, name: str, on_bad_rows: str) -> Any:
+def _usable(problems: Problems, dataset: Any, name: str, on_empty: str) -> Any:
     """The data set without the rows of ``problems``, or an error that names them."""
     if not problems:
         return dataset
@@ -264,16 +264,16 @@ def _usable(problems: Problems, dataset: Any, name: str, on_bad_rows: str) -> An
         numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         parts.append(f"{what}: {len(rows)} (row {numbers})")
     can_skip = hasattr(dataset, "select") and len(bad) < len(dataset)
-    if on_bad_rows == "error" or not can_skip:
+    if on_empty == "error" or not can_skip:
         raise InputError(
             f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on",
             got="; ".join(parts),
             why="they would take a place in a batch and teach nothing, or noise",
-            remedy=f"mend them{', or on_bad_rows=skip leaves them out' if can_skip else ''}",
+            remedy=f"mend them{', or on_empty=skip leaves them out' if can_skip else ''}",
         )
     warn_caller(
         f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on and are left out "
-        f"({'; '.join(parts)}). on_bad_rows='error' stops instead.",
+        f"({'; '.join(parts)}). on_empty='error' stops instead.",
         AlphaTokenWarning,
     )
     return dataset.select([row for row in range(len(dataset)) if row not in bad])

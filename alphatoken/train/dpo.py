@@ -215,7 +215,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
         """Without rows that are no pairs, or refusing them by number."""
-        return check_preference_rows(dataset, name=name, on_bad_rows=args.on_bad_rows)
+        return check_preference_rows(dataset, name=name, on_empty=args.on_empty)
 
     def refuse_base(self) -> None:
         """Refuse images."""

@@ -490,7 +490,7 @@ class AlphaFields:
         when="to save the forward of rows that are dropped",
         source="ours",
     )
-    on_bad_rows: str = option(
+    on_empty: str = option(
         "skip",
         "Rows without a response, pairs with an empty response or two equal ones, on the command "
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",

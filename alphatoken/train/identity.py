@@ -22,7 +22,7 @@ __all__ = [
 _WATCHING = (
     "collect_", "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
     "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_",
-    "metric_for_best", "on_bad_rows", "output_dir",
+    "metric_for_best", "on_empty", "output_dir",
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
     "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",

@@ -21,7 +21,9 @@ from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
 from alphatoken.support.storage import read_json
 
 __all__ = [
+    "Limits",
     "ModelParts",
+    "find_limits",
     "find_parts",
     "freeze_unreached",
     "load_causal_model",
@@ -72,6 +74,51 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
             "an adapter needs peft", got=str(adapter), remedy="pip install 'alphatoken[lora]'"
         )
     return ModelParts(model, str(adapter), str(adapter) if _has_tokenizer(adapter) else model)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model takes, of its configuration alone.
+
+    Attributes:
+        positions: longest sequence; None has no limit.
+        tokens: rows of the embedding; None is not known.
+    """
+
+    positions: int | None
+    tokens: int | None
+
+
+def find_limits(parts: ModelParts, **options: Any) -> Limits:
+    """What a model takes, before it is loaded.
+
+    Args:
+        parts: of the model.
+        **options: of ``from_pretrained``.
+
+    Raises:
+        ModelError: the configuration is missing or unreadable.
+    """
+    from transformers import AutoConfig
+
+    from alphatoken.model.transformers import position_limit
+
+    config = load_or_refuse("model", parts.model, AutoConfig, **options).get_text_config()
+    tokens = getattr(config, "vocab_size", None)
+    if parts.adapter is not None and tokens is not None:
+        tokens = max([tokens, *_rows_held(parts.adapter, config.hidden_size)])
+    return Limits(position_limit(config), tokens)
+
+
+def _rows_held(adapter: str, width: int) -> Iterator[int]:
+    """Rows of whole embeddings and heads that an adapter holds."""
+    from peft.utils import load_peft_weights
+
+    weights = load_or_refuse("adapter", adapter, lambda path: load_peft_weights(path, device="cpu"))
+    for name, weight in weights.items():
+        named = any(part in name for part in ("embed", "wte", "lm_head"))
+        if named and "lora_" not in name and weight.dim() == 2 and weight.shape[1] == width:
+            yield len(weight)
 
 
 def _has_tokenizer(adapter: str | Path) -> bool:

@@ -262,7 +262,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Rows that can be trained on, refusing others by ``on_bad_rows``, before they are read."""
+        """Rows that can be trained on, refusing others by ``on_empty``, before they are read."""
         return dataset
 
     def refuse_base(self) -> None:

@@ -38,7 +38,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "retention": ("none", "diagonal", "kronecker", "data"),
     "fisher_labels": ("sequence", "token"),
     "validation_mode": ("fixed", "pool"),
-    "on_bad_rows": ("skip", "error"),
+    "on_empty": ("skip", "error"),
     "scoring_forward": ("auto", "shared", "own"),
     "policy_reference_dtype": (None, "float32", "bfloat16", "float16"),
 }

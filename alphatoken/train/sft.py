@@ -173,8 +173,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
         """Without rows that TRL would take for something else, or refusing them by number."""
-        text, bad = args.dataset_text_field, args.on_bad_rows
-        return check_sft_rows(dataset, name=name, text_field=text, on_bad_rows=bad)
+        text, bad = args.dataset_text_field, args.on_empty
+        return check_sft_rows(dataset, name=name, text_field=text, on_empty=bad)
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own, and images."""

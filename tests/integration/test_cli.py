@@ -409,13 +409,15 @@ BAD: dict[str, tuple[Case, str]] = {
     "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
     "empty file": (lambda w, t: {"train": lines(t / "t.jsonl")}, "no rows"),
     "empty response": (
-        lambda w, t: {"train": lines(t / "t.jsonl", ROW, ROW | {"response": ""})},
+        lambda w, t: {
+            "train": lines(t / "t.jsonl", ROW, ROW | {"response": ""}),
+            "on_empty": "error",
+        },
         "empty response. Got: t.jsonl, line 2",
     ),
     "no validation tokens": (
         lambda w, t: {
             "validation": lines(t / "v.jsonl", ROW | {"response": ""}),
-            "on_empty": "skip",
         },
         "no validation row is left",
     ),

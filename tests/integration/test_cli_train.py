@@ -215,7 +215,7 @@ def test_bad_rows_are_dropped_before_anything_is_drawn(tmp_path: Path) -> None:
     assert "1 training rows dropped: the response is empty (such as train.jsonl, line 11)" in said
     assert "longer than 99 tokens (such as train.jsonl, line 12)" in said
     with pytest.raises(InputError, match="line 11"):
-        load("sft", tmp_path, *words, "--on_bad_rows", "error")
+        load("sft", tmp_path, *words, "--on_empty", "error")
 
 
 def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
     assert "a response is empty (such as pairs.jsonl, line 12)" in said
     assert "longer than 50 tokens (such as pairs.jsonl, line 13)" in said
     with pytest.raises(InputError, match="cannot be trained on"):
-        load("dpo", tmp_path, *words, "--on_bad_rows", "error")
+        load("dpo", tmp_path, *words, "--on_empty", "error")
 
 
 def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:

@@ -177,14 +177,14 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert world.score(out, "--on_bad_rows", "skip", train=path) == 0
     found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in found] == [
-        f"mixed.jsonl, line {n}" for n in (6, 11, 12, 24, 25, 26, 27, 28, 29)
+        f"mixed.jsonl, line {n}" for n in (6, 11, 12, 25, 26, 27, 28, 29)
     ]
-    assert [row["index"] for row in found] == [5, 10, 11, *range(23, 29)]
-    assert "empty response" in found[3]["reason"]
+    assert [row["index"] for row in found] == [5, 10, 11, *range(24, 29)]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["pools"]["rows"], summary["pools"]["train"]) == (29, 20)
-    assert summary["pools"]["bad_rows"] == 9
-    assert "9 rows cannot be read; bad_rows.jsonl names them." in summary["notes"]
+    assert summary["pools"]["bad_rows"] == 8
+    assert summary["pools"]["without_response"] == 1
+    assert "8 rows cannot be read; bad_rows.jsonl names them." in summary["notes"]
     assert summary["values"]["sequences"] == 20
     rows = [example.row for example in load(out)]
     assert rows == [n for n in range(25) if n not in (5, 10, 11, 23, 24)]

@@ -498,7 +498,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
 ) -> None:
     (tmp_path / "file").touch()
     missing = str(tmp_path / "no model")
-    assert world.run("coverage", tmp_path / "file" / "out", model=missing) == 1
+    assert world.run("coverage", tmp_path / "file" / "out", model=missing) == 2
     error = capsys.readouterr().err
     assert "the output folder cannot be written" in error
     assert error.count("\n") == 1
@@ -533,8 +533,8 @@ def test_bad_models_and_rows_are_one_line(
         ({"beside": f"other={tmp_path / 'nope'}"}, "no such model folder"),
         ({"beside": f"other={tmp_path / 'small'}"}, "--beside other is another kind of model"),
         ({"beside": str(tmp_path / "small")}, "--beside cannot be read"),
-        ({"train": str(empty)}, "empty response"),
-        ({"validation": str(empty)}, "empty response"),
+        ({"train": str(empty)}, "no training row is left"),
+        ({"validation": str(empty)}, "no validation row is left"),
         ({"retention": str(empty)}, "no retention (empty) row is left"),
         ({"fisher": str(empty)}, "cannot be read"),
         ({"validation": str(world / "train.jsonl")}, "no training row is left"),

@@ -340,8 +340,8 @@ def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> 
 
     with pytest.warns(AlphaTokenWarning, match=r"1 of 8 training rows .*empty: 1 \(row 3\)"):
         assert len(made().train_dataset) == 7
-    with pytest.raises(InputError, match=r"1 of 8 training rows .*on_bad_rows=skip"):
-        made(on_bad_rows="error")
+    with pytest.raises(InputError, match=r"1 of 8 training rows .*on_empty=skip"):
+        made(on_empty="error")
     rows[:] = [{**row, "completion": ""} for row in rows]
     with pytest.raises(InputError, match=r"8 of 8 training rows .*Remedy: mend them\."):
         made()

@@ -562,7 +562,7 @@ def test_gap_21_rows_that_repeat_a_held_out_row_are_not_trained_on() -> None:
     assert any(len(p.train) == 7 for p in pools)  # nothing removed where nothing repeats
     for name in VALUED:
         assert arguments(name).data.on_leak == "remove"
-        assert arguments(name).data.on_bad_rows == "skip"
+        assert arguments(name).data.on_empty == "skip"
 
 
 def test_gap_22_adamw_and_a_cosine_and_nothing_else() -> None:

@@ -1,0 +1,182 @@
+"""Rows that cannot be read or written as tokens, and empty ones: one dialect in all commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.filter import FilterOptions
+from alphatoken.cli.fisher import FisherOptions
+from alphatoken.cli.score import ScoreOptions
+from alphatoken.cli.training_options import RowArguments
+from alphatoken.data import EncodeOptions, Row, Turn, encode_prompt, encode_row
+from alphatoken.errors import DataError
+from alphatoken.train.loading import find_limits, find_parts
+from tests.integration import tiny_training as tiny
+
+KINDS = [ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, RowArguments]
+NEW = "<step>"
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize(("name", "default"), [("on_bad_rows", "error"), ("on_empty", "skip")])
+def test_one_name_one_default_one_set_of_choices(name: str, default: str) -> None:
+    for kind in KINDS:
+        found = {one.name: one for one in fields(kind)}
+        if kind is FisherOptions and name == "on_empty":
+            continue  # the model writes the responses
+        assert found[name].default == default, kind
+        assert set(get_args(get_type_hints(kind)[name])) == {"error", "skip"}, kind
+
+
+# --- four kinds of bad row ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer has a strict template, and a token that the embedding lacks."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model().save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = STRICT
+    tokenizer.add_tokens([NEW])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def chat(prompt: str, answer: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+BAD = {
+    "template": (chat("be kind", "yes.", "system"), "the chat template refuses the conversation"),
+    "token": (chat(f"1{NEW}2", "3."), "a token has no row in the model's embedding"),
+    "half a character": (chat("1+\ud83d", "3."), "half of a character"),
+}
+
+
+def files(folder: Path, bad: list[dict[str, str]], *, pairs: bool) -> tuple[str, str]:
+    """Ten good rows with a bad one in the fourth line; and validation rows."""
+    rows = [chat(f"{n}+{n}=", f"{2 * n}.") for n in range(10)]
+    rows.insert(3, bad)
+    held = [chat(f"{n}-{n}=", "0.") for n in range(4)]
+    found = []
+    for name, some in (("rows", rows), ("held", held)):
+        path = folder / f"{name}.jsonl"
+        records = [
+            {"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no."}]}
+            if pairs
+            else {"messages": m}
+            for m in some
+        ]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        found.append(str(path))
+    return found[0], found[1]
+
+
+def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list[str]:
+    words = [command, "--model_name_or_path", str(model), "--train_file", rows]
+    training = [
+        "--validation_file", held, "--output_dir", str(out), "--max_steps", "1",
+        "--per_device_train_batch_size", "2", "--use_cpu", "--retention", "none", "--report_to",
+        "none", "--policy", "random", "--bf16", "False", "--disable_tqdm", "True",
+    ]  # fmt: skip
+    more = {
+        "score": ["--validation_file", held, "--output_dir", str(out), "--no_report", "--quiet"],
+        "filter": ["--validation_file", held, "--output_file", str(out), "--quiet"],
+        "fisher": ["--output_file", str(out), "--samples", "2", "--max_new_tokens", "2", "--quiet"],
+        "diagnose": ["--validation_file", held, "--output_dir", str(out), "--dry_run"],
+    }.get(command, training)
+    return ["diagnose", "coverage", *words[1:], *more] if command == "diagnose" else words + more
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("command", ["score", "filter", "fisher", "sft", "dpo"])
+def test_a_bad_row_is_named_before_the_model_is_loaded(
+    command: str, kind: str, model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from transformers import PreTrainedModel
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    bad, said = BAD[kind]
+    rows, held = files(tmp_path, bad, pairs=command == "dpo")
+    assert main(words_of(command, model, rows, held, tmp_path / "out")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert said in error
+    assert "rows.jsonl, line 4" in error
+    if kind == "token":
+        assert repr(NEW) in error
+        assert str(model) in error
+
+
+@pytest.mark.parametrize("command", ["score", "filter", "fisher"])
+def test_bad_rows_are_passed_over_where_that_is_asked(
+    command: str, model: Path, tmp_path: Path
+) -> None:
+    rows, held = files(tmp_path, BAD["token"][0], pairs=False)
+    with Path(rows).open("a") as file:
+        for bad, _ in (BAD["template"], BAD["half a character"]):
+            file.write(json.dumps({"messages": bad}) + "\n")
+        file.write("{broken\n")
+    out = tmp_path / "out"
+    words = words_of(command, model, rows, held, out)
+    assert main([*words, "--on_bad_rows", "skip"]) == 0
+    if command == "score":
+        found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
+        assert [row["place"].split()[-1] for row in found] == ["4", "12", "13", "14"]
+    if command == "filter":
+        verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
+        assert [n for n, said in enumerate(verdicts) if said == "cannot be read"] == [3, 11, 12]
+        assert len(verdicts) == 13  # a line that is no record cannot be written again
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_so_they_are_in_training(command: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    rows, held = files(tmp_path, BAD["template"][0], pairs=command == "dpo")
+    words = words_of(command, model, rows, held, tmp_path / "out")
+    assert main([*words, "--on_bad_rows", "skip"]) == 0
+    said = capsys.readouterr().err
+    assert "1 training rows dropped: the chat template refuses the conversation" in said
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_a_token_is_known_where_the_embedding_has_a_row(model: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([NEW])
+    limits = find_limits(find_parts(model))
+    assert (limits.tokens, limits.positions) == (len(tokenizer) - 1, 128)
+    row = Row(0, "here", (Turn("user", f"1{NEW}"), Turn("assistant", "2.")))
+    for made in (encode_row, encode_prompt):
+        with pytest.raises(DataError, match="no row in the model's embedding"):
+            made(row, tokenizer, EncodeOptions(vocabulary=limits.tokens))
+        made(row, tokenizer, EncodeOptions(vocabulary=len(tokenizer)))
+
+
+def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows, held = files(tmp_path, chat("9+1=", "10."), pairs=False)
+    many, saved = tmp_path / "many", tmp_path / "saved"
+    many.mkdir()
+    lines = Path(rows).read_text().splitlines(keepends=True)
+    (many / "a.jsonl").write_text("".join(lines[:6]))
+    (many / "b.jsonl").write_text("".join(lines[6:]))
+    Dataset.from_list([json.loads(line) for line in lines]).save_to_disk(str(saved))
+    for folder in (many, saved):
+        for command in ("filter", "fisher", "diagnose", "sft"):
+            out = tmp_path / f"{command}-{folder.name}"
+            assert main(words_of(command, model, str(folder), held, out)) == 0, (command, folder)
