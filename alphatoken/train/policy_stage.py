@@ -51,13 +51,19 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
         dataset: a ``datasets.Dataset`` or any sequence of such rows.
         max_length: of a pair's sequences; None cuts nothing.
         truncation_mode: TRL's.
+        whole: whether a row has its other columns too, which a collator of one's own may read.
 
     Raises:
         ConfigError: a stream. UnsupportedError, when read: a pair that is cut at its start.
     """
 
     def __init__(
-        self, dataset: Any, max_length: int | None = None, truncation_mode: str = "keep_start"
+        self,
+        dataset: Any,
+        max_length: int | None = None,
+        truncation_mode: str = "keep_start",
+        *,
+        whole: bool = False,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
@@ -67,7 +73,7 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
                 remedy="give a data set that is held on disk or in memory",
             )
         self._dataset = plain_rows(dataset)
-        self._length, self._mode = max_length, truncation_mode
+        self._length, self._mode, self._whole = max_length, truncation_mode, whole
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -82,7 +88,8 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
         row = self._dataset[index]
         if _PAIR[0] in row:
             return self._pair(row, index)
-        present = {name: row[name] for name in _ROW if row.get(name) is not None}
+        names = row if self._whole else _ROW
+        present = {name: row[name] for name in names if row.get(name) is not None}
         return {"labels": row["input_ids"], **present}
 
     def _pair(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -140,7 +147,11 @@ def make_stage(
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
-        rows=TrainingRows(trainer.train_dataset, **trainer.export_arguments()),
+        rows=TrainingRows(
+            trainer.train_dataset,
+            **trainer.export_arguments(),
+            whole=trainer.own_collator is not None,
+        ),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
         reference_model=reference_model,

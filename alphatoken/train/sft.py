@@ -11,7 +11,13 @@ import torch
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ConfigError,
+    InputError,
+    UnsupportedError,
+    warn_caller,
+)
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows, plain_rows
@@ -22,6 +28,9 @@ from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 
 __all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
+
+_COMPARED, _APART = 64, 0.8
+"""Rows whose labels are compared, and the least difference of form that is said."""
 
 
 @dataclass
@@ -82,16 +91,70 @@ class LabelledRows(AlphaTrainerMixin):
     """Rows with ``input_ids`` and ``labels``: what SFT and plain language modelling share."""
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
-        """One padded batch."""
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        pad = getattr(tokenizer, "pad_token_id", None) or 0
-        return padded_batch(rows, pad, self.args.device)
+        """One padded batch, by the collator that was handed over where there is one."""
+        if self.own_collator is None:
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            pad = getattr(tokenizer, "pad_token_id", None) or 0
+            return padded_batch(rows, pad, self.args.device)
+        if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies
+            rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
+        collate = self._get_collator_with_removed_columns(self.own_collator)
+        return self._prepare_inputs(collate([dict(row) for row in rows]))
+
+    @property
+    def _rows_have_labels(self) -> bool:
+        rows = plain_rows(self.train_dataset)
+        return not hasattr(rows, "__len__") or "labels" in rows[0]
+
+    def labels_of(self, row: Mapping[str, Any]) -> torch.Tensor:
+        """(t,) labels of one row, as training gives them."""
+        if self.own_collator is None:
+            return torch.as_tensor(row.get("labels", row["input_ids"]))
+        labels: torch.Tensor = self.row_batch([dict(row)])["labels"][0].cpu()
+        return labels
+
+    def with_responses(self, rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        """Those rows that have a response token left; a warning where their labels are another's.
+
+        Raises:
+            InputError: none has.
+        """
+        labels = [self.labels_of(row) for row in rows]
+        kept = [i for i, own in enumerate(labels) if bool(label_mask(own[None]).any())]
+        if not kept:
+            raise InputError(
+                f"no row of the {name} dataset has a response token",
+                got=f"{len(rows)} rows",
+                why="there is no objective to value tokens against",
+                remedy="check the prompt/completion split and max_length",
+            )
+        if name == "validation":
+            self._compare_labels([labels[i] for i in kept])
+        return [rows[i] for i in kept]
+
+    def _compare_labels(self, held: Sequence[torch.Tensor]) -> None:
+        """Warn where validation rows label their prompts and training rows do not, or the reverse.
+
+        That is so where their forms differ: prompt and completion here, plain text or chats there.
+        """
+        rows = plain_rows(self.train_dataset)
+        if not hasattr(rows, "__len__"):
+            return
+        trained = [self.labels_of(rows[i]) for i in range(min(len(rows), _COMPARED))]
+        (ours, whole), (theirs, all_of_them) = (_labelled(x) for x in (held[:_COMPARED], trained))
+        if abs(whole - all_of_them) > _APART:
+            warn_caller(
+                f"validation rows label {ours:.0%} of their tokens and training rows "
+                f"{theirs:.0%}: they are of another form, and values are of an objective that "
+                "training does not have. Give validation rows the form of the training rows",
+                AlphaTokenWarning,
+            )
 
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """What comes before the first response token of each row."""
         prompts = []
         for row in plain_rows(rows):
-            labels = row.get("labels", row["input_ids"])
+            labels = self.labels_of(row).tolist()
             first = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
             prompts.append(list(row["input_ids"][: max(first, 1)]))
             if len(prompts) == samples:
@@ -116,22 +179,13 @@ class LabelledRows(AlphaTrainerMixin):
         return self.row_batch(sequences) if sequences else []
 
 
-def with_responses(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Those rows that have a response token left.
-
-    Raises:
-        InputError: none has.
-    """
-    labels = [torch.as_tensor(row.get("labels", row["input_ids"]))[None] for row in rows]
-    usable = [row for row, own in zip(rows, labels, strict=True) if bool(label_mask(own).any())]
-    if not usable:
-        raise InputError(
-            f"no row of the {name} dataset has a response token",
-            got=f"{len(rows)} rows",
-            why="there is no objective to value tokens against",
-            remedy="check the prompt/completion split and max_length",
-        )
-    return usable
+def _labelled(rows: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """(share of the tokens that are labelled, share of the rows whose tokens all are)."""
+    marks = [row != IGNORE for row in rows]
+    # The first token of a row is predicted by nothing, and some preparations leave it out.
+    whole = sum(bool(mark[1:].all()) for mark in marks)
+    share = float(torch.cat(marks).float().mean())
+    return share, whole / len(marks)
 
 
 class AlphaSFTTrainer(LabelledRows, SFTTrainer):
@@ -155,8 +209,9 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
     HOOKS = (
-        "_formatting_func", "_is_vision_dataset", "_metrics", "_prepare_dataset",
-        "_skip_prepare_dataset", "_total_train_tokens", "aux_loss_enabled",
+        "_formatting_func", "_get_collator_with_removed_columns", "_is_vision_dataset",
+        "_metrics", "_prepare_dataset", "_skip_prepare_dataset", "_total_train_tokens",
+        "aux_loss_enabled",
     )  # fmt: skip
     _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
 
@@ -212,4 +267,4 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         """Tokenised rows that have a response."""
         prepared = plain_rows(self.tokenised(dataset, name))
         rows = [{"labels": row["input_ids"], **row} for row in prepared]
-        return with_responses(rows, name)
+        return self.with_responses(rows, name)

@@ -16,7 +16,7 @@ from alphatoken.model.capture import evaluation_mode
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gate import KeptOutputs, TokenGate
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses, with_responses
+from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
 
@@ -158,18 +158,4 @@ class AlphaTrainer(LabelledRows, Trainer):
         if self.own_collator is None:
             rows = [{"labels": row["input_ids"], **row} for row in rows]
             rows = [{k: row[k] for k in ("input_ids", "labels")} for row in rows]
-        return with_responses(rows, name)
-
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
-        """One batch, by the collator that was handed over where there is one."""
-        if self.own_collator is None:
-            return super().row_batch(rows)
-        if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies
-            rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
-        collate = self._get_collator_with_removed_columns(self.own_collator)
-        return self._prepare_inputs(collate([dict(row) for row in rows]))
-
-    @property
-    def _rows_have_labels(self) -> bool:
-        rows = plain_rows(self.train_dataset)
-        return not hasattr(rows, "__len__") or "labels" in rows[0]
+        return self.with_responses(rows, name)

@@ -12,10 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
-from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
+from alphatoken.train import (
+    AlphaConfig,
+    AlphaDPOConfig,
+    AlphaDPOTrainer,
+    AlphaSFTConfig,
+    AlphaSFTTrainer,
+    AlphaTrainer,
+)
+from tests.integration.tiny_training import (
+    ALPHA,
+    model,
+    options,
+    preference_rows,
+    sums,
+    tokenizer,
+)
 
 
 def pairs_trainer(folder: Path, **more: Any) -> AlphaDPOTrainer:
@@ -84,3 +100,108 @@ def test_a_likelihood_loss_is_no_preference(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="loss_type"):
         AlphaDPOConfig(**options(tmp_path, **ALPHA, loss_type=["sft"]))
     AlphaDPOConfig(**options(tmp_path, loss_type=["sft"], policy="standard"))
+
+
+# --- labels: a collator of one's own, and rows of another form ------------------------------------
+
+
+def labelled_rows(rows: int, seed: int) -> Dataset:
+    """Tokenised, with a column that only the collator knows what to do with."""
+    made = tokenizer()
+    found = []
+    for row in sums(rows, seed):
+        ids = made(row["prompt"] + row["completion"])["input_ids"]
+        found.append({"input_ids": ids, "labels": ids, "begin": len(ids) // 2})
+    return Dataset.from_list(found)
+
+
+class SecondHalf:
+    """A collator that labels what ``begin`` says, and remembers the labels that it made."""
+
+    def __init__(self) -> None:
+        self.labelled: dict[tuple[int, ...], int] = {}
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        found = {name: torch.zeros(len(rows), width, dtype=torch.long) for name in MADE}
+        found["labels"] -= 100
+        for i, row in enumerate(rows):
+            ids, begin = torch.as_tensor(row["input_ids"]), row["begin"]
+            found["input_ids"][i, : len(ids)] = ids
+            found["attention_mask"][i, : len(ids)] = 1
+            found["labels"][i, begin : len(ids)] = ids[begin:]
+            self.labelled[tuple(ids.tolist())] = len(ids) - begin
+        return found
+
+
+MADE = ("input_ids", "labels", "attention_mask")
+
+
+@pytest.mark.parametrize("kind", ["sft", "plain"])
+@pytest.mark.parametrize("how", ["values", "token Fisher", "policy"])
+def test_a_collator_of_ones_own_labels_every_batch(tmp_path: Path, kind: str, how: str) -> None:
+    """Validation, the Fisher's prompts and sequences, and a pass over the rows."""
+    more: dict[str, Any] = {**ALPHA, "remove_unused_columns": False}
+    if how == "token Fisher":
+        more["fisher_labels"] = "token"
+    if how == "policy":
+        more["policy"] = "stm"
+        more["policy_options"] = {"threshold": 1e6}
+    config, trainer_kind = (AlphaSFTConfig, AlphaSFTTrainer) if kind == "sft" else PLAIN
+    named = options(tmp_path / "out", **more)
+    if kind == "plain":
+        del named["max_length"]
+    else:
+        named["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    collator = SecondHalf()
+    trainer = trainer_kind(
+        model=model(),
+        args=config(**named),
+        data_collator=collator,
+        train_dataset=labelled_rows(16, 0),
+        validation_dataset=None if how == "policy" else labelled_rows(12, 5),
+        processing_class=tokenizer(),
+    )
+    rows = labelled_rows(16, 0) if how == "policy" else trainer.rows.validation
+    batch = trainer.row_batch([dict(row) for row in rows][:4])
+    counts = (batch["labels"] != -100).sum(-1).tolist()
+    assert counts == [len(row["input_ids"]) - row["begin"] for row in rows][:4]
+    prompts = trainer.fisher_prompts(trainer.train_dataset, 3)
+    assert [len(prompt) for prompt in prompts] == labelled_rows(16, 0)["begin"][:3]
+    sequences = trainer.fisher_sequences(trainer.train_dataset, 2)
+    assert int((sequences["labels"] != -100).sum()) == sum(
+        len(row["input_ids"]) - row["begin"] for row in labelled_rows(16, 0).select(range(2))
+    )
+    trainer.train()
+    if how == "policy":
+        assert trainer.token_policy.summary
+        response = sum(collator.labelled.values())
+        assert trainer.weigher._columns is not None
+        assert len(trainer.weigher._columns) in (16, response)
+
+
+PLAIN = (AlphaConfig, AlphaTrainer)
+
+
+def test_validation_rows_of_another_form_are_said(tmp_path: Path) -> None:
+    """Plain text for validation labels its questions; prompts and completions do not."""
+    text = [{"text": row["prompt"] + row["completion"]} for row in sums(12, 5)]
+    chats = [
+        {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "b c"}]}
+    ] * 12
+    made = tokenizer()
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+    def trainer(train: Any, held: Any) -> None:
+        own = {**ALPHA, "retention": "none"}
+        AlphaSFTTrainer(
+            model=model(), args=AlphaSFTConfig(**options(tmp_path, **own)), train_dataset=train,
+            validation_dataset=held, processing_class=made,
+        )  # fmt: skip
+
+    for held in (text, chats):
+        with pytest.warns(AlphaTokenWarning, match=r"label 100% of their tokens .* another form"):
+            trainer(sums(16, 0), held)
+    trainer(text, text)
+    trainer(text, sums(16, 0))  # TRL then labels the prompts of these too
+    trainer(sums(16, 0), sums(12, 5))
