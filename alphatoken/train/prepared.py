@@ -20,6 +20,7 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.token_ids import embedding_rows
+from alphatoken.train.datasets import plain_rows
 
 __all__ = ["check_prepared", "check_tokens", "refusals_named"]
 
@@ -117,6 +118,7 @@ def check_tokens(rows: Any, model: Any, tokenizer: Any, name: str) -> None:
     Raises:
         InputError: names token, tokenizer and row.
     """
+    rows = plain_rows(rows)  # a torch data set may have a length and no end of its own
     size = embedding_rows(model)
     first = rows[0] if len(rows) else None
     if size is None or not isinstance(first, Mapping):

@@ -362,6 +362,7 @@ test_otsu_by_hand | XTF | (by hand) | exact
 test_attention_received_against_the_eager_matrices | XTF | (eager attention matrices) | exact
 test_rho_1_by_hand | Rho-1 | (by hand) | exact
 test_validation_rows_come_first | Validation rows first | (TRL on the same rows) | exact
+test_the_first_training_has_a_schedule_of_its_own | Validation rows first | (the same training in a run of another schedule) | exact
 test_rho_1_by_response | Rho-1 | (by hand) | exact
 test_rho_1_trains_its_reference | Rho-1 | (TRL on the same rows) | exact
 test_a_reference_is_trained_once | Rho-1 | (TRL on the same rows) | exact
