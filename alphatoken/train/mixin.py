@@ -141,9 +141,9 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             retention=retention_dataset is not None,
             second_model=policy_reference is not None,
         )
+        check_fisher_rows(options, fisher, fisher_dataset)
         if not plain:
             check_given(options, self._policy, handed_over)
-        check_fisher_rows(options, fisher, fisher_dataset)
         held = {
             "validation": validation_dataset,
             "retention": retention_dataset,

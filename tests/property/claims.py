@@ -351,6 +351,7 @@ test_a_mutant_does_not_agree | | (mutants of the core) | exact
 test_a_planted_fault_does_not_agree | | (planted faults) | exact
 check_the_trainer_is_the_reference | | (reference_step.py) | exact
 check_random_masks | | (masks of two runs) | exact
+check_every_step_is_weighed | | (a run without outputs) | exact
 check_every_term | | proxy_bound, hessian, exact_fisher | exact
 check_transfer | | transfer_bound, lipschitz_constant | exact
 test_stm_by_hand | STM | (by hand) | exact

@@ -20,6 +20,9 @@ RECORDS = "train.records.RunRecords.micro_batch"
 DPO = "train.dpo.AlphaDPOTrainer"
 LEDGER = "train.ledger.ValueLedger"
 POOL = "train.pool.ValidationPool"
+WEIGHED = claim(
+    running.check_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS
+)
 MASKS = claim(running.check_random_masks, Asked(policy="random"), examples=1, needs=NEEDS)
 
 
@@ -80,6 +83,26 @@ TRAINERS = (
             "gradient.bfloat16().to(total[name].dtype)",
         ),
         PAPER,
+    ),
+    _of(
+        "a-loss-with-its-outputs-unweighted",
+        "a loss that is asked for with its outputs is the trainer's own, of every token",
+        (
+            f"{MIXIN}.compute_loss",
+            "if self.weigher is None or not self.model.training:",
+            "if self.weigher is None or not self.model.training or return_outputs:",
+        ),
+        WEIGHED,
+    ),
+    _of(
+        "a-loss-of-ones-own-trained-on",
+        "a step is taken with a loss that no weigher made",
+        (
+            "train.step_guard.StepGuard.on_pre_optimizer_step",
+            "if self._reached >= due:",
+            "if True:",
+        ),
+        WEIGHED,
     ),
     _of(
         "pairs-of-the-step-miscounted",

@@ -12,7 +12,8 @@ import copy
 import gc
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -367,8 +368,8 @@ def _square(rows: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def trained(asked: Asked) -> Seen:
-    """Run the trainer, and record what goes in and what comes out."""
+def trained(asked: Asked, change: Callable[[Any], None] | None = None) -> Seen:
+    """Run the trainer, changed by its user if so, and record what goes in and what comes out."""
     import datasets
 
     train = import_module("alphatoken.train")
@@ -398,6 +399,8 @@ def trained(asked: Asked) -> Seen:
             modules = scored(seen.start, asked.layers)
             seen.reference = {f"{n}.weight": m.weight.detach().clone() for n, m in modules.items()}
         _listen(trainer, seen)
+        if change is not None:
+            change(trainer)
         trainer.train()
     _read_ledger(trainer, seen)
     seen.left_over = list(getattr(trainer, "_metrics", {}).get("eval", {}).values())
@@ -662,3 +665,33 @@ def check_random_masks(asked: Asked) -> None:
     assert first != other, "the seed does not matter"
     assert any(one != two for one, two, *_ in first), "micro-batches of a step draw the same"
     assert any(step[0] != first[0][0] for step in first), "steps draw the same"
+
+
+def check_every_step_is_weighed(asked: Asked) -> None:
+    """A loss that is asked for with its outputs has the weighted gradient, and a step with a loss
+    of the user's own is not taken."""
+    from alphatoken.errors import UnsupportedError
+
+    def with_outputs(trainer: Any) -> None:
+        given = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **more: given(
+            *args, **{**more, "return_outputs": True}
+        )[0]
+
+    def own_loss(trainer: Any) -> None:
+        trainer.compute_loss = lambda model, inputs, *args, **more: model(**inputs).loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL's own forward with outputs
+        plain = trained(asked)
+        try:
+            asking = trained(asked, with_outputs)
+        except UnsupportedError as refused:
+            raise AssertionError("a loss with its outputs is weighted by nobody") from refused
+    for one, other in zip(plain.parameters, asking.parameters, strict=True):
+        assert torch.equal(one, other), "outputs beside the loss change the step"
+    try:
+        trained(asked, own_loss)
+    except UnsupportedError:
+        return
+    raise AssertionError("a step was taken with a loss that no weigher made")

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from tests.property import properties_trainer as running
 from tests.property.profiles import budget
-from tests.property.properties_trainer import Seen, check_random_masks, compared
+from tests.property.properties_trainer import (
+    Seen,
+    check_every_step_is_weighed,
+    check_random_masks,
+    compared,
+)
 from tests.property.reference_step import Asked, Replay
 from tests.property.tolerance import unrecorded
 
@@ -321,6 +326,10 @@ def test_a_drawn_run_is_the_references(asked: Asked) -> None:
 
 def test_random_masks() -> None:
     check_random_masks(Asked(policy="random"))
+
+
+def test_every_step_is_weighed() -> None:
+    check_every_step_is_weighed(Asked(policy="random"))
 
 
 HARD: dict[str, Callable[[Asked], bool]] = {
