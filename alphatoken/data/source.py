@@ -226,12 +226,14 @@ def _is_one_document(path: Path) -> bool:
                     remedy=f"convert it: iconv -f {name} -t UTF-8 {path.name} > utf8-{path.name}",
                 )
         file.seek(0)
-        first = next((line for line in file if not is_blank(line)), b"").removeprefix(_BOM).strip()
-    if first.startswith(b"["):
-        return True
+        lines = (line.removeprefix(_BOM).strip() for line in file if not is_blank(line))
+        first, alone = next(lines, b""), next(lines, None) is None
     try:
-        return _wrapped(json.loads(first)) is not None
-    except (ValueError, RecursionError):  # the beginning of a longer object, or broken
+        document = json.loads(first)
+        return alone and (isinstance(document, list) or _wrapped(document) is not None)
+    except (ValueError, RecursionError):  # the beginning of a longer list or object, or broken
+        if first.startswith(b"["):
+            return True
         with suppress(ValueError, RecursionError):
             return isinstance(json.loads(path.read_text(encoding="utf-8-sig")), dict)
         return False

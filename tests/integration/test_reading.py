@@ -211,6 +211,12 @@ def test_a_list_is_read_whatever_the_file_is_called(
     assert find_source(path).rows == 2
 
 
+def test_a_list_among_lines_is_a_bad_line(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [[1], *TWO])
+    with pytest.raises(DataError, match="not an object.*line 1"):
+        read_rows(tmp_path / "a.jsonl")
+
+
 def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
     for indent in (None, 1):
         (tmp_path / "a.json").write_text(json.dumps({"messages": SAID}, indent=indent))

@@ -293,6 +293,7 @@ check_top_threshold | | (select_top on all values at once) | exact
 check_kept_gradient | | (the same bits without a file) | exact
 check_rows_from_any_place | | (the lines themselves) | exact
 check_corpus | | (split_pools on the whole list) | exact
+check_marked_turns | | (the marks themselves) | exact
 check_padding_never_ranks | | (the same without padding) | exact
 check_proportional_weights | | (loops) | exact
 check_probabilities | | (fractions) | exact

@@ -40,6 +40,21 @@ def _corpus(name: str, sentence: str, target: str, old: str, new: str, found: Cl
     return Mutant(name, sentence, (Edit(target, old, new),), (found,), listed=False)
 
 
+MARKED = claim(
+    corpora.check_marked_turns,
+    st.lists(
+        st.tuples(
+            st.text("abc", min_size=1, max_size=3),
+            st.sampled_from(["weight", "trainable"]),
+            st.sampled_from([0, 1]),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    st.just(["system", "conversations"]),
+    examples=20,
+)
+
 _TOP = "select.threshold"
 _SOURCE = "data.source.JsonLines._read"
 _ROW = "data.corpus.Corpus"
@@ -111,5 +126,15 @@ MUTANTS = (
         "repeats-of-the-fisher-stay",
         "rows that the Fisher was fitted on are valued",
         f"{_ROW}._checked", '("fisher", self.fisher)', '("fisher", frozenset())', SPLIT,
+    ),
+    _corpus(
+        "marked-turns-are-learned",
+        "turns that the data mark as not to be trained on have labels",
+        "data.encode.encode_row", "turns[i].learned and ", "", MARKED,
+    ),
+    _corpus(
+        "null-is-a-column",
+        "a column that is null counts as present",
+        "data.reading.Columns.__init__", "if v is not None and", "if", MARKED,
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from alphatoken import ConfigError, DataError, Scorer, ScorerConfig, select_top
-from alphatoken.data import Fields, Row, read_rows, row_of, split_pools
+from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.split import leak_keys
@@ -73,7 +73,7 @@ def check_kept_gradient(setup: Setup, estimator: str) -> None:
 def lines(least: int = 1) -> st.SearchStrategy[list[Any]]:
     """Lines of a file: rows by prompt and response, blank ones, and bad ones."""
     row = st.tuples(st.integers(0, 6), st.integers(0, 2))
-    other = st.sampled_from(["", "  ", "\t", "{oops", "[1]", "é", b"\xff\xfe"])
+    other = st.sampled_from(["", "  ", "\t", "{oops", "1", "é", b"\xfb\xfe"])
     return st.lists(st.one_of(row, other), min_size=least, max_size=40)
 
 
@@ -146,6 +146,33 @@ def check_corpus(
     assert found[:2] == due[:2]
     for name in ("rows", "train", "drawn_validation", *_REMOVED):
         assert found[2][name] == due[2][name], name
+
+
+Said = tuple[str, str, int | None]
+"""Of a turn of the assistant: its text, the mark that it carries, and the mark's value."""
+
+
+def check_marked_turns(said: Sequence[Said], empty: Sequence[str]) -> None:
+    """Labels are the turns that no mark forbids, whatever other columns are null."""
+    messages = []
+    for i, (text, mark, value) in enumerate(said):
+        messages += [{"role": "user", "content": f"{i}?"},
+                     {"role": "assistant", "content": text, mark: value}]  # fmt: skip
+    row = _outcome(lambda: row_of({**dict.fromkeys(empty), "messages": messages}, 0, "here"))
+    assert isinstance(row, Row), row
+    ids, labels = encode_row(row, _Letters())
+    assert len(ids) == len(labels)
+    learned = bytes(label for label in labels if label != -100).decode()
+    assert learned == "".join(f"{text}." for text, _, value in said if value in (None, 1))
+
+
+class _Letters:
+    """A tokenizer of one token a byte; a full stop ends a turn."""
+
+    chat_template, bos_token_id, eos_token_id = None, None, ord(".")
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
 
 
 _REMOVED = ("removed_same_as_validation", "removed_same_as_fisher")

@@ -86,3 +86,21 @@ def test_a_corpus_is_the_split_of_the_whole_list(
     lines: list[object], fisher: list[tuple[int, int]], drawn: int, seed: int, cut: int
 ) -> None:
     claims.check_corpus(lines, fisher, drawn, seed, cut)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text("abc", min_size=1, max_size=3),
+            st.sampled_from(["weight", "train", "loss", "trainable"]),
+            st.sampled_from([None, 0, 1]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(st.sampled_from(["prompt", "text", "conversations", "system", "tools"]), max_size=3),
+)
+def test_marked_turns_have_no_labels(
+    said: list[tuple[str, str, int | None]], empty: list[str]
+) -> None:
+    claims.check_marked_turns(said, empty)
