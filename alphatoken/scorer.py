@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.objective import GradientReducer
-from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
+from alphatoken.errors import AlphaTokenWarning, InputError, UnsupportedError, warn_caller
 from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
     SWITCHED,
@@ -29,7 +31,7 @@ from alphatoken.model.batch import (
     PreferenceBatch,
     as_batches,
 )
-from alphatoken.model.capture import Scope, record
+from alphatoken.model.capture import Scope, is_compiled, is_wrapper, record
 from alphatoken.model.fingerprint import settings_of, trained_of
 from alphatoken.model.head import watch_head
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from alphatoken.fidelity.certificate import Certificate
 
 __all__ = ["AlphaTokenWarning", "CoverageReport", "Given", "Observed", "Scorer"]
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Scores of one model are taken one after the other, since each puts hooks on it for a while."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +352,17 @@ class Scorer:
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
+        with _LOCKS.setdefault(self.adapter.model, RLock()):
+            return self._score(batch, token_weights, step_weights, components=components)
+
+    def _score(
+        self,
+        batch: Mapping[str, Any],
+        token_weights: Tensor | None,
+        step_weights: Tensor | None,
+        *,
+        components: bool,
+    ) -> TokenValues:
         self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
@@ -375,6 +392,7 @@ class Scorer:
         """
         # M first: its forwards on the validation set must not be taken for the observed one.
         self._follow()
+        self._require_uncompiled()
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
@@ -390,6 +408,18 @@ class Scorer:
                 yield observed
             finally:
                 observed.close()
+
+    def _require_uncompiled(self) -> None:
+        """Raise where the user's forward is compiled code, which calls none of our hooks."""
+        wrapped = is_wrapper(self.given.model)
+        if wrapped or (self.builder.captured and is_compiled(self.adapter.model)):
+            raise UnsupportedError(
+                f"'{self.config.estimator}' cannot observe a compiled model",
+                got="torch.compile(model)" if wrapped else "a module with .compile()",
+                why="compiled code shows neither inputs nor errors of its parts",
+                remedy="scorer.score(batch), which runs the model uncompiled; or train it "
+                "uncompiled; estimator='label' can observe a model under model.compile()",
+            )
 
     def direction_for(
         self, batch: Mapping[str, Any], *, step_weights: Tensor | None = None

@@ -8,6 +8,7 @@ gives it for every token at once, through every module type.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -249,6 +250,10 @@ def _tangent(m: Tensor, scale: float, like: Tensor) -> Tensor:
     return m.to(like) if scale == 1.0 else (m.to(wide(m.dtype)) / scale).to(like)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""torch has one level of forward mode for all threads of a process."""
+
+
 @torch.no_grad()  # forward mode works without, and no graph for a backward is stored
 def _dual_losses(
     adapter: DecoderAdapter,
@@ -267,6 +272,7 @@ def _dual_losses(
     ]
     # Only attention from ``first`` on can meet a tangent; below it the kernel is left as it is.
     with (
+        _ONE_AT_A_TIME,
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),
         forward_ad.dual_level(),

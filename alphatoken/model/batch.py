@@ -149,7 +149,7 @@ def by_prediction(
     _require_tokens(labels, mask, vocabulary, role)
     # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
     tokens = mask.flatten().nonzero().squeeze(-1)
-    chosen = losses_at(tokens - 1, labels.flatten()[tokens])
+    chosen = losses_at(tokens - 1, labels.flatten()[tokens].long())
     return chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
 
 
@@ -267,6 +267,13 @@ def read_batch(
         raise InputError(
             f"labels of the {role} must be integers", got=str(labels.dtype), remedy="cast to int64"
         )
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"input_ids of the {role} must be int32 or int64",
+            got=str(input_ids.dtype),
+            why="embeddings are looked up by no other",
+            remedy="cast to int64",
+        )
     if max_length is not None and (length := _longest(batch)) > max_length:
         raise InputError(
             f"a sequence of the {role} is longer than the model allows",
@@ -277,7 +284,7 @@ def read_batch(
     if model is not None:
         require_rows(input_ids, model, f"the {role}")
     _require_mask(batch.get("attention_mask"), role)
-    labels = predicted_labels(labels, batch.get("attention_mask"))
+    labels = predicted_labels(labels.long(), batch.get("attention_mask"))
     mask = label_mask(labels)
     if not bool(mask.any()):
         raise InputError(

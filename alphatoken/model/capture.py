@@ -57,6 +57,8 @@ __all__ = [
     "find_scope",
     "graph_from_layer",
     "hidden_of",
+    "is_compiled",
+    "is_wrapper",
     "mixers_without_rule",
     "record",
     "resolve_layers",
@@ -790,17 +792,32 @@ def record(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every submodule in eval mode inside, and each one's own flag back afterwards."""
+    """Put every submodule in eval mode inside, and each one's own flag back afterwards.
+
+    Compiled modules run as they were written: a compiled one does not call the hooks of its parts.
+    """
     # Flag by flag, because ``model.train()`` at the end would also switch on those submodules that
     # the user keeps in eval mode.
     flags = {module: module.training for module in model.modules()}
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
     try:
         for module in flags:
             module.training = False
-        yield
+        with eager:
+            yield
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of the model was compiled, in place or by a wrapper."""
+    return any(m._compiled_call_impl is not None or is_wrapper(m) for m in model.modules())
+
+
+def is_wrapper(model: nn.Module) -> bool:
+    """Whether this is what ``torch.compile(model)`` gives."""
+    return type(model).__module__.startswith("torch._dynamo")  # not imported, which takes seconds
 
 
 _DRAWS = ("drop", "jitter", "noise")

@@ -341,23 +341,27 @@ def _packages(model: nn.Module) -> Iterator[str]:
             yield module
 
 
-_WRAPPERS = ("torch.nn.parallel", "deepspeed")
-"""Packages whose modules run another one, their ``module``, and hold no weights of their own."""
+_WRAPPERS = ("torch.nn.parallel", "deepspeed", "torch._dynamo")
+"""Packages whose modules run another one, and hold no weights of their own."""
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or a DeepSpeed engine."""
-    inner = getattr(model, "module", None)
-    while isinstance(inner, nn.Module) and any(p in _WRAPPERS for p in _packages(model)):
-        model, inner = inner, getattr(inner, "module", None)
+    """The model inside DistributedDataParallel, a DeepSpeed engine or ``torch.compile``."""
+    while any(package in _WRAPPERS for package in _packages(model)):
+        own = vars(model).get("_modules", {})
+        inner = own.get("_orig_mod") or own.get("module") or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
     return model
 
 
 def find_adapter(model: nn.Module) -> DecoderAdapter:
     """The adapter for ``model``, imported on first use.
 
-    DistributedDataParallel and DeepSpeed's engine are unwrapped first. PEFT's wrapper is left on,
-    because the adapter deals with it, and FSDP2 keeps the model's own class among the bases.
+    DistributedDataParallel, DeepSpeed's engine and ``torch.compile`` are unwrapped first. PEFT's
+    wrapper is left on, because the adapter deals with it, and FSDP2 keeps the model's own class
+    among the bases.
 
     Raises:
         ModelError: no adapter is registered for any package in the model's class hierarchy.

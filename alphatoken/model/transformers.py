@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -168,6 +169,8 @@ class TransformersAdapter:
                 weight = getattr(module, "weight", None)
                 if (
                     isinstance(module, (nn.Linear, Conv1D))
+                    and "weight" in module._parameters  # or it is computed of others at each call
+                    and not is_parametrized(module)
                     and isinstance(weight, Tensor)
                     and weight.requires_grad
                     and module not in loose
@@ -430,6 +433,8 @@ def _reason(module: nn.Module, parameter: Tensor, dora: bool) -> str:
     kind = _own_class(module).__qualname__
     if isinstance(module, nn.Conv1d):
         return "the taps of a convolution lie on several positions, and no linear covers them"
+    if isinstance(module, ParametrizationList) or hasattr(module, "weight_g"):
+        return "a parametrisation computes the weight of a linear from it"
     if dora:
         return "DoRA uses this weight outside its linear's call"
     if _dimensions(parameter) >= 3:

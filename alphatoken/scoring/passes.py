@@ -25,15 +25,12 @@ class Weights:
 
     @classmethod
     def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
-        """Check the shapes of both, and detach them: values take them as constants."""
-        for name, weights in (("token_weights", token), ("step_weights", step)):
-            if weights is not None and weights.shape != mask.shape:
-                raise InputError(
-                    f"{name} must have one entry a token",
-                    got=f"{tuple(weights.shape)} for labels of {tuple(mask.shape)}",
-                    remedy="expand weights of rows, and pad (b, t - 1) at index 0",
-                )
-        return cls(*(None if w is None else w.detach() for w in (token, step)))
+        """Check both, and detach them: values take them as constants; off the response they are 0.
+
+        Raises:
+            InputError: another shape than the labels', or a NaN or Inf at a response token.
+        """
+        return cls(*(_read_weights(n, w, mask) for n, w in (("token", token), ("step", step))))
 
     def of_step(self, mask: Tensor) -> Tensor:
         """d(loss of the step) / d(token loss).
@@ -51,6 +48,27 @@ class Weights:
             )
         # Float64, because 1 / n is then exact enough for whatever dtype the losses have.
         return mask.double() / mask.sum()
+
+
+def _read_weights(kind: str, weights: Tensor | None, mask: Tensor) -> Tensor | None:
+    if weights is None:
+        return None
+    if weights.shape != mask.shape:
+        raise InputError(
+            f"{kind}_weights must have one entry a token",
+            got=f"{tuple(weights.shape)} for labels of {tuple(mask.shape)}",
+            remedy="expand weights of rows, and pad (b, t - 1) at index 0",
+        )
+    # What stands where nothing is valued must not come in by 0 * NaN.
+    weights = weights.detach().masked_fill(~mask.to(weights.device), 0)
+    if not bool(torch.isfinite(weights).all()):
+        raise InputError(
+            f"{kind}_weights are not finite",
+            got="NaN or Inf at a response token",
+            why="one NaN spreads to every value through the sums",
+            remedy="give each response token a finite weight; others are not read",
+        )
+    return weights
 
 
 @dataclass(frozen=True)

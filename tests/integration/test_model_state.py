@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +198,19 @@ def test_an_exception_halfway_leaves_no_trace(
 ) -> None:
     """Each forward is stopped in turn.
 
-    They are the proofs' (which label has none of), validation, the batch, and label's dual one.
+    They are the proofs', validation, the batch, and label's dual one.
     """
     model = odd_model()
     remove = fail_at(model.model.layers[-1].self_attn.o_proj, call, backward=backward)
     before = Snapshot(model)
-    # Only label runs a third one, and only beside an observed pass; it sends nothing back.
-    third = estimator == "label" and operation == "observe" and not backward
-    never = estimator == "label" and ((call == 3 and not third) or (backward and call > 1))
-    expectation = nullcontext() if never else pytest.raises(PlannedError)
-    with expectation:
+    stopped = False
+    try:
         OPERATIONS[operation](model, estimator)
+    except PlannedError:
+        stopped = True
     before.check()
     remove()
+    assert stopped or call == 3, "not every operation has a third one"
 
 
 def test_an_exception_in_the_users_block_leaves_no_trace() -> None:
