@@ -33,7 +33,8 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -97,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = getattr(import_module(f"alphatoken.cli.{module}"), function)(rest)
         return status
 
-    _say_what_is_read("--quiet" in rest)
     # Most commands take abbreviations of their flags; this one is read before they are.
     asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-    return _guarded(command, asked)
+    with _said_what_is_read("--quiet" in rest):
+        return _guarded(command, asked)
 
 
 class _Notes(logging.Handler):
@@ -110,12 +111,19 @@ class _Notes(logging.Handler):
         print(f"note: {record.getMessage()}", file=sys.stderr)
 
 
-def _say_what_is_read(quiet: bool) -> None:
-    """Have the first process say what was read of each file as what."""
+@contextmanager
+def _said_what_is_read(quiet: bool) -> Iterator[None]:
+    """Inside, the first process says what was read of each file as what."""
     log = logging.getLogger("alphatoken.data")
+    before = log.handlers, log.propagate, log.level
     log.handlers, log.propagate = [_Notes()], False
     first = os.environ.get("RANK", "0") == "0"
     log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,6 +37,7 @@ from alphatoken.model.batch import label_mask
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
+from alphatoken.model.token_ids import embedding_rows
 from alphatoken.support.progress import ProgressSink, Tracker
 
 __all__ = [
@@ -97,7 +98,12 @@ def check_rows(measures: Measures, command: str) -> None:
 
 
 def read_examples(
-    path: str | Path, tokenizer: Any, max_length: int | None = None, *, chat: bool = True
+    path: str | Path,
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    chat: bool = True,
+    vocabulary: int | None = None,
 ) -> list[Example]:
     """Rows of a file with their labels; of plain text (``text``) every token is labelled.
 
@@ -106,7 +112,9 @@ def read_examples(
     """
     records = enumerate(read_records(path))
     rows = [row_of(record, i, place) for i, (place, record) in records]
-    options = EncodeOptions(max_length=max_length, on_empty="skip", chat_template=chat)
+    options = EncodeOptions(
+        max_length=max_length, on_empty="skip", chat_template=chat, vocabulary=vocabulary
+    )
     examples, _ = encode_rows(rows, tokenizer, options)
     if not examples:
         raise DataError("no row has a response to measure", got=str(path))
@@ -114,7 +122,12 @@ def read_examples(
 
 
 def read_pair_examples(
-    path: str | Path, tokenizer: Any, max_length: int | None = None, *, chat: bool = True
+    path: str | Path,
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    chat: bool = True,
+    vocabulary: int | None = None,
 ) -> PairExamples:
     """Chosen and rejected rows of a file of preference pairs; both sides of a pair, or neither.
 
@@ -122,7 +135,11 @@ def read_pair_examples(
         DataError: the file cannot be read, or no pair fits.
     """
     pairs = [pair_of(record, i, place) for i, (place, record) in enumerate(read_records(path))]
-    sides = [_side(pairs, name, tokenizer, max_length, chat) for name in ("chosen", "rejected")]
+    how = EncodeOptions(
+        max_length=max_length, on_empty="skip", chat_template=chat, turns="last",
+        vocabulary=vocabulary,
+    )  # fmt: skip
+    sides = [_side(pairs, name, tokenizer, how) for name in ("chosen", "rejected")]
     both = sorted(sides[0].keys() & sides[1].keys())
     if not both:
         raise DataError("no pair has two responses to measure", got=str(path))
@@ -130,12 +147,9 @@ def read_pair_examples(
 
 
 def _side(
-    pairs: Sequence[Pair], name: str, tokenizer: Any, max_length: int | None, chat: bool
+    pairs: Sequence[Pair], name: str, tokenizer: Any, options: EncodeOptions
 ) -> dict[int, Example]:
     rows = [Row(i, p.place, (*p.prompt, *getattr(p, name))) for i, p in enumerate(pairs)]
-    options = EncodeOptions(
-        max_length=max_length, on_empty="skip", chat_template=chat, turns="last"
-    )
     found, _ = encode_rows(rows, tokenizer, options)
     return {example.row.index: example for example in found}
 
@@ -273,13 +287,14 @@ def measure(
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
     each: dict[str, Each] = {}
+    size = embedding_rows(model)
     for name, path in files.items():
         reading = (path, tokenizer, measures.max_length)
         if _has_pairs(name, command):
-            pairs = read_pair_examples(*reading, chat=measures.chat)
+            pairs = read_pair_examples(*reading, chat=measures.chat, vocabulary=size)
             each[name] = _pair_losses(model, before(), pairs, beta, batch_size)
         else:
-            rows = read_examples(*reading, chat=measures.chat)
+            rows = read_examples(*reading, chat=measures.chat, vocabulary=size)
             each[name] = _row_losses(model, rows, batch_size)
         tracker.report(next(finished))
     details = {

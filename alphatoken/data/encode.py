@@ -29,6 +29,12 @@ __all__ = [
 
 IGNORE = -100
 
+_SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate)"
+_WITHOUT = (
+    "leave the template out (--no_chat_template; --row_format text in sft and dpo, --no_chat in "
+    "evaluate)"
+)
+
 PLAIN_FORMAT = (
     "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
     "not the assistant's followed by a line break, and the text of an assistant turn followed by "
@@ -268,7 +274,7 @@ def _require_known(ids: Sequence[int], row: Row, tokenizer: Any, options: Encode
         f"{getattr(tokenizer, 'name_or_path', '')}; {options.vocabulary} rows",
         why="it was added to the tokenizer, and not to the model",
         remedy="the tokenizer that the model was trained with; or save the model after "
-        "resize_token_embeddings(len(tokenizer)); or pass over such rows: --on_bad_rows skip",
+        f"resize_token_embeddings(len(tokenizer)); or {_SKIP}",
     )
 
 
@@ -377,7 +383,7 @@ def _render(tokenizer: Any, turns: Sequence[Turn], row: Row, *, generation: bool
         raise DataError(
             "the chat template refuses the conversation",
             got=f"{row.place}: {type(error).__name__}: {error}",
-            remedy="mend the row (order of roles?), or leave the template out: --no_chat_template",
+            remedy=f"mend the row (order of roles?), {_SKIP}, or {_WITHOUT}",
         ) from None
     return str(text)
 
@@ -404,7 +410,7 @@ def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int
         raise DataError(
             "the chat template marks other spans than the assistant turns",
             got=f"{row.place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
-            remedy="check the template's generation marks, or use --no_chat_template",
+            remedy=f"check the template's generation marks, or {_WITHOUT}",
         )
     labels = [IGNORE] * len(ids)
     for turn, (start, end) in zip(wanted, runs, strict=False):
@@ -461,7 +467,7 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int]:
             ),
             why="labels would fall on tokens that are not the response",
             remedy="label the last turn only (--turns last), split the conversation into one row "
-            "a response, or leave the template out (--no_chat_template)",
+            f"a response, or {_WITHOUT}",
         )
     return len(before), _trim(through, len(before), turns[index].text)
 
@@ -493,6 +499,6 @@ def _by_pieces(
             "tokens cross the border of an assistant turn",
             got=place,
             why="this tokenizer gives no offsets, so such tokens cannot be labelled",
-            remedy="use the fast tokenizer, or --no_chat_template",
+            remedy=f"use the fast tokenizer, or {_WITHOUT}",
         )
     return ids, labels

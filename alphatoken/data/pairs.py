@@ -137,6 +137,14 @@ Parts = tuple[Turns, Turns, Turns]
 
 def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) -> str:
     name = asked or columns.first(known)
+    null = next((one for one in ((asked,) if asked else known) if one in columns.null), None)
+    if null is not None and (name is None or name == null):
+        raise DataError(
+            f"the {kind} response of a pair is null",
+            got=f"{columns.place} has {columns}",
+            why="null counts as absent",
+            remedy="mend or drop the row, or have it passed over: --on_bad_rows skip",
+        )
     if name is None:
         raise DataError(
             f"the row has no {kind} response",

@@ -166,6 +166,29 @@ def test_a_token_is_known_where_the_embedding_has_a_row(model: Path) -> None:
         made(row, tokenizer, EncodeOptions(vocabulary=len(tokenizer)))
 
 
+def test_a_null_response_of_a_pair_is_a_bad_row(model: Path, tmp_path: Path, capsys: Any) -> None:
+    rows, held = files(tmp_path, chat("9+1=", "10."), pairs=True)
+    lines = [json.loads(line) for line in Path(rows).read_text().splitlines()]
+    lines[3]["rejected"] = None
+    Path(rows).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = words_of("dpo", model, rows, held, tmp_path / "out")
+    assert main(words) == 2
+    assert "the rejected response of a pair is null. Got: rows.jsonl, line 4" in (
+        capsys.readouterr().err
+    )
+    assert main([*words, "--on_bad_rows", "skip"]) == 0
+    assert "1 training rows dropped: the rejected response of a pair is null" in (
+        capsys.readouterr().err
+    )
+
+
+def test_evaluate_names_the_token_too(model: Path, tmp_path: Path, capsys: Any) -> None:
+    rows, _ = files(tmp_path, BAD["token"][0], pairs=False)
+    words = ["evaluate", str(model), "--retention_file", rows, "--quiet"]
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
+    assert "a token has no row in the model's embedding" in capsys.readouterr().err
+
+
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
     from datasets import Dataset
 
