@@ -188,7 +188,8 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     plan, tokenizer = known_plan(arguments, layout), _tokenizer(arguments)  # that may be large
     if plan is not None:
         expect_training_memory(plan, arguments)
-    trainer, notes = build_trainer(arguments, kind, tokenizer)
+    with _warnings_as_notes(arguments.training.process_index == 0):
+        trainer, notes = build_trainer(arguments, kind, tokenizer)
     if plan is not None:
         expect_training(trainer, plan, layout)
     first = trainer.accelerator.is_main_process

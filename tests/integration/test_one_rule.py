@@ -15,6 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenWarning, ConfigError
 from alphatoken.train import (
     AlphaConfig,
@@ -29,6 +30,7 @@ from tests.integration.tiny_training import (
     model,
     options,
     preference_rows,
+    saved,
     sums,
     tokenizer,
 )
@@ -205,3 +207,20 @@ def test_validation_rows_of_another_form_are_said(tmp_path: Path) -> None:
     trainer(text, text)
     trainer(text, sums(16, 0))  # TRL then labels the prompts of these too
     trainer(sums(16, 0), sums(12, 5))
+
+
+def test_the_command_says_it_in_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = saved(tmp_path, 4)
+    words = [
+        "--model_name_or_path", place / "model", "--train_file", place / "pairs.jsonl",
+        "--loss_type", "ipo", "--validation_rows", "4", "--validation_batch_size", "2",
+        "--policy", "top", "--use_cpu", "--bf16", "false", "--max_steps", "1", "--max_length", "64",
+        "--save_strategy", "no", "--output_dir", tmp_path / "out", "--report_to", "none",
+        "--row_format", "text",
+    ]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["dpo", *map(str, words)]) == 0
+    said = capsys.readouterr().err
+    assert "note: validation pairs are measured by plain DPO" in said
+    assert "AlphaTokenWarning" not in said
