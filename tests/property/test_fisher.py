@@ -217,10 +217,10 @@ def test_the_fit_expects_the_exact_fisher(
 
     That draws have these chances is a property of the sampler (test_sampling.py).
     """
-    check_expected_fisher(ReferenceDecoder(replace(config, end_token=end), seed), length)
+    compare_expected_fisher(ReferenceDecoder(replace(config, end_token=end), seed), length)
 
 
-def check_expected_fisher(model: ReferenceDecoder, length: int) -> None:
+def compare_expected_fisher(model: ReferenceDecoder, length: int) -> None:
     vocabulary, end = model.config.vocabulary, model.config.end_token
 
     def forward(batch: dict[str, Tensor]) -> Tensor:

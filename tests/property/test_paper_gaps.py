@@ -524,7 +524,7 @@ def test_gap_20_the_fisher_of_a_cut_response_is_that_of_its_beginning() -> None:
     """Its mean over draws is the exact Fisher of so many tokens, whatever would have come after."""
     model = fits.ReferenceDecoder(fits.SMALL, 3)
     for length in (1, 2):
-        fits.check_expected_fisher(model, length)
+        fits.compare_expected_fisher(model, length)
     fitted = {
         length: fit_fisher(model, fits.PROMPTS, samples=9, layers=1, max_new_tokens=length)
         for length in (1, 3)
