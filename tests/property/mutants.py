@@ -1048,6 +1048,16 @@ OWN = (
         [
             ("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
             ("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
+            (
+                "direction.current.DirectionBuilder._current_stamp",
+                "numbers_of(_tensors_in((self.validation, self.retention))),",
+                "",
+            ),
+            (
+                "direction.current.DirectionBuilder._current_stamp",
+                "_identity(self.retention),",
+                "",
+            ),
         ],
         REPLACED,
     ),

@@ -227,7 +227,6 @@ SEEN = {
     "softmax-mean-forgotten-in-dk": DIRECT,
     "forward-mode-without-dv": LABEL,
     "forward-mode-without-the-mean": LABEL,
-    "forward-mode-without-the-sinks": trial("adaptation", "label", sinks=True),
     "forward-mode-without-the-sinks-tangent": trial(
         "adaptation", "label", sinks=True, parameters="all", build=adaptation_only,
     ),
@@ -282,6 +281,8 @@ OF_THE_HEAD = {
     "tangent-of-the-heads-weight-forgotten": ("label", "all"),
 }
 UNSEEN = {
+    "forward-mode-without-the-sinks": "refused on the pass itself: the losses of forward mode are "
+    "not those that are observed",
     "sum-then-outer-in-the-weight-gradient": "only the proof of coverage and sharded weights form "
     "G from captured errors, and a certificate of sharded weights is refused",
     "sum-then-outer-in-the-validation-gradient": "as above: sharded weights only",
@@ -305,6 +306,10 @@ UNSEEN = {
     "known-logits-of-other-rows": "of a training loop's forward, which no certificate runs",
     "losses-of-other-targets": "as above",
     "tangents-times-errors-of-other-rows": "as above",
+    "logits-scaled-in-place-below-observe": "as above",
+    "logits-scaled-in-place-elsewhere": "as above",
+    "logits-of-another-forward": "as above",
+    "losses-of-another-forward": "as above",
     "tangent-of-the-observed-heads-weight-forgotten": "as above",
     "errors-at-other-hidden-states": "as above",
     "capped-logits-taken-for-the-heads": "drawn decoders name no head",
