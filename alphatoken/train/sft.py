@@ -263,8 +263,19 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             dataset, self.processing_class, self.args, False, self._formatting_func, name
         )
 
+    def _labels_of_prepared(self, row: Mapping[str, Any]) -> list[int]:
+        """Labels of a prepared row, of its completion alone where it has one.
+
+        TRL decides by the form of the training rows whether it labels completions alone. Where
+        those came with labels of their own, it would label the prompts of these rows too.
+        """
+        labels, mask = list(row.get("labels") or row["input_ids"]), row.get("completion_mask")
+        if mask is None or self.args.completion_only_loss is False:
+            return labels
+        return [label if own else IGNORE for label, own in zip(labels, mask, strict=True)]
+
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows that have a response."""
         prepared = plain_rows(self.tokenised(dataset, name))
-        rows = [{"labels": row["input_ids"], **row} for row in prepared]
+        rows = [{**row, "labels": self._labels_of_prepared(row)} for row in prepared]
         return self.with_responses(rows, name)

@@ -73,6 +73,16 @@ def test_columns_of_the_command_line_are_read_in_python(
     assert same(found.rows.validation, expected.rows.validation)
 
 
+def test_validation_rows_of_another_form_are_labelled_as_training_rows(tmp_path: Path) -> None:
+    """Training rows come with labels of ours, and TRL would label the others' prompts too."""
+    trainer = sft(tmp_path, named(SUMS, "question", "answer"), HELD, retention="none")
+    for row in trainer.rows.validation:
+        ids, labels = list(row["input_ids"]), trainer.labels_of(row).tolist()
+        assert labels[0] == -100
+        kept = [i for i, label in enumerate(labels) if label != -100]
+        assert kept == list(range(kept[0], len(ids)))
+
+
 def test_with_a_template_they_become_chats_as_on_the_command_line(tmp_path: Path) -> None:
     plain = sft(tmp_path, named(SUMS, "question", "answer"), named(HELD, "question", "answer"))
     chat = sft(tmp_path, named(SUMS, "question", "answer"), HELD, template=CHAT)
@@ -153,6 +163,7 @@ def test_rows_with_nulls_are_read_row_by_row(tmp_path: Path) -> None:
     assert same(sft(tmp_path, union, HELD).train_dataset, expected.train_dataset)
 
 
+@pytest.mark.filterwarnings("ignore:validation rows label 100%")  # texts beside prompts are
 def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
     expected = sft(tmp_path, Dataset.from_list(SUMS), Dataset.from_list(HELD))
     lists = sft(tmp_path, SUMS, tuple(HELD))
