@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from alphatoken.errors import (
         AlphaTokenError,
         AlphaTokenWarning,
+        ColumnsError,
         ConfigError,
         CoverageError,
         DataError,
@@ -52,6 +53,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AlphaTokenError",
     "AlphaTokenWarning",
+    "ColumnsError",
     "ConfigError",
     "CoverageError",
     "CoverageReport",
@@ -89,6 +91,7 @@ _HOMES = {
     "errors": (
         "AlphaTokenError",
         "AlphaTokenWarning",
+        "ColumnsError",
         "ConfigError",
         "CoverageError",
         "DataError",

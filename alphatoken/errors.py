@@ -16,6 +16,7 @@ from collections.abc import Iterable
 __all__ = [
     "AlphaTokenError",
     "AlphaTokenWarning",
+    "ColumnsError",
     "ConfigError",
     "CoverageError",
     "DataError",
@@ -111,6 +112,10 @@ class ModelError(AlphaTokenError):
 
 class DataError(AlphaTokenError, ValueError):
     """A data file cannot be read; the message names file and line."""
+
+
+class ColumnsError(DataError):
+    """A row can be read in two ways. A choice about the file: no row is passed over for it."""
 
 
 def quoted(error: BaseException, width: int = 300) -> str:

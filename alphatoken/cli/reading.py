@@ -30,7 +30,7 @@ from alphatoken.data import (
 from alphatoken.data.corpus import BadRow
 from alphatoken.data.source import find_source
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ColumnsError, ConfigError, DataError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
 
@@ -92,6 +92,8 @@ def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> lis
             if isinstance(found.record, DataError):
                 raise found.record
             rows.append(row_of(found.record, found.index, found.place, fields, reading))
+        except ColumnsError:
+            raise
         except DataError as error:
             first, bad = first or error, bad + 1
             if options.on_bad_rows == "error":

@@ -23,7 +23,7 @@ from alphatoken.data import (
     row_of,
 )
 from alphatoken.data.encode import require_shown
-from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.errors import ColumnsError, ConfigError, DataError, InputError
 from alphatoken.train.datasets import preference_problems, preference_records
 from alphatoken.train.loading import rows_tokenizer
 
@@ -176,6 +176,8 @@ class RowReader:
         for index, (place, record) in enumerate(islice(records, limit)):
             try:
                 item = self._item(record, index, place, reading, held=name != "training")
+            except ColumnsError:
+                raise
             except DataError as error:
                 first = first or error
                 bad.setdefault(error.what, []).append(place)

@@ -16,7 +16,7 @@ from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.data.source import Found, RowSource
 from alphatoken.data.split import check_draw, leak_keys, none_left, refuse_leaks
-from alphatoken.errors import DataError
+from alphatoken.errors import ColumnsError, DataError
 
 __all__ = ["BadRow", "Corpus", "draw_rows"]
 
@@ -98,7 +98,7 @@ class Corpus:
         Raises:
             DataError: ``error`` itself, where they are not.
         """
-        if self.on_bad_rows == "error":
+        if self.on_bad_rows == "error" or isinstance(error, ColumnsError):
             raise error
         return BadRow.of(index, place, error)
 

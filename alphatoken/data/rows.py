@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alphatoken.data.reading import Columns, Reading, short
-from alphatoken.errors import DataError
+from alphatoken.errors import ColumnsError, DataError
 
 __all__ = ["Fields", "Row", "Turn", "row_of"]
 
@@ -236,7 +236,7 @@ def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
         and (other in RESPONSES or (other not in _ASIDE and len(value.split()) > 1))
     ]
     if others:
-        raise DataError(
+        raise ColumnsError(
             f"the row has {name!r} and other texts",
             got=f"{columns.place} has {columns}",
             why="as plain text the others would be lost, and the question learned",

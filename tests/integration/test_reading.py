@@ -22,7 +22,7 @@ from alphatoken.data import (
 )
 from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.source import find_source
-from alphatoken.errors import DataError
+from alphatoken.errors import ColumnsError, DataError
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
 from tests.rows import jsonl
 
@@ -235,6 +235,27 @@ def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"frage": str(i), "response": "x"} for i in range(40)])
     with pytest.raises(DataError, match=r"line 1 has 'frage'"):
         draw_rows(Corpus(find_source(path), Fields()), 4, seed=3)
+
+
+def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> None:
+    rows = [{"text": "Which planet?", "summary": text} for text in ("Mars", "It is Mars.", "Mars")]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
+        Corpus(find_source(path), Fields(), on_bad_rows="skip").survey()
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.common import ReadingOptions
+    from alphatoken.cli.reading import read_file
+    from alphatoken.cli.training_rows import RowReader
+    from alphatoken.train import AlphaSFTConfig
+
+    options = ReadingOptions(on_bad_rows="skip")
+    with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
+        read_file(str(path), options, limit=None)
+    train = ["--model_name_or_path", "unread", "--train_file", str(path), "--validation_rows", "1"]
+    words = [*train, "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    arguments = read_arguments("sft", words, AlphaSFTConfig)
+    with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
+        RowReader(arguments, byte_tokenizer()).training_rows([])
 
 
 # --- rows that share their prompt -----------------------------------------------------------------
