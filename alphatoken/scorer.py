@@ -396,12 +396,9 @@ class Scorer:
         self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.builder.sharding
-        # Label values need no errors at linears, of which some may not be called on positions.
-        errors = self_only or self.valuer.needs_recording
-        scope = self.scope if errors else replace(self.scope, linears=())
         with (
             watch_head(self.adapter),
-            record(self.adapter, scope, attention=self_only, sharding=sharding) as recorder,
+            record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
             observed = Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
             try:
