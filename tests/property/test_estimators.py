@@ -226,7 +226,7 @@ def test_attention_dropout_in_an_observed_pass_is_refused() -> None:
 
 def test_values_before_a_forward_are_refused() -> None:
     scorer = Scorer(PLAIN.model(), PLAIN.validation, config=ScorerConfig("path", layers=1))
-    with scorer.observe() as observed, pytest.raises(ModelError, match="call the model inside"):
+    with scorer.observe() as observed, pytest.raises(ModelError, match="the model was not called"):
         observed.values(torch.zeros(2, 5, 11, dtype=torch.float64), PLAIN.batch["labels"])
 
 
@@ -346,7 +346,7 @@ def test_the_coverage_report_says_what_was_proved() -> None:
 
 
 def test_layers_outside_the_model_are_refused() -> None:
-    for layers in (0, 3, True, (2,), (-3,), (), "last", ""):
+    for layers in (0, 4, True, (2,), (-3,), (), "last", ""):
         with pytest.raises(ConfigError, match="layer"):
             Scorer(PLAIN.model(), PLAIN.validation, config=ScorerConfig(layers=layers))
 
