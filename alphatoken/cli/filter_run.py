@@ -87,6 +87,7 @@ def run(options: FilterOptions) -> None:
         for batch in batches(validation[k::parts], len(validation))
     ]
     scorer = Scorer(model, validation=held, retention=fisher, config=config)
+    scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
     settings = {
         "config": repr(config),
         "model": weights_digest(model),

@@ -134,7 +134,9 @@ class Job:
         """A scorer of its own validation rows; it builds G when it is first used."""
         size = self.options.batch_size
         held = [on_device(batch, self.model) for batch in batches(self.validation, size)]
-        return Scorer(self.model, validation=held, retention=self.fisher, config=self.config)
+        scorer = Scorer(self.model, validation=held, retention=self.fisher, config=self.config)
+        scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
+        return scorer
 
     def sample(self, blocks: Iterable[int]) -> list[Example]:
         """Encoded rows of these blocks, some of each, to stand for all of them."""
