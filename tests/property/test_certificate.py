@@ -268,7 +268,6 @@ SEEN = {
     "gradient-missing-from-the-full-preconditioner": FULL,
     "full-preconditioner-on-one-side": trial("direction (stability)", "path", build=full),
     "old-validation-set": trial("direction (adaptation)", "path", build=replaced),
-    "wrong-start-believed": trial("adaptation", "label", scored=1),
     "first-layers-for-the-last": trial("scope", "path", scored=1, build=adaptation_only),
     "hops-into-lower-layers": HOP,
     "label-values-not-scaled-back": trial("stability", "label", build=far),
@@ -284,6 +283,7 @@ OF_THE_HEAD = {
 UNSEEN = {
     "forward-mode-without-the-sinks": "refused on the pass itself: the losses of forward mode are "
     "not those that are observed",
+    "wrong-start-believed": "as above",
     "sum-then-outer-in-the-weight-gradient": "only the proof of coverage and sharded weights form "
     "G from captured errors, and a certificate of sharded weights is refused",
     "sum-then-outer-in-the-validation-gradient": "as above: sharded weights only",
@@ -640,6 +640,10 @@ def test_a_changed_attention_scale_shows_under_bfloat16(name: str) -> None:
     fault, estimator = SCALES[name]
     with quiet(), applied(fault) as calls, without_proofs():
         scorer, batch = real_scorer("llama", torch.bfloat16, estimator)
+        if name == "forgotten in the weights":  # the losses of forward mode are others: refused
+            with pytest.raises(InputError, match="do not belong to the observed forward"):
+                scorer.verify(batch, tokens=4)
+            return
         found = scorer.verify(batch, tokens=4)
     assert calls.total() > 0
     assert not found.passed, str(found)
