@@ -137,7 +137,7 @@ def check_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retentio
         )
         close(getattr(found, part), getattr(expected, part), size, MODEL, name=f"sharded {part}")
     assert set(found.balance) == set(expected.balance)
-    assert set(scorer.coverage.unproved) == {"coverage", "documents"}
+    assert set(scorer.coverage.unproved) == {"causality", "coverage", "derivatives", "documents"}
     assert scorer.coverage.relative_error is None
     assert sorted(sharding.gathered) == sorted(2 * list(scorer.parameters))  # once a side
 
