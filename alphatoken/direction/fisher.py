@@ -33,7 +33,13 @@ from alphatoken.direction.sampling import (
     sample_responses,
     uniform_numbers,
 )
-from alphatoken.errors import ConfigError, FisherError, InputError, NumericalError
+from alphatoken.errors import (
+    ConfigError,
+    FisherError,
+    InputError,
+    NumericalError,
+    UnsupportedError,
+)
 from alphatoken.model.capture import (
     Scope,
     evaluation_mode,
@@ -135,6 +141,7 @@ def fit_fisher(
         NumericalError: NaN or Inf among weights, logits or gradients; names the module or sample.
         CoverageError: (Kronecker) a weight is used outside the captured linears.
         FisherError: the checkpoint is unreadable or of another fit, or cannot be written.
+        UnsupportedError: an embedding in scope divides its gradient by its tokens' counts.
 
     Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
     """
@@ -151,6 +158,7 @@ def fit_fisher(
     tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
+        _require_derivatives(adapter.model, trained)
         fit = _Fit(adapter, scope, settings, given, budgets, trained, responses)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
@@ -409,6 +417,25 @@ def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:
                 remedy="load the model again, or find the step that broke it",
             )
     return trained
+
+
+def _require_derivatives(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    """Refuse embeddings whose gradient is divided by how often a forward reads a token.
+
+    It would be another one with the last token read, or with a second sequence in the batch.
+    """
+    names = {id(parameter): name for name, parameter in trained.items()}
+    for module in model.modules():
+        counting = isinstance(module, nn.Embedding) and module.scale_grad_by_freq
+        name = names.get(id(module.weight)) if counting else None
+        if name is not None:
+            raise UnsupportedError(
+                "a Fisher of an embedding under scale_grad_by_freq is not defined",
+                got=name,
+                why="its gradient is divided by how often the batch holds a token, and is no "
+                "derivative of one sequence's log-likelihood",
+                remedy="parameters= without that one, or scale_grad_by_freq=False",
+            )
 
 
 def _budgets(given: list[Given], settings: _Settings, adapter: DecoderAdapter) -> list[int]:

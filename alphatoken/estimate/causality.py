@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from alphatoken.errors import ModelError
 from alphatoken.model.batch import LabelledBatch, token_losses
 from alphatoken.model.capture import evaluation_mode, graph_from_layer, hidden_of, with_hidden
+from alphatoken.model.dispatch import documents_in_rows
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["argument_kinds", "prove_causality"]
@@ -57,6 +58,7 @@ def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
 
     Raises:
         ModelError: a loss depends on its own token or a later one.
+        UnsupportedError: it does so through a document that reaches over two rows.
     """
     rows = batch.mask.any(-1).nonzero().squeeze(-1)
     first = batch.mask.long().argmax(-1)[rows]
@@ -87,6 +89,9 @@ def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
     # A kernel may leave rounding where it ought to leave nothing.
     seen = later > 1e-4 * size.amax(-1)
     if bool(seen.any()):
+        bounds = batch.inputs.get("cu_seq_lens_q")
+        if isinstance(bounds, Tensor):  # a document that goes on in the next row is seen from there
+            documents_in_rows(bounds, *batch.labels.shape)
         row = int(seen.nonzero()[0])
         raise ModelError(
             "this model looks ahead: a prediction depends on its own token or later ones",

@@ -362,8 +362,16 @@ def _documents(module: nn.Module, named: Mapping[str, Any], query: Tensor) -> Te
         if bool((steps == positions).all()):
             return None
         bounds = prepare_fa_kwargs_from_position_ids(positions)[0][0]
-    flat = torch.arange(batch * length, device=query.device)
-    bounds = bounds.to(query.device)
+    return documents_in_rows(bounds.to(query.device), batch, length)
+
+
+def documents_in_rows(bounds: Tensor, batch: int, length: int) -> Tensor:
+    """(b, t) document of each position by bounds in the flattened batch, -1 outside of them.
+
+    Raises:
+        UnsupportedError: a document reaches over two rows.
+    """
+    flat = torch.arange(batch * length, device=bounds.device)
     documents = torch.bucketize(flat, bounds[1:-1], right=True)
     outside = (flat < bounds[0]) | (flat >= bounds[-1])
     rows = documents.masked_fill(outside, -1).view(batch, length)

@@ -78,6 +78,8 @@ class Observed:
         valuer.builder.require_current()
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
+        if valuer.builder.captured:  # before a forward of the proofs', which a cache would confuse
+            valuer.witness.require_rule(recorder)
         with recorder.aside():
             valuer.witness.see_arguments(batch, observed=True)
         weights = Weights.read(batch.mask, token_weights, step_weights)

@@ -346,9 +346,9 @@ def check_a_cached_pass_is_refused(estimator: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=batch["input_ids"][:, :3], use_cache=True)[CACHE]
     inner = model.model.forward
-    model.model.forward = lambda *args, **more: inner(*args, **more | {CACHE: cache})
     rest, labels = (batch[name][:, 3:] for name in ("input_ids", "labels"))
-    with scorer.observe() as observed:
+    with scorer.observe() as observed:  # whose forwards for M are run without the cache
+        model.model.forward = lambda *args, **more: inner(*args, **more | {CACHE: cache})
         logits = model(input_ids=rest, use_cache=True).logits
         error = refusal(lambda: observed.values(logits, labels))
     assert isinstance(error, UnsupportedError), f"a pass from a cache was valued: {error}"

@@ -250,7 +250,7 @@ def test_interaction_comes_after_values_and_needs_self_only_errors() -> None:
             observed.interaction()
 
 
-def test_the_proofs_add_one_forward_of_a_few_rows() -> None:
+def test_the_proofs_add_forwards_of_a_few_rows_once() -> None:
     model = CASE.model()
     calls: list[tuple[int, ...]] = []
     model.register_forward_hook(lambda _m, _a, output: calls.append(tuple(output.shape[:2])))
@@ -260,7 +260,8 @@ def test_the_proofs_add_one_forward_of_a_few_rows() -> None:
         scorer.refresh()
         quiet_score(scorer, CASE.batch)
     whole = [(4, 90), (2, 6), (2, 6)]  # both validation batches, and the one that is valued
-    assert calls == [(ROWS, LENGTH), *whole, *whole]
+    # Causality by each kind of arguments, that of the padded batch first, and then coverage.
+    assert calls == [(2, 6), (ROWS, LENGTH), (ROWS, LENGTH), *whole, *whole]
     assert scorer.coverage.relative_error is not None
 
 
@@ -291,7 +292,12 @@ def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
     pairs = PreferenceBatch(CASE.validation[0], CASE.validation[0], zeros, zeros)
     scorer = Scorer(model, pairs, None, ScorerConfig("path", layers=2))
     quiet_score(scorer, CASE.batch)
-    assert len(calls) == 1 + 2 + 1  # the proofs', both branches', the batch's
+    # Causality by both kinds of arguments, coverage; both branches', the batch's.
+    assert len(calls) == 3 + 2 + 1
+    calls.clear()
+    scorer.refresh()
+    quiet_score(scorer, CASE.batch)
+    assert len(calls) == 2 + 1  # nothing is proved again
 
 
 @pytest.mark.parametrize("estimator", ["label", "path", "alphatoken"])
