@@ -192,7 +192,7 @@ def plain(layout: str, folder: Path, **more: Any) -> AlphaTrainer:
     del found["max_length"]
     return AlphaTrainer(
         model(),
-        AlphaConfig(**found, retention="none"),
+        AlphaConfig(**{**found, "retention": "none"}),
         DataCollatorForSeq2Seq(tokenizer(), padding=True),
         half_empty(),
         processing_class=tokenizer(),
