@@ -15,17 +15,14 @@ __all__ = ["AlphaFields", "Documentation", "PairFields", "documentation"]
 
 
 class Documentation(NamedTuple):
-    """What is said of a field beside its help.
-
-    Attributes:
-        within: what it may be.
-        when: to change it.
-        source: in the paper; "ours" where it has none.
-    """
+    """What is said of a field beside its help."""
 
     within: str
+    """What it may be."""
     when: str
+    """When to change it."""
     source: str
+    """Where it stands in the paper; "ours" where it has none."""
 
 
 _DOCUMENTED: dict[Field[Any], Documentation] = {}

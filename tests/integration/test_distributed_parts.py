@@ -182,7 +182,11 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def arguments(**changed: Any) -> Any:
-    return SimpleNamespace(n_gpu=0, gradient_checkpointing=True, **changed)
+    return SimpleNamespace(
+        n_gpu=0,
+        gradient_checkpointing=True,
+        **{"scoring_forward": "shared", "keep_scope": "batch", **changed},
+    )
 
 
 def refuse(
@@ -214,7 +218,7 @@ def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
 
 
 def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator) -> None:
-    options = AlphaOptions(keep_scope="global", scoring_forward="shared")
+    options = AlphaOptions(keep_scope="global", scoring_forward="shared", keep_scope="batch")
     refuse(accelerator, "scoring_forward='shared'", "global", options=options)
 
 
@@ -238,7 +242,7 @@ def test_reentrant_checkpointing_goes_with_an_own_forward(accelerator: Accelerat
 
 
 def test_data_parallel(accelerator: Accelerator) -> None:
-    args = SimpleNamespace(n_gpu=2)
+    args = SimpleNamespace(n_gpu=2, scoring_forward="shared")
     refuse(accelerator, "DataParallel", "2 GPUs", args=args)
 
 

@@ -1066,7 +1066,7 @@ OWN = (
         "a pinned direction follows the weights",
         (
             "direction.current.DirectionBuilder._current_stamp",
-            "if self._pinned is not None:",
+            "if self.pinned is not None:",
             "if False:",
         ),
         PINNED,

@@ -184,7 +184,7 @@ MUTANTS = (
         "rows beyond the model's positions are valued",
         (
             "transformers.TransformersAdapter.max_positions",
-            "return max([limit, *scaled])",
+            "return position_limit(self.config)",
             "return None",
         ),
         LIMIT,

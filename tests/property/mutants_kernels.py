@@ -89,7 +89,7 @@ MUTANTS = (
     _kernel(
         "flash-bounds-one-late",
         "the first token of a document belongs to the document before it",
-        "dispatch._documents", "right=True", "right=False", understood("llama", "bounds"),
+        "dispatch.documents_in_rows", "right=True", "right=False", understood("llama", "bounds"),
     ),
     _kernel(
         "flash-positions-not-read",
