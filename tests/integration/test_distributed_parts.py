@@ -218,7 +218,7 @@ def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
 
 
 def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator) -> None:
-    options = AlphaOptions(keep_scope="global", scoring_forward="shared", keep_scope="batch")
+    options = AlphaOptions(keep_scope="global", scoring_forward="shared")
     refuse(accelerator, "scoring_forward='shared'", "global", options=options)
 
 
@@ -242,7 +242,7 @@ def test_reentrant_checkpointing_goes_with_an_own_forward(accelerator: Accelerat
 
 
 def test_data_parallel(accelerator: Accelerator) -> None:
-    args = SimpleNamespace(n_gpu=2, scoring_forward="shared")
+    args = SimpleNamespace(n_gpu=2, scoring_forward="shared", keep_scope="batch")
     refuse(accelerator, "DataParallel", "2 GPUs", args=args)
 
 
