@@ -35,7 +35,7 @@ import jaxtyping
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from alphatoken.errors import CoverageError, UnsupportedError
+from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
 from tests.property.sources import Definition, definition, place, source_of
@@ -417,7 +417,7 @@ def _refusal(mutant: Mutant, claim: Claim, arguments: tuple[Any, ...]) -> str | 
     with applied(mutant), without_shapes(), unrecorded():
         try:
             claim.check(*arguments)
-        except (CoverageError, UnsupportedError) as error:
+        except (CoverageError, ModelError, UnsupportedError) as error:
             return type(error).__name__
         except AssertionError:
             pass

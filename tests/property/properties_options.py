@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.errors import InputError
 from alphatoken.oracle import gradients, influence, utility
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.properties import (
@@ -634,7 +635,12 @@ def check_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
         calls.clear()
         logits = model(**{k: v for k, v in batch.items() if k != "labels"})
         trunk = len(calls)
-        values = observed.values(logits, batch["labels"])
+        try:
+            values = observed.values(logits, batch["labels"])
+        except InputError as error:  # of this refusal only: the dual forward has other losses
+            if "do not belong to the observed forward" not in str(error):
+                raise
+            raise AssertionError("a pass refused its own forward") from error
     handle.remove()
     assert torch.equal(values.total, expected.total)
     first, layers = scorer.builder.first, list(model.layers)
