@@ -341,7 +341,7 @@ def check_a_cached_pass_is_refused(estimator: str) -> None:
     case = HybridCase(pattern=(FULL, LINEAR, LINEAR), layers=(1, 2))
     model: Any = case.build()
     scorer = case.scorer(model, estimator)
-    batch = make_batch(("pprrpr",), vocabulary=VOCABULARY, seed=3)
+    batch = make_batch(("pprrpr",) * 3, vocabulary=VOCABULARY, seed=3)
     scorer.score(batch)
     with torch.no_grad():
         cache = model(input_ids=batch["input_ids"][:, :3], use_cache=True)[CACHE]
@@ -349,7 +349,10 @@ def check_a_cached_pass_is_refused(estimator: str) -> None:
     rest, labels = (batch[name][:, 3:] for name in ("input_ids", "labels"))
     with scorer.observe() as observed:  # whose forwards for M are run without the cache
         model.model.forward = lambda *args, **more: inner(*args, **more | {CACHE: cache})
-        logits = model(input_ids=rest, use_cache=True).logits
+        # Positions are a kind of arguments that no proof has met; a slice of two of the three rows
+        # would not go with the cache.
+        places = torch.arange(3, 6).expand(3, -1)
+        logits = model(input_ids=rest, position_ids=places, use_cache=True).logits
         error = refusal(lambda: observed.values(logits, labels))
     assert isinstance(error, UnsupportedError), f"a pass from a cache was valued: {error}"
     assert "cache" in str(error)
