@@ -263,6 +263,14 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             dataset, self.processing_class, self.args, False, self._formatting_func, name
         )
 
+    def _trains_on_all(self) -> bool:
+        """Whether the first training rows have no token without a label; of a stream not known."""
+        rows = plain_rows(self.train_dataset)
+        if not hasattr(rows, "__len__"):
+            return False
+        first = (self.labels_of(rows[i]) for i in range(min(len(rows), _COMPARED)))
+        return all(bool((labels != IGNORE).all()) for labels in first)
+
     def _labels_of_prepared(self, row: Mapping[str, Any]) -> list[int]:
         """Labels of a prepared row, of its completion alone where it has one.
 
@@ -275,7 +283,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         return [label if own else IGNORE for label, own in zip(labels, mask, strict=True)]
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
-        """Tokenised rows that have a response."""
+        """Tokenised rows that have a response; labelled whole beside rows that train whole."""
         prepared = plain_rows(self.tokenised(dataset, name))
-        rows = [{**row, "labels": self._labels_of_prepared(row)} for row in prepared]
+        if self._trains_on_all():
+            rows = [{"labels": row["input_ids"], **row} for row in prepared]
+        else:
+            rows = [{**row, "labels": self._labels_of_prepared(row)} for row in prepared]
         return self.with_responses(rows, name)
