@@ -11,13 +11,14 @@ from datasets import Dataset, IterableDataset
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_data import load_run_data
-from alphatoken.errors import ConfigError
+from alphatoken.errors import AlphaTokenWarning, ConfigError
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
 from tests.rows import jsonl
 
 LIMITS: dict[str, Any] = {"max_prompt_length": 5, "max_response_length": 9}
+DROPPED = "1 of 9 training rows have no response token within max_length=64"
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
@@ -45,7 +46,8 @@ def test_a_prompt_keeps_its_end_and_a_response_its_start(tmp_path: Path) -> None
 def test_a_prompt_that_fills_the_length_is_cut_and_not_dropped(tmp_path: Path) -> None:
     """TRL drops it where its own limit, of both together, is the only one."""
     rows = [*preference_rows(8), {"prompt": "1" * 70, "chosen": " yes", "rejected": " no"}]
-    assert len(trainer(tmp_path / "one", Dataset.from_list(rows)).train_dataset) == 8
+    with pytest.warns(AlphaTokenWarning, match=DROPPED):
+        assert len(trainer(tmp_path / "one", Dataset.from_list(rows)).train_dataset) == 8
     both = trainer(tmp_path / "two", Dataset.from_list(rows), **LIMITS).train_dataset
     assert len(both) == 9
     assert len(both[8]["prompt_ids"]) == 5
@@ -77,7 +79,8 @@ def test_a_limit_of_nothing_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_limit_above_max_length_leaves_max_length(tmp_path: Path) -> None:
     """A prompt of 70 tokens cut to 68 would still fill a length of 64."""
     rows = [*preference_rows(8), {"prompt": "1" * 70, "chosen": " yes", "rejected": " no"}]
-    made = trainer(tmp_path, Dataset.from_list(rows), max_prompt_length=68)
+    with pytest.warns(AlphaTokenWarning, match=DROPPED):
+        made = trainer(tmp_path, Dataset.from_list(rows), max_prompt_length=68)
     assert len(made.train_dataset) == 8
 
 
@@ -87,17 +90,16 @@ def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(tmp_path: Path) -> 
     jsonl(file, rows)
     words = [
         "--train_file", str(file), "--use_cpu", "--bf16", "false", "--validation_rows", "2",
-        "--fisher_prompts", "2", "--output_dir", str(tmp_path / "out"), "--max_length", "80",
-        "--max_prompt_length", "60",
+        "--output_dir", str(tmp_path / "out"), "--max_length", "80", "--max_prompt_length", "60",
     ]  # fmt: skip
 
     def left(*more: str) -> tuple[int, str]:
         data = load_run_data(read_arguments("dpo", [*words, *more], AlphaDPOConfig), tokenizer())
         return len(data.train), " ".join(data.notes)
 
-    assert left()[0] == 8
+    assert left()[0] == 10
     assert "longer than 60 tokens" in left()[1]
-    assert left("--long_prompts", "cut")[0] == 9
+    assert left("--long_prompts", "cut")[0] == 11
     assert "longer than" not in left("--long_prompts", "cut")[1]
 
 

@@ -331,7 +331,7 @@ def test_a_grid_extends_another_and_takes_options_of_a_recipe(tmp_path: Path) ->
     ]  # fmt: skip
     mine, yours = found["b/mine-budget-seed5"], found["b/yours-budget-seed5"]
     assert (mine.options["window"], mine.options["max_steps"]) == (9, 7)
-    assert mine.options["score_layers"] == "3"  # of the recipe
+    assert mine.options["validation_batch_size"] == 4  # of the recipe
     assert (mine.keep_model, yours.keep_model) == (True, False)
     assert yours.options["policy_options"] == {"oracle": "@of-b"}
     assert yours.needs == ("references/of-b",)

@@ -30,7 +30,8 @@ def trainer(kind: str, folder: Path, prompts: list[str], **given: Any) -> Any:
         given["ref_model"] = tiny.model()
     policy = given.pop("policy", "random")
     length = given.pop("max_length", 16)
-    args = config(**tiny.options(folder, max_length=length), policy=policy, retention="none")
+    own = {"policy": policy, "retention": "none", "export_values": False}
+    args = config(**tiny.options(folder, max_length=length, **own))
     return trained(args=args, train_dataset=rows(kind, prompts), **given)
 
 

@@ -723,19 +723,23 @@ RELEASED = {
 def test_gap_30_data_sets_of_the_papers_size(tmp_path: Path) -> None:
     """And the recipe reads question and answer where this release has them."""
     from alphatoken.cli.training_rows import RowReader
+    from tests.integration.tiny_training import tokenizer
 
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     for task, (name, size, record) in RELEASED.items():
         (tmp_path / f"{task}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
         for model in BACKBONES:
             read = arguments(f"{task}-{model}")
             assert read.data.dataset_name == name
             assert read.recipe.expected_rows == pytest.approx(size, rel=0.05)
-            (row,) = RowReader(read, None).source_rows(str(tmp_path / f"{task}.jsonl"))
+            source = str(tmp_path / f"{task}.jsonl")
+            (row,) = RowReader(read, words).source_rows(source, "training", [])
             if task == "ultrafeedback":
                 texts = [[turn.text for turn in part] for part in (row.prompt, row.chosen)]
                 assert (*texts, row.rejected[0].text) == (["Q"], ["A"], "R")
             else:
-                assert [(turn.role, turn.text) for turn in row.turns] == [
+                assert [(turn.role, turn.text) for turn in row.row.turns] == [
                     ("user", "Q"), ("assistant", "A"),
                 ]  # fmt: skip
     for option in ("num_train_epochs", "max_length", "learning_rate"):
