@@ -218,8 +218,8 @@ def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
 
 
 def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator) -> None:
-    options = AlphaOptions(keep_scope="global", scoring_forward="shared")
-    refuse(accelerator, "scoring_forward='shared'", "global", options=options)
+    args = arguments(keep_scope="global", scoring_forward="shared")
+    refuse(accelerator, "scoring_forward='shared'", "global", args=args)
 
 
 @pytest.mark.parametrize(
