@@ -9,6 +9,7 @@ values would be of a gradient that nobody takes a step along.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -54,6 +55,7 @@ def prove_derivatives(
     """
     with torch.enable_grad():
         loss = losses.sum()
+    dtypes = {p.dtype for p in parameters.values()} | _dtypes_in_graph(loss)
     gradients = dict(zip(parameters, gradient_of(loss, list(parameters.values())), strict=True))
     sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in gradients.items()}
     largest = max(sizes.values(), default=0.0)
@@ -75,7 +77,7 @@ def prove_derivatives(
 
     scale = sum(share**2 for share in shares.values()) ** 0.5
     found: float = abs(difference(list(parameters))) / scale
-    allowed = _tolerance(losses.device.type, {p.dtype for p in parameters.values()})
+    allowed = _tolerance(losses.device.type, dtypes)
     if not found <= allowed:
         raise _refusal(_parted(list(parameters), difference), found)
     return found
@@ -86,6 +88,19 @@ def _drawn(name: str, parameter: Tensor) -> Tensor:
     generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
     dtype = wide(parameter.dtype)
     return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
+
+
+def _dtypes_in_graph(loss: Tensor) -> set[torch.dtype]:
+    """Of the forward's products: a trainer casts within the model's forward, which is over."""
+    found, seen, waiting = set[torch.dtype](), set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found |= {one.dtype for one in node._input_metadata if one.dtype.is_floating_point}
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:

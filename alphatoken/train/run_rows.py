@@ -115,7 +115,10 @@ def _value_one_row(trainer: TokenTrainer, row: dict[str, Any]) -> None:
     options, model = trainer.args, trainer.model
     if layout(trainer.accelerator) not in ("single", "ddp"):
         return
-    config = replace(options.scorer_config(), objective="adaptation", preconditioner=None)
+    config = replace(
+        options.scorer_config(),
+        objective="adaptation", preconditioner=None, standard_errors=False,
+    )  # fmt: skip
     with kept_random_state(), on_accelerator(model, trainer.accelerator.device):
         batch = trainer.fisher_sequences([row], 1)
         scorer = Scorer(model, batch, None, config)

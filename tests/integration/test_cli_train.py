@@ -668,6 +668,7 @@ def real(library: Path, task: str, out: Path, **changed: object) -> list[object]
         "save_steps": 2,
         "logging_steps": 1,
         "save_total_limit": "null",
+        "retention": "diagonal",
         **changed,
     }
     return [task, *(word for name, value in options.items() for word in (f"--{name}", value))]

@@ -283,7 +283,9 @@ def test_one_step_of_dpo_with_adapters(
     before = model.model.layers[-1].self_attn.q_proj.weight.detach().clone()
     trainer = AlphaDPOTrainer(
         model=model,
-        args=AlphaDPOConfig(**arguments(tmp_path) | {"gradient_checkpointing": False}),
+        args=AlphaDPOConfig(
+            **arguments(tmp_path) | {"gradient_checkpointing": False, "max_length": 160}
+        ),
         train_dataset=data.select(range(2)),
         validation_dataset=data.select(range(2, 4)),
         processing_class=tokenizer,
