@@ -700,7 +700,7 @@ def test_real_runs_train_and_say_what_they_did(
     assert all(loss > 0 for loss in losses)
     shares = [e["alpha/kept_share"] for e in state["log_history"] if "alpha/kept_share" in e]
     assert shares
-    ratio = {"sft": 0.7, "dpo": 0.5}[task]  # of the packaged recipe
+    ratio = {"sft": 1.0, "dpo": 0.5}[task]  # of the packaged recipe
     assert all(abs(share - ratio) < 0.05 for share in shares)
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
     assert list((tmp_path / "out" / "_alphatoken").glob("values/values.*"))  # of training tokens
