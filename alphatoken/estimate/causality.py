@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
-from alphatoken.model.batch import LabelledBatch, token_losses
+from alphatoken.model.batch import LabelledBatch, documents_in_rows, token_losses
 from alphatoken.model.capture import evaluation_mode, graph_from_layer, hidden_of, with_hidden
-from alphatoken.model.dispatch import documents_in_rows
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["argument_kinds", "prove_causality"]

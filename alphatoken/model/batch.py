@@ -30,6 +30,7 @@ __all__ = [
     "IGNORE",
     "LabelledBatch",
     "PreferenceBatch",
+    "documents_in_rows",
     "label_mask",
     "predicted_labels",
     "read_batch",
@@ -437,3 +438,23 @@ def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]
     if isinstance(first, Mapping):
         require_tensors(first, role)
     return batches
+
+
+def documents_in_rows(bounds: Tensor, batch: int, length: int) -> Tensor:
+    """(b, t) document of each position by bounds in the flattened batch, -1 outside of them.
+
+    Raises:
+        UnsupportedError: a document reaches over two rows.
+    """
+    flat = torch.arange(batch * length, device=bounds.device)
+    documents = torch.bucketize(flat, bounds[1:-1], right=True)
+    outside = (flat < bounds[0]) | (flat >= bounds[-1])
+    rows = documents.masked_fill(outside, -1).view(batch, length)
+    if batch > 1 and bool(((rows[1:, 0] == rows[:-1, -1]) & (rows[1:, 0] >= 0)).any()):
+        raise UnsupportedError(
+            "a packed sequence reaches over two rows of the batch",
+            got=f"{batch} rows of {length} positions",
+            why="values are taken row by row",
+            remedy="one row, as transformers' and TRL's collators for packing give it",
+        )
+    return rows

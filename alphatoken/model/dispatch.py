@@ -29,6 +29,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.model.batch import documents_in_rows
 from alphatoken.model.experts import ExpertsListener, routed_experts
 from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
 
@@ -363,23 +364,3 @@ def _documents(module: nn.Module, named: Mapping[str, Any], query: Tensor) -> Te
             return None
         bounds = prepare_fa_kwargs_from_position_ids(positions)[0][0]
     return documents_in_rows(bounds.to(query.device), batch, length)
-
-
-def documents_in_rows(bounds: Tensor, batch: int, length: int) -> Tensor:
-    """(b, t) document of each position by bounds in the flattened batch, -1 outside of them.
-
-    Raises:
-        UnsupportedError: a document reaches over two rows.
-    """
-    flat = torch.arange(batch * length, device=bounds.device)
-    documents = torch.bucketize(flat, bounds[1:-1], right=True)
-    outside = (flat < bounds[0]) | (flat >= bounds[-1])
-    rows = documents.masked_fill(outside, -1).view(batch, length)
-    if batch > 1 and bool(((rows[1:, 0] == rows[:-1, -1]) & (rows[1:, 0] >= 0)).any()):
-        raise UnsupportedError(
-            "a packed sequence reaches over two rows of the batch",
-            got=f"{batch} rows of {length} positions",
-            why="values are taken row by row",
-            remedy="one row, as transformers' and TRL's collators for packing give it",
-        )
-    return rows

@@ -89,7 +89,7 @@ MUTANTS = (
     _kernel(
         "flash-bounds-one-late",
         "the first token of a document belongs to the document before it",
-        "dispatch.documents_in_rows", "right=True", "right=False", understood("llama", "bounds"),
+        "batch.documents_in_rows", "right=True", "right=False", understood("llama", "bounds"),
     ),
     _kernel(
         "flash-positions-not-read",
