@@ -4,7 +4,7 @@
 |---|---|---|---|
 | dev | 25 | derandomised: every run and every machine sees the same | a newcomer (default) |
 | ci | 100 | derandomised | every change |
-| random | 4 | anew from a printed seed | beside ci: ``make random``, ``make random SEED=...`` |
+| random | 4 | anew from a printed seed | by hand: ``make random``, ``make random SEED=...`` |
 | nightly | 5,000 | anew from a printed seed | ``make nightly`` |
 
 What a derandomised profile draws follows from the test alone. Hypothesis itself would also draw
