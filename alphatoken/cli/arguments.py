@@ -88,6 +88,9 @@ class _Parser(TrlParser):
                 self._parse_dataclass_field(group, one)
 
 
+_OF_FISHER = {"policy", "objective", "retention", "fisher_file", "fisher_data"}
+"""Options that decide whether prompts of a recipe are wanted for a Fisher."""
+
 _TITLES: dict[Any, str] = {
     DataArguments: "rows (TRL)",
     RunArguments: "this command",
@@ -145,11 +148,16 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(found, words)
-    unread = _give_way(found, training, _earlier_than_policy(recipes, words))
+    unread = _give_way(found, training, _earlier_than({"policy"}, recipes, words))
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
     run, data, config, model, mixture = made
+    for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
+        if name in _earlier_than(_OF_FISHER, recipes, words):
+            unread = (*unread, name)
+            for place in (found, data):
+                setattr(place, name, None)
     default = _parser(command, training).parse_known_args([])[0]
     changed = _changed(found, default, (DataArguments, training, ModelConfig))
     if found.dry_run and not _has_gpu():
@@ -164,11 +172,11 @@ def _named(words: Sequence[str]) -> set[str]:
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
 
 
-def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
-    """Options that were said before the policy was: in recipes before the one that names it."""
+def _earlier_than(later: set[str], recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
+    """Options that were said before the ``later`` ones: in recipes before the last that has one."""
     said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
     said.append(_named(words))
-    last = max((i for i, names in enumerate(said) if "policy" in names), default=0)
+    last = max((i for i, names in enumerate(said) if later & names), default=0)
     return set().union(*said[:last]) - set().union(*said[last:])
 
 

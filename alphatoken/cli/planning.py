@@ -215,7 +215,7 @@ def _notes(arguments: Arguments, given: int | None) -> list[str]:
     if arguments.unread:
         notes.append(
             f"{', '.join(arguments.unread)} of the recipe: of no use to "
-            f"policy {arguments.training.policy}, left out."
+            f"policy {arguments.training.policy} as it is run here, left out."
         )
     if arguments.training.output_dir is None:
         notes.append("No output_dir is given: trainer_output would be used.")

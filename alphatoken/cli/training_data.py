@@ -103,8 +103,7 @@ def held_out(arguments: Arguments) -> HeldOut:
             validation = math.ceil(args.validation_batch_size / (1 - share))
             validation *= 8 if args.validation_mode == "pool" else 1
     fisher: int | None = None
-    fitted = args.retention in ("diagonal", "kronecker") and data.fisher_file is None
-    if args.objective != "adaptation" and fitted:
+    if args.reads_fisher and data.fisher_file is None:
         fisher = 0 if data.fisher_data else data.fisher_prompts
         fisher = args.fisher_samples if fisher is None else fisher
     return HeldOut(validation, fisher)
@@ -161,16 +160,17 @@ def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
 
 def _check_fisher(arguments: Arguments) -> None:
     """See that a Fisher, or rows for one, is read by the run."""
-    retention, data = arguments.training.retention, arguments.data
-    for name in ("fisher_data", "fisher_file"):
-        given = getattr(data, name)
-        if given is not None and retention not in ("diagonal", "kronecker"):
-            raise ConfigError(
-                f"{name} is given, and no Fisher is wanted",
-                got=f"--{name} {given}, retention {retention}",
-                why="nothing would read it",
-                remedy=f"--retention diagonal, or leave --{name} out",
-            )
+    args, data = arguments.training, arguments.data
+    for name, instead in data.unread_of_fisher(reads_fisher=args.reads_fisher):
+        got = f"--{name} {getattr(data, name)}, "
+        got += instead or f"retention {args.retention}, objective {args.objective}"
+        wanted = "--objective both --retention diagonal, or "
+        raise ConfigError(
+            f"{name} is given, and no Fisher is {'fitted on it' if instead else 'wanted'}",
+            got=got,
+            why="nothing would read it",
+            remedy=f"{'' if instead else wanted}leave --{name} out",
+        )
 
 
 def count_rows(arguments: Arguments) -> int | None:

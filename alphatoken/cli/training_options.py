@@ -5,6 +5,7 @@ Nothing here imports TRL, so that ``--help`` is quick; ``arguments`` joins them 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +88,16 @@ class RowArguments:
         "Rows repeat each other where they share the 'prompt', or the whole 'conversation' only.",
     )
     split_seed: int = option(0, "Seed of what is drawn from the training rows.")
+
+    def unread_of_fisher(self, *, reads_fisher: bool) -> Iterator[tuple[str, str]]:
+        """Options of a Fisher that are given and not read: name, and the one that is read."""
+        instead = ""
+        for name in ("fisher_file", "fisher_data", "fisher_prompts"):
+            value = getattr(self, name)
+            if value and (instead or not reads_fisher):
+                yield name, instead
+            elif value:
+                instead = f"--{name} {value}"
 
 
 @dataclass

@@ -535,7 +535,7 @@ def _fisher_bytes(scope: Scope, args: Any, width: float) -> float:
     """Fisher (float32) and reference weights of the scored linears, by which drift is logged."""
     if not args.needs_values:
         return 0.0
-    if args.retention not in ("diagonal", "kronecker") or args.objective == "adaptation":
+    if not args.reads_fisher:
         return max(width, 2) * float(sum(a * b for a, b in _sizes(scope)))
     if args.fisher_offload:
         return 0.0

@@ -90,7 +90,7 @@ def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: A
     if rows is None and fisher is None:
         return
     name = "fisher" if rows is None else "fisher_dataset"
-    if options.objective == "adaptation" or options.retention not in ("diagonal", "kronecker"):
+    if not options.reads_fisher:
         raise ConfigError(
             f"{name} is given, and no Fisher is wanted",
             got=f"objective={options.objective!r}, retention={options.retention!r}",

@@ -338,6 +338,11 @@ class AlphaOptions(AlphaFields):
         return self.policy != "all" or self.needs_values
 
     @property
+    def reads_fisher(self) -> bool:
+        """Whether the stability term is a Fisher's."""
+        return self.objective != "adaptation" and self.retention in ("diagonal", "kronecker")
+
+    @property
     def needs_values(self) -> bool:
         """Whether tokens are valued at all: not under 'random', nor 'all' without an export."""
         return self.policy in ("top", "harmless", "bottom") or (

@@ -86,13 +86,12 @@ def prepare_run_rows(
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
         check_tokens(validation_rows, trainer.model, trainer.processing_class, "validation")
-    has_stability_term = options.objective != "adaptation"
     retention_rows: list[dict[str, Any]] = []
-    if options.retention == "data" and has_stability_term:
+    if options.retention == "data" and options.objective != "adaptation":
         with refusals_named(retention, lambda: trainer.processing_class, "retention"):
             retention_rows = trainer.prepare_rows(retention, "retention")
         check_tokens(retention_rows, trainer.model, trainer.processing_class, "retention")
-    if options.retention in ("diagonal", "kronecker") and has_stability_term:
+    if options.reads_fisher:
         if fisher is None:
             if validation_rows:
                 _value_one_row(trainer, validation_rows[0])

@@ -88,8 +88,9 @@ def load(
     command: str, tmp_path: Path, *words: str, tokenizer: Any = None, small: bool = True
 ) -> RunData:
     kind = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
-    drawn = ("--validation_rows", "2", "--fisher_prompts", "2") if small else ()
-    drawn = ("--retention", "diagonal", *drawn)
+    drawn = ("--validation_rows", "2") if small else ()
+    if "--retention" not in words:
+        drawn += ("--retention", "diagonal", *(("--fisher_prompts", "2") if small else ()))
     arguments = read_arguments(
         command, ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out"),
                   *drawn, *words], kind,
@@ -152,20 +153,37 @@ def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -
     assert len(whole.train) == 20
 
 
-@pytest.mark.parametrize("name", ["fisher_data", "fisher_file"])
-def test_a_fisher_that_is_not_wanted_is_refused(name: str, tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "train.jsonl", rows(20))
+@pytest.mark.parametrize("name", ["fisher_data", "fisher_file", "fisher_prompts"])
+@pytest.mark.parametrize("other", [("--retention", "none"), ("--objective", "adaptation")])
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_a_fisher_that_is_not_wanted_is_refused(
+    command: str, other: tuple[str, str], name: str, tmp_path: Path
+) -> None:
+    file = str(jsonl(tmp_path / "train.jsonl", (rows if command == "sft" else pairs)(20)))
+    given = (f"--{name}", "5" if name == "fisher_prompts" else file)
     with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is wanted"):
-        load(
-            "sft",
-            tmp_path,
-            "--train_file",
-            str(file),
-            f"--{name}",
-            str(file),
-            "--retention",
-            "none",
-        )
+        load(command, tmp_path, "--train_file", file, "--validation_rows", "2", *given, *other,
+             small=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fisher_data", "fisher_prompts"])
+def test_a_fisher_that_is_there_needs_no_prompts(name: str, tmp_path: Path) -> None:
+    file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
+    given = (f"--{name}", "5" if name == "fisher_prompts" else file, "--fisher_file", file)
+    with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is fitted on it"):
+        load("sft", tmp_path, "--train_file", file, *given, small=False)
+
+
+def test_prompts_of_a_recipe_give_way_to_what_is_named_after_it(tmp_path: Path) -> None:
+    """A recipe that asks for prompts and for no Fisher is refused as the command line is."""
+    file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
+    (tmp_path / "own.yaml").write_text("fisher_prompts: 5\n")
+    words = ["--config", str(tmp_path / "own.yaml"), "--train_file", file, "--use_cpu",
+             "--bf16", "false", "--validation_rows", "2"]  # fmt: skip
+    with pytest.raises(ConfigError, match="fisher_prompts is given, and no Fisher is wanted"):
+        load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
+    arguments = read_arguments("sft", [*words, "--retention", "none"], AlphaSFTConfig)
+    assert load_run_data(arguments, Letters()).fisher is None
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -489,7 +507,7 @@ def test_weights_that_were_cut_off_are_one_line(
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     made = {"sft": rows, "dpo": pairs}[command]
     file = jsonl(tmp_path / "train.jsonl", made(20))
-    words = ["--train_file", str(file), "--validation_rows", "2", "--fisher_prompts", "2"]
+    words = ["--train_file", str(file), "--validation_rows", "2"]
     words += ["--score_layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
     words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
     assert main([command, *words]) == 2
@@ -662,7 +680,7 @@ def real(library: Path, task: str, out: Path, **changed: object) -> list[object]
         "validation_rows": 10,
         "validation_batch_size": 2,
         "fisher_samples": 6,
-        "fisher_prompts": 6,
+        **({} if "retention" in changed else {"fisher_prompts": 6}),
         "fisher_max_new_tokens": 8,
         "max_steps": 6,
         "save_steps": 2,
