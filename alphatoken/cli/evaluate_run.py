@@ -14,14 +14,20 @@ from typing import Any
 from alphatoken.cli.compare_grid import expanded, require_known
 from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.cli.folder import require_writable
-from alphatoken.compare.evaluate import check_rows, measure, require_template
+from alphatoken.compare.evaluate import check_rows, encode_files, measure, require_template
 from alphatoken.compare.measures import OPPONENT, Measures
 from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
 from alphatoken.compare.tables import markdown, setting_text
 from alphatoken.data import read_records
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json, write_text
-from alphatoken.train.loading import ModelParts, find_parts, load_causal_model, load_tokenizer
+from alphatoken.train.loading import (
+    ModelParts,
+    find_limits,
+    find_parts,
+    load_causal_model,
+    load_tokenizer,
+)
 
 __all__ = ["run", "table"]
 
@@ -47,6 +53,8 @@ def run(options: EvaluateOptions) -> None:
     ready = prepare(measures, allow_code=options.allow_code_execution)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)
+    limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
+    encoded = encode_files(measures, command, tokenizer, limits)
     if options.dry_run:
         _show(measures, ready, parts)
         return
@@ -63,6 +71,7 @@ def run(options: EvaluateOptions) -> None:
             folder=out,
             allow_code=options.allow_code_execution,
             prepared=ready,
+            encoded=encoded,
             progress=False if options.quiet else None,
         )
     result = {"model": options.model_name_or_path, **found, "measures": measures.spec()}

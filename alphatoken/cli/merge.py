@@ -13,6 +13,7 @@ from alphatoken.cli.options import option, read_options
 from alphatoken.errors import ConfigError, FisherError
 
 if TYPE_CHECKING:
+    from alphatoken.compare.evaluate import Encoded
     from alphatoken.policies.merge import Fishers
 
 __all__ = ["MergeOptions", "run"]
@@ -78,35 +79,42 @@ def run(words: Sequence[str]) -> int:
     if len(set(alphas)) != len(alphas):
         raise ConfigError("an alpha is named twice", got=" ".join(map(str, alphas)))
     out = Path(options.output_dir)
-    _check(options, out)
+    rows = _check(options, out)
     fishers = _fishers(options)
     if len(alphas) == 1:
         _merge(options, out, alphas[0], fishers)
-        _measure(options, {alphas[0]: out}, out / "sweep.json")
+        _measure(rows, {alphas[0]: out}, out / "sweep.json")
         return 0
     folders = {alpha: out / f"alpha-{alpha:g}" for alpha in alphas}
     out.mkdir(parents=True)
     for alpha, folder in folders.items():
         _merge(options, folder, alpha, fishers)
-    _measure(options, folders, out / "sweep.json")
+    _measure(rows, folders, out / "sweep.json")
     return 0
 
 
-def _check(options: MergeOptions, out: Path) -> None:
-    """What can be said before a model is loaded."""
+def _check(options: MergeOptions, out: Path) -> Encoded:
+    """What can be said before a model is loaded; the rows to be measured, as tokens."""
     from alphatoken.cli.folder import require_writable
-    from alphatoken.compare.evaluate import check_rows
+    from alphatoken.compare.evaluate import check_rows, encode_files
     from alphatoken.compare.measures import Measures
-    from alphatoken.train.loading import find_parts
+    from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
 
     if out.exists():
         raise ConfigError(
             "the output folder exists", got=str(out), remedy="give another --output_dir"
         )
     require_writable(out)
-    find_parts(options.before, options.adapter)
-    files = Measures(target_file=options.target_file, retention_file=options.retention_file)
+    parts = find_parts(options.after or options.before, options.adapter)
+    if options.target_file is None and options.retention_file is None:
+        return {}
+    files = Measures(
+        target_file=options.target_file,
+        retention_file=options.retention_file,
+        max_length=options.max_length,
+    )
     check_rows(files, "sft")
+    return encode_files(files, "sft", load_tokenizer(parts.tokenizer), find_limits(parts))
 
 
 def _fishers(options: MergeOptions) -> Fishers | None:
@@ -199,22 +207,21 @@ def _stored(name: str) -> Any:
     return torch.float32 if found is None else found
 
 
-def _measure(options: MergeOptions, folders: dict[float, Path], path: Path) -> None:
+def _measure(rows: Encoded, folders: dict[float, Path], path: Path) -> None:
     """Losses of each merged model, printed and written."""
-    named = {"target": options.target_file, "retention": options.retention_file}
-    files = {name: file for name, file in named.items() if file is not None}
-    if not files:
+    if not rows:
         return
-    from alphatoken.compare.evaluate import mean_response_loss, read_examples
+    from alphatoken.compare.evaluate import mean_response_loss
     from alphatoken.support.storage import write_json
-    from alphatoken.train.loading import load_with_tokenizer
+    from alphatoken.train.loading import load_causal_model
 
     found = []
     for alpha, folder in folders.items():
-        model, tokenizer = load_with_tokenizer(folder)
+        model = load_causal_model(folder)
         losses = {
-            name: mean_response_loss(model, read_examples(file, tokenizer, options.max_length))
-            for name, file in files.items()
+            name: mean_response_loss(model, some)
+            for name, some in rows.items()
+            if isinstance(some, list)  # no pairs
         }
         found.append({"alpha": alpha, **losses})
         print(f"alpha {alpha:g}: " + ", ".join(f"{n} {loss:.4f}" for n, loss in losses.items()))

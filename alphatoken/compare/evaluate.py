@@ -7,6 +7,7 @@ is the mean of the two, as the paper's (there of scores).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -22,6 +23,7 @@ from alphatoken.compare.measures import Measures, Score
 from alphatoken.compare.scores import Prepared, prepare, scores
 from alphatoken.data import (
     EncodeOptions,
+    EncodeReport,
     Example,
     Pair,
     Reading,
@@ -38,10 +40,13 @@ from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.model.token_ids import embedding_rows
+from alphatoken.model.transformers import position_limit
 from alphatoken.support.progress import ProgressSink, Tracker
+from alphatoken.train.loading import Limits
 
 __all__ = [
     "check_rows",
+    "encode_files",
     "mean_response_loss",
     "measure",
     "preference_losses",
@@ -53,6 +58,11 @@ __all__ = [
 
 PairExamples = tuple[list[Example], list[Example]]
 """Chosen and rejected, pair by pair."""
+
+Encoded = Mapping[str, list[Example] | PairExamples]
+"""Rows or pairs of each file, by what the file is for."""
+
+_log = logging.getLogger("alphatoken.data")
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -97,6 +107,47 @@ def check_rows(measures: Measures, command: str) -> None:
             )
 
 
+def encode_files(measures: Measures, command: str, tokenizer: Any, limits: Limits) -> Encoded:
+    """The rows of every file as tokens; says how many are not measured, or not to their end.
+
+    The model need not be loaded.
+
+    Raises:
+        ConfigError: ``max_length`` is more than the model allows. DataError: a row cannot be
+            written as tokens, or none has a response; the message names it.
+    """
+    limit, asked = limits.positions, measures.max_length
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            "max_length is more than the model allows",
+            got=f"{asked}, limit {limit}",
+            why="positions past the limit have no meaning to the model",
+            remedy=f"at most --max_length {limit} (max_length: {limit})",
+        )
+    found: dict[str, list[Example] | PairExamples] = {}
+    for name, path in _files(measures).items():
+        read = read_pair_examples if _has_pairs(name, command) else read_examples
+        found[name] = read(
+            path,
+            tokenizer,
+            limit if asked is None else asked,
+            chat=measures.chat,
+            vocabulary=limits.tokens,
+        )
+    return found
+
+
+def _say_left_out(path: str | Path, left: int, rows: int, reports: Sequence[EncodeReport]) -> None:
+    cut = sum(report.truncated_rows for report in reports)
+    said = {
+        f"{left} of {rows} have no response within the length and are not measured": left,
+        f"{cut} sequences are cut at the length": cut,
+    }
+    if any(said.values()):
+        text = "; ".join(one for one, number in said.items() if number)
+        _log.warning("%s: %s", Path(path).name, text)
+
+
 def read_examples(
     path: str | Path,
     tokenizer: Any,
@@ -115,9 +166,10 @@ def read_examples(
     options = EncodeOptions(
         max_length=max_length, on_empty="skip", chat_template=chat, vocabulary=vocabulary
     )
-    examples, _ = encode_rows(rows, tokenizer, options)
+    examples, report = encode_rows(rows, tokenizer, options)
     if not examples:
-        raise DataError("no row has a response to measure", got=str(path))
+        raise _nothing_left("row", path, max_length)
+    _say_left_out(path, report.skipped_empty, len(rows), [report])
     return examples
 
 
@@ -139,19 +191,28 @@ def read_pair_examples(
         max_length=max_length, on_empty="skip", chat_template=chat, turns="last",
         vocabulary=vocabulary,
     )  # fmt: skip
-    sides = [_side(pairs, name, tokenizer, how) for name in ("chosen", "rejected")]
+    encoded = [_side(pairs, name, tokenizer, how) for name in ("chosen", "rejected")]
+    sides = [{example.row.index: example for example in found} for found, _ in encoded]
     both = sorted(sides[0].keys() & sides[1].keys())
     if not both:
-        raise DataError("no pair has two responses to measure", got=str(path))
+        raise _nothing_left("pair", path, max_length)
+    _say_left_out(path, len(pairs) - len(both), len(pairs), [report for _, report in encoded])
     return [sides[0][i] for i in both], [sides[1][i] for i in both]
 
 
 def _side(
     pairs: Sequence[Pair], name: str, tokenizer: Any, options: EncodeOptions
-) -> dict[int, Example]:
+) -> tuple[list[Example], EncodeReport]:
     rows = [Row(i, p.place, (*p.prompt, *getattr(p, name))) for i, p in enumerate(pairs)]
-    found, _ = encode_rows(rows, tokenizer, options)
-    return {example.row.index: example for example in found}
+    return encode_rows(rows, tokenizer, options)
+
+
+def _nothing_left(what: str, path: str | Path, limit: int | None) -> DataError:
+    return DataError(
+        f"no {what} has a response to measure",
+        got=f"{path}, at most {limit} tokens" if limit else str(path),
+        remedy=f"a {what} whose response is not empty and lies within the length (max_length)",
+    )
 
 
 # --- losses -------------------------------------------------------------------------------------
@@ -256,6 +317,7 @@ def measure(
     folder: Path | None = None,
     allow_code: bool = False,
     prepared: Prepared | None = None,
+    encoded: Encoded | None = None,
     progress: bool | ProgressSink | None = False,
 ) -> dict[str, Any]:
     """All figures of one model.
@@ -270,6 +332,7 @@ def measure(
         folder: where answers that were generated are written.
         allow_code: execute generated code, in a sandbox.
         prepared: what ``prepare`` read of the measures, where it was called before.
+        encoded: of ``encode_files``, likewise.
         progress: as of :class:`alphatoken.support.progress.Tracker`; counts parts.
 
     Returns:
@@ -282,19 +345,16 @@ def measure(
     ready = prepare(measures, allow_code=allow_code) if prepared is None else prepared
     before: Callable[[], nn.Module] = cache(start)
     batch_size = measures.batch_size
-    files = _files(measures)
-    parts = len(files) + len(ready.tasks) + bool(measures.code_file) + len(ready.sets)
+    if encoded is None:
+        encoded = encode_files(measures, command, tokenizer, _limits_of(model))
+    parts = len(encoded) + len(ready.tasks) + bool(measures.code_file) + len(ready.sets)
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
     each: dict[str, Each] = {}
-    size = embedding_rows(model)
-    for name, path in files.items():
-        reading = (path, tokenizer, measures.max_length)
-        if _has_pairs(name, command):
-            pairs = read_pair_examples(*reading, chat=measures.chat, vocabulary=size)
-            each[name] = _pair_losses(model, before(), pairs, beta, batch_size)
+    for name, rows in encoded.items():
+        if isinstance(rows, tuple):
+            each[name] = _pair_losses(model, before(), rows, beta, batch_size)
         else:
-            rows = read_examples(*reading, chat=measures.chat, vocabulary=size)
             each[name] = _row_losses(model, rows, batch_size)
         tracker.report(next(finished))
     details = {
@@ -315,6 +375,10 @@ def measure(
     return {
         **_headline(details, by_group), "details": details, "settings": settings, "rows": each
     }  # fmt: skip
+
+
+def _limits_of(model: Any) -> Limits:
+    return Limits(position_limit(model.config.get_text_config()), embedding_rows(model))
 
 
 def require_template(tokenizer: Any, measures: Measures) -> None:

@@ -29,7 +29,7 @@ __all__ = [
 
 IGNORE = -100
 
-_SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate)"
+_SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
 _WITHOUT = (
     "leave the template out (--no_chat_template; --row_format text in sft and dpo, --no_chat in "
     "evaluate)"
@@ -299,7 +299,7 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
             "a row has an empty prompt",
             got=row.place,
             why="there is nothing for the model to continue",
-            remedy="drop the row",
+            remedy=f"drop the row, or {_SKIP}",
         )
     _require_known(ids, row, tokenizer, options)
     return ids

@@ -182,11 +182,47 @@ def test_a_null_response_of_a_pair_is_a_bad_row(model: Path, tmp_path: Path, cap
     )
 
 
-def test_evaluate_names_the_token_too(model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows, _ = files(tmp_path, BAD["token"][0], pairs=False)
-    words = ["evaluate", str(model), "--retention_file", rows, "--quiet"]
-    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
-    assert "a token has no row in the model's embedding" in capsys.readouterr().err
+MEASURING = {
+    "evaluate": ["evaluate", "{model}"],
+    "merge": ["merge", "--before", "{model}", "--after", "{model}"],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("command", MEASURING)
+def test_rows_to_be_measured_are_tokens_before_any_work(
+    command: str, kind: str, model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from transformers import PreTrainedModel
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    bad, said = BAD[kind]
+    rows, _ = files(tmp_path, bad, pairs=False)
+    words = [word.format(model=model) for word in MEASURING[command]]
+    assert main([*words, "--retention_file", rows, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert said in error
+    assert "rows.jsonl, line 4" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_rows_that_are_not_measured_are_counted(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Empty ones, and those that the length cuts: that of the model where none is given."""
+    rows, _ = files(tmp_path, chat("1" * 40, ""), pairs=False)
+    with Path(rows).open("a") as file:
+        file.write(json.dumps({"messages": chat("1+1=", "2" * 600)}) + "\n")
+        file.write(json.dumps({"messages": chat("1" * 600, "2")}) + "\n")
+    words = [word.format(model=model) for word in MEASURING[command]]
+    words += ["--target_file", rows]
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
+    said = "note: rows.jsonl: 2 of 13 have no response within the length and are not measured; "
+    assert said + "1 sequences are cut at the length" in capsys.readouterr().err
+    assert main([*words, "--max_length", "100000", "--output_dir", str(tmp_path / "two")]) == 2
+    assert "max_length is more than the model allows" in capsys.readouterr().err
 
 
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
