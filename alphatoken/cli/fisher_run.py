@@ -44,12 +44,12 @@ def run(options: FisherOptions) -> None:
     check_output_file(options.output_file, inputs, replace=options.overwrite_output)
     if options.checkpoint is not None:
         require_writable(Path(options.checkpoint).parent, "--checkpoint")
-    tokenizer = read_tokenizer(options)
+    tokenizer, how = read_tokenizer(options), encoding(options)
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
     given = _sequences if options.labels == "token" else _prompts
-    prompts, used, notes = given(rows, tokenizer, encoding(options))
+    prompts, used, notes = given(rows, tokenizer, how)
     for note in () if options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     model = read_model(options)

@@ -31,7 +31,7 @@ from alphatoken.data.corpus import BadRow
 from alphatoken.data.source import find_source
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ColumnsError, ConfigError, DataError
-from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
 
 __all__ = [
@@ -131,10 +131,11 @@ def unread_columns(options: Any) -> tuple[str, ...]:
 def encoding(options: Any) -> EncodeOptions:
     """How rows become tokens: as long as the model allows, or shorter where that is asked for.
 
-    The model itself need not be loaded. ``options`` are of a model and of reading.
+    The model itself need not be loaded. ``options`` are of a model, its layers, and reading.
 
     Raises:
-        ConfigError: sequences longer than the model allows. ModelError: no configuration.
+        ConfigError: sequences longer than the model allows, or scored layers that it lacks.
+        ModelError: no configuration.
     """
     parts = find_parts(options.model_name_or_path, options.adapter)
     limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
@@ -146,6 +147,8 @@ def encoding(options: Any) -> EncodeOptions:
             why="positions past the limit have no meaning to the model",
             remedy=f"at most --max_length {limit}",
         )
+    if limits.layers is not None:
+        layers_within(read_layers(options.layers, "--score_layers"), limits.layers)
     rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
     return EncodeOptions(
         max_length=limit if asked is None else asked,

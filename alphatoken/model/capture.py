@@ -28,7 +28,7 @@ from alphatoken.model.attention import (
 )
 from alphatoken.model.convolution import ConvolutionStatistics, switchable_convolution
 from alphatoken.model.delta_rule import DeltaStatistics, Span, switchable_delta_rule
-from alphatoken.model.layer_choice import DEFAULT_LAYERS
+from alphatoken.model.layer_choice import layers_within
 from alphatoken.model.protocol import (
     AttentionCall,
     ConvolutionCall,
@@ -68,48 +68,8 @@ __all__ = [
 
 
 def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
-    """Indices of the scored decoder layers, ascending.
-
-    Args:
-        adapter: of the model.
-        layers: K for the last K layers, "all", or indices (negative ones count from the end).
-
-    The default number is at most the depth.
-
-    Raises:
-        ConfigError: another K or an index outside the model, an empty choice, another type.
-    """
-    depth = len(adapter.layers())
-    # This must come before the tests of the type: a string is a Sequence as well, and a bool is an
-    # int, so that True would otherwise mean K = 1.
-    if layers == "all":
-        return tuple(range(depth))
-    if isinstance(layers, bool) or not isinstance(layers, (int, Sequence)) or layers == "":
-        raise ConfigError("layers must be an int K, 'all' or indices", got=repr(layers))
-    if isinstance(layers, str):
-        raise ConfigError(
-            "layers as a string can only be 'all'",
-            got=repr(layers),
-            remedy="pass a number K for the last K layers, 'all', or indices",
-        )
-    if isinstance(layers, int):
-        layers = min(layers, depth) if layers == DEFAULT_LAYERS else layers
-        if not 1 <= layers <= depth:
-            raise ConfigError(
-                "the number of scored layers must lie within the model",
-                got=f"{layers} (layers, --score_layers), model depth {depth}",
-                remedy=f"pass 1 to {depth}, or 'all'",
-            )
-        return tuple(range(depth - layers, depth))
-    # A set, since -1 and depth - 1 name one layer, whose values would otherwise be counted twice.
-    chosen = sorted({i + depth if i < 0 else i for i in layers})
-    if not chosen or chosen[0] < 0 or chosen[-1] >= depth:
-        raise ConfigError(
-            "scored layer indices must lie within the model",
-            got=f"{list(layers)}, model depth {depth}",
-            remedy=f"pass at least one index from {-depth} to {depth - 1}",
-        )
-    return tuple(chosen)
+    """Indices of the scored decoder layers of this model, as ``layers_within`` gives them."""
+    return layers_within(layers, len(adapter.layers()))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.capture import Scope
-from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
+from alphatoken.train.loading import find_limits, find_parts
 from alphatoken.train.pair_watch import softmax_layers
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
@@ -29,6 +30,7 @@ __all__ = [
     "Given",
     "check_given",
     "check_lengths",
+    "check_model",
     "check_pool",
     "check_rows_left",
     "check_run",
@@ -80,7 +82,33 @@ def check_run(
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
     refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
-    _check_limit(args, adapter)
+    _check_length(args, adapter.max_positions())
+
+
+def check_model(args: Any, model: Any) -> None:
+    """Refuse layers and lengths that the model lacks, before it is loaded or a row is read.
+
+    Args:
+        args: the trainer's configuration.
+        model: at hand, or its name, of which the configuration alone is read; None is not known.
+
+    Raises:
+        ConfigError: names the option. ModelError: no such configuration.
+    """
+    if not args.needs_values or model is None:
+        return
+    if isinstance(model, str):
+        given: Any = getattr(args, "model_init_kwargs", None) or {}
+        options = {n: given[n] for n in ("revision", "trust_remote_code") if n in given}
+        trusted = getattr(args, "trust_remote_code", False)
+        limits = find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
+        positions, depth = limits.positions, limits.layers
+    else:
+        adapter = find_adapter(model)
+        positions, depth = adapter.max_positions(), len(adapter.layers())
+    if depth is not None:
+        layers_within(read_layers(args.score_layers), depth)
+    _check_length(args, positions)
 
 
 def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
@@ -219,13 +247,13 @@ def check_lengths(
         )
 
 
-def _check_limit(args: Any, adapter: DecoderAdapter) -> None:
+def _check_length(args: Any, limit: int | None) -> None:
     """Refuse a length that was asked for and that the model does not have.
 
     TRL's default is no such wish: rows that are shorter than the model's limit may well be all
     there are.
     """
-    asked, limit = getattr(args, "max_length", None), adapter.max_positions()
+    asked = getattr(args, "max_length", None)
     if getattr(args, "packing", False) and args.packing_strategy.startswith("bfd"):
         return  # documents lie one after the other, and positions begin anew in each
     if asked is None or limit is None or asked <= limit or asked == type(args).max_length:

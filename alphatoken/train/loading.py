@@ -83,10 +83,12 @@ class Limits:
     Attributes:
         positions: longest sequence; None has no limit.
         tokens: rows of the embedding; None is not known.
+        layers: of the decoder; None is not known.
     """
 
     positions: int | None
     tokens: int | None
+    layers: int | None = None
 
 
 def find_limits(parts: ModelParts, **options: Any) -> Limits:
@@ -107,7 +109,7 @@ def find_limits(parts: ModelParts, **options: Any) -> Limits:
     tokens = getattr(config, "vocab_size", None)
     if parts.adapter is not None and tokens is not None:
         tokens = max([tokens, *_rows_held(parts.adapter, config.hidden_size)])
-    return Limits(position_limit(config), tokens)
+    return Limits(position_limit(config), tokens, getattr(config, "num_hidden_layers", None))
 
 
 def _rows_held(adapter: str, width: int) -> Iterator[int]:

@@ -36,6 +36,7 @@ from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import (
     Given,
     check_given,
+    check_model,
     check_rows_left,
     check_run,
     check_watch,
@@ -154,6 +155,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         validation_dataset, retention_dataset, fisher_dataset = held.values()
         if not plain and self._policy is None and hasattr(validation_dataset, "__len__"):
             check_rows_left(options, len(validation_dataset))
+        if not plain and self._policy is None:
+            check_model(options, given.get("model"))
         self.own_collator = given.get("data_collator")
         with refusals_named(given.get("train_dataset"), partial(tokenizer_of, given)):
             super().__init__(**given)

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError
 from alphatoken.fidelity.budget import parse_budget
+from tests.integration.tiny_training import saved
 
 ROW = {"prompt": "one and two", "response": "three"}
 
@@ -46,8 +48,13 @@ def words_of(command: str, rows: str, out: object) -> list[object]:
         "fisher": ["fisher", *model, "--output_file", out],
         "filter": ["filter", *model, "--validation_rows", 2, "--output_file", out],
         "score": ["score", *model, "--validation_rows", 2, "--output_dir", out],
+        **{
+            name: [name, *model, "--validation_rows", 2, "--output_dir", out, "--use_cpu",
+                   "--bf16", "false"]
+            for name in ("sft", "dpo")
+        },
         "merge": ["merge", "--before", "./a", "--after", "./b", "--output_dir", out],
-    }[command]
+    }[command]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["fisher", "filter", "merge"])
@@ -73,6 +80,21 @@ def test_what_cannot_be_written_is_said_first(
     status, message = said(*words_of(command, rows, Path(rows).parent / "new"))
     assert status == 1
     assert "No space left on device" in message
+
+
+@pytest.mark.parametrize("command", ["score", "fisher", "filter", "sft", "dpo"])
+def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    place, out = saved(tmp_path, 8), tmp_path / "out"
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded")
+    )
+    rows = place / ("pairs.jsonl" if command == "dpo" else "rows.jsonl")
+    words = words_of(command, str(rows), out)
+    words[2] = place / "model"
+    assert main([*map(str, words), "--score_layers", "99"]) == 2
+    assert "99 (layers, --score_layers), model depth 3" in capsys.readouterr().err
 
 
 def test_an_earlier_run_is_refused_before_rows_are_read(

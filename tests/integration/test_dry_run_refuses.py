@@ -195,7 +195,7 @@ PLACES: dict[str, str] = {
     "train/checks.py:refuse_scope": "in test_recipes: a gated convolution, experts",
     "train/checks.py:check_pool": "test_eight_processes_need_eight_held_out_rows",
     "train/checks.py:check_lengths": ROWS,
-    "train/checks.py:_check_limit": "too long",
+    "train/checks.py:_check_length": "too long",
     "train/checks.py:_check_policy": "samples of packed rows",
     "train/checks.py:require_validation": "a policy without validation",
     "train/checks.py:require_second_model": "no second model",

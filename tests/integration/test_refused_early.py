@@ -96,6 +96,30 @@ def test_what_a_run_lacks_is_said_before_a_row_is_tokenised(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "at hand"])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"score_layers": "9"}, "within the model. Got: 9"),
+        ({"score_layers": "1,7"}, "within the model"),
+        ({"max_length": 200}, "more than the model allows. Got: 200, limit 128"),
+    ],
+    ids=str,
+)
+def test_what_the_model_lacks_is_said_before_its_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], said: str, named: bool
+) -> None:
+    place = tmp_path / "model"
+    model().save_pretrained(place)
+    monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(ConfigError, match=said):
+        AlphaSFTTrainer(
+            model=str(place) if named else model(), args=config(tmp_path, **more),
+            train_dataset=sft_rows(), validation_dataset=sft_rows(12, seed=5),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+
+
 def gpt2() -> GPT2LMHeadModel:
     """Its attention drops by default."""
     torch.manual_seed(0)

@@ -1257,7 +1257,7 @@ OWN = (
     mutant(
         "first-layers-for-the-last",
         "layers=K taken from the bottom of the model",
-        ("model.capture.resolve_layers", "range(depth - layers, depth)", "range(layers)"),
+        ("model.layer_choice.layers_within", "range(depth - layers, depth)", "range(layers)"),
         claim(
             scoring.check_preference_validation,
             small(layers=2, last=True, validations=BRANCHES),

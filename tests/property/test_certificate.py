@@ -404,7 +404,7 @@ PLANTED = {
     ),
     "a layer fewer": (
         edit(
-            "model.capture.resolve_layers",
+            "model.layer_choice.layers_within",
             "(depth - layers, depth)", "(depth - layers + 1, depth)",
         ),
         trial("scope", "path", scored=2),
