@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.moved import install as _install_former_names
-
 if TYPE_CHECKING:
     from alphatoken.config import ScorerConfig
     from alphatoken.direction.drift import FisherDrift
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
         select_top,
     )
     from alphatoken.values import TokenValues
-
-_install_former_names()
 
 __version__ = "0.2.0"
 

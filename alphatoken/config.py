@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, require_choice, warn_caller
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -62,7 +62,6 @@ class ScorerConfig:
             mixtures of experts too; for ``label`` also "all" trainable parameters, or parts joined
             by commas, "linears" and patterns of parameter names in any layer ("linears,*norm*");
             see ``alphatoken.model.parameter_choice``.
-        contraction: deprecated, and without effect.
         uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
             routers, DoRA), or "skip" to leave such matrices out of scope and name them in
             ``Scorer.coverage``.
@@ -100,7 +99,6 @@ class ScorerConfig:
     precondition_after: int = 30
     score_bias: bool = False
     parameters: str = "linears"
-    contraction: InitVar[str | None] = None
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
@@ -121,13 +119,8 @@ class ScorerConfig:
         )
         return f"ScorerConfig({', '.join(changed)})"
 
-    def __post_init__(self, contraction: str | None) -> None:
+    def __post_init__(self) -> None:
         """Check every option."""
-        if contraction is not None:
-            warn_caller(
-                "ScorerConfig(contraction=...) has no effect: there is one way to contract",
-                DeprecationWarning,
-            )
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
         # A bool is an int: window=True would mean 1.

@@ -20,7 +20,7 @@ from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.objective import GradientReducer
-from alphatoken.errors import AlphaTokenWarning, InputError, UnsupportedError, warn_caller
+from alphatoken.errors import AlphaTokenWarning, InputError, UnsupportedError
 from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
     SWITCHED,
@@ -216,12 +216,6 @@ class Scorer:
             against += f", {kind}"
         name = type(self.given.model).__name__
         return f"Scorer({name}, layers {layers}; {against}; {self.config!r})"
-
-    @property
-    def target(self) -> DirectionBuilder:
-        """The former name of ``builder``."""
-        warn_caller("Scorer.target is Scorer.builder now", DeprecationWarning)
-        return self.builder
 
     @property
     def config(self) -> ScorerConfig:
