@@ -32,9 +32,9 @@ _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "crea
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 """Texts about a text, beside which it is a document still."""
 
-_THOUGHTS = ("reasoning_content", "thinking")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MARKS = ("weight", "train", "loss", "trainable")
-_ROLES = {
+ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -155,15 +155,24 @@ def require_text(turns: Sequence[Turn], place: str) -> None:
         DataError: half of a surrogate pair.
     """
     for turn in turns:
-        try:
-            (turn.text + turn.thought).encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                "a text holds half of a character",
-                got=f"{place}: {error.object[error.start]!r} at character {error.start}",
-                why="a surrogate without its other half is no text that a tokenizer can read",
-                remedy="mend or drop the row; the text may have been cut in the middle of a pair",
-            ) from None
+        require_whole(turn.text + turn.thought, place)
+
+
+def require_whole(text: str, place: str) -> None:
+    """See that a text has no half of a character.
+
+    Raises:
+        DataError: half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "a text holds half of a character",
+            got=f"{place}: {error.object[error.start]!r} at character {error.start}",
+            why="a surrogate without its other half is no text that a tokenizer can read",
+            remedy="mend or drop the row; the text may have been cut in the middle of a pair",
+        ) from None
 
 
 def require_read(columns: Columns) -> None:
@@ -384,11 +393,11 @@ def turn_of(message: Any, place: str) -> Turn:
     message = {name: value for name, value in message.items() if value is not None}
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise DataError(
             "a message has an unknown role",
             got=f"{place}: {role!r}",
-            remedy=f"use one of {', '.join(_ROLES)}",
+            remedy=f"use one of {', '.join(ROLES)}",
         )
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(
@@ -397,9 +406,9 @@ def turn_of(message: Any, place: str) -> Turn:
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
+    thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
     return Turn(
-        _ROLES[role], _content(content, place), _content(thought, place), _learned(message, place)
+        ROLES[role], _content(content, place), _content(thought, place), _learned(message, place)
     )
 
 

@@ -9,20 +9,32 @@ and labels that it makes of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 from alphatoken.data import EncodeOptions, Fields, Reading, encode_row, pair_of, row_of
-from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, is_marked
-from alphatoken.errors import InputError
+from alphatoken.data.rows import (
+    CHANGING,
+    CHATS,
+    PROMPTS,
+    RESPONSES,
+    ROLES,
+    is_marked,
+    require_whole,
+)
+from alphatoken.errors import DataError, InputError, quoted
 from alphatoken.train.datasets import preference_records
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer
+from alphatoken.train.prepared import require_thoughts
 
 __all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of", "uses_template"]
 
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
+
+_TRLS_ROLES = {"tool", "function"}
 
 _LOOKED_AT = 1024
 """Rows by which it is said what is read; of a stream, those that are looked at at all."""
@@ -57,12 +69,33 @@ def as_dataset(rows: Any, name: str) -> Any:
     if rows and all(isinstance(row, str) for row in rows):
         return Dataset.from_list([{"text": row} for row in rows])
     if rows and all(isinstance(row, Mapping) for row in rows):
-        return Dataset.from_list([dict(row) for row in rows])
+        return _of_records(rows, name)
     raise InputError(
         f"the {name} data set is no set of rows",
         got=f"{type(rows).__name__} of {' and '.join(kinds) or 'nothing'}",
         remedy=wanted,
     )
+
+
+def _of_records(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Records as a data set of all their columns; ``Dataset.from_list`` takes the first one's."""
+    from datasets import Dataset
+    from pyarrow import ArrowException
+
+    columns = dict.fromkeys(column for row in rows for column in row)
+    try:
+        return Dataset.from_dict({c: [row.get(c) for row in rows] for c in columns})
+    except UnicodeEncodeError:
+        for index, row in enumerate(rows):
+            require_whole(json.dumps(row, ensure_ascii=False, default=str), f"{name} row {index}")
+        raise
+    except ArrowException as error:
+        raise DataError(
+            f"a column of the {name} data set holds values of several kinds",
+            got=quoted(error),
+            why="a data set has one kind of value in a column",
+            remedy="write it alike in every row, or give other forms of row columns of their own",
+        ) from None
 
 
 def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -96,8 +129,8 @@ def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     tokenizer = rows_tokenizer(args, tokenizer_of(given))
     whole, reading = args.completion_only_loss is False, Reading(f"{name} rows")
     options = {"name": name, "tokenizer": tokenizer, "how": how, "whole": whole, "text": text}
-    for record in islice(dataset, _LOOKED_AT):
-        row_of(record, 0, name, Fields(text=text), reading)
+    for index, record in enumerate(islice(dataset, _LOOKED_AT)):
+        row_of(record, index, f"{name} row {index}", Fields(text=text), reading)
     _say(reading, given)
     return _mapped(dataset, _record, columns, options)
 
@@ -129,8 +162,8 @@ def pairs_in_trl_form(
     if plain and named and not _read_otherwise(dataset, read, columns):
         return _as_trl_reads(dataset, read, columns, name, given)
     reading = Reading(f"{name} rows")
-    for record in islice(dataset, _LOOKED_AT):
-        pair_of(record, 0, name, reading=reading)
+    for index, record in enumerate(islice(dataset, _LOOKED_AT)):
+        pair_of(record, index, f"{name} row {index}", reading=reading)
     _say(reading, given)
     return _mapped(dataset, _pair_record, columns, {"name": name, "chat": chat()})
 
@@ -161,13 +194,27 @@ def _read_otherwise(dataset: Any, read: Collection[str], columns: set[str]) -> b
         lists = (value for name in looked if isinstance(value := record[name], list))
         if any(isinstance(m, Mapping) and is_marked(m) for m in chain.from_iterable(lists)):
             return True
+        if any(_nobody_answers(record[name]) for name in {*CHATS} & {*read}):
+            return True
     return False
+
+
+def _nobody_answers(messages: Any) -> bool:
+    """Whether a chat has no assistant, and roles that neither TRL nor we know."""
+    if not isinstance(messages, list):
+        return False
+    roles = {str(m.get("role") or m.get("from")) for m in messages if isinstance(m, Mapping)}
+    known = {*ROLES, *_TRLS_ROLES}
+    return not roles <= known and not any(ROLES.get(role) == "assistant" for role in roles)
 
 
 def _as_trl_reads(
     dataset: Any, read: set[str], columns: set[str], name: str, given: Mapping[str, Any] | None
 ) -> Any:
     """The data set as it is; columns that nothing reads are named."""
+    if given is not None and any(isinstance(v, list) for v in next(iter(dataset), {}).values()):
+        looked = islice(dataset, None if hasattr(dataset, "__len__") else _LOOKED_AT)
+        require_thoughts(looked, lambda: rows_tokenizer(given["args"], tokenizer_of(given)), name)
     reading = Reading(f"{name} rows")
     reading.forms[", ".join(sorted(read))] += 1
     own = given is not None and (

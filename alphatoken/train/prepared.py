@@ -6,12 +6,13 @@ hands ids to the model as they come, and lets the error of a chat template pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from alphatoken.data.rows import THOUGHTS
 from alphatoken.errors import (
     AlphaTokenError,
     AlphaTokenWarning,
@@ -22,7 +23,7 @@ from alphatoken.errors import (
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.datasets import plain_rows
 
-__all__ = ["check_prepared", "check_tokens", "refusals_named"]
+__all__ = ["check_prepared", "check_tokens", "refusals_named", "require_thoughts"]
 
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -52,6 +53,37 @@ def refusals_named(
                 for messages in _conversations(row):
                     _require_written(messages, own, f"{name} row", number)
         raise
+
+
+def require_thoughts(rows: Iterable[Any], tokenizer: Callable[[], Any], name: str) -> None:
+    """See that the chat template writes the thoughts of messages, where rows have some.
+
+    Args:
+        rows: in TRL's forms.
+        tokenizer: gives what they will be written with; asked where there is a thought.
+        name: of the data set.
+
+    Raises:
+        InputError: they would be lost; names the row.
+    """
+    own = None
+    for number, row in enumerate(rows):
+        for messages in _conversations(row):
+            if not any(one.get(field) for one in messages for field in THOUGHTS):
+                continue
+            own = own or tokenizer()
+            bare = [{k: v for k, v in one.items() if k not in THOUGHTS} for one in messages]
+            try:
+                texts = [own.apply_chat_template(some, tokenize=False) for some in (messages, bare)]
+            except Exception:  # named where the trainer below writes the row
+                continue
+            if texts[0] == texts[1]:
+                raise InputError(
+                    f"the thoughts of a {name} row would be lost",
+                    got=f"row {number}",
+                    why="the chat template does not write them",
+                    remedy="a tokenizer whose template writes them, or write them into the content",
+                )
 
 
 def _conversations(row: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from alphatoken import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.data import encode_row, row_of
+from alphatoken.errors import DataError
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -44,6 +45,10 @@ def sft(folder: Path, train: Any, validation: Any, *, template: str = "", **more
         validation_dataset=validation,
         processing_class=tokenizer,
     )
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
 
 
 def named(rows: list[dict[str, str]], prompt: str, response: str) -> Dataset:
@@ -163,6 +168,54 @@ def test_rows_with_nulls_are_read_row_by_row(tmp_path: Path) -> None:
     assert same(sft(tmp_path, union, HELD).train_dataset, expected.train_dataset)
 
 
+def test_records_of_other_columns_than_the_first_are_read(tmp_path: Path) -> None:
+    """``Dataset.from_list`` alone would lose what the first record has not."""
+    rows = [{"question": r["prompt"], "answer": r["completion"]} for r in SUMS]
+    rows[1] = {**rows[1], "system": "brief"}
+    rows[2] = {"instruction": SUMS[2]["prompt"], "output": SUMS[2]["completion"]}
+    found = sft(tmp_path, rows, HELD).train_dataset
+    for i, row in enumerate(rows[:3]):
+        assert (
+            list(found[i]["input_ids"]) == encode_row(row_of(row, i, "here"), tiny.tokenizer())[0]
+        )
+
+
+def thinking(field: str) -> list[dict[str, Any]]:
+    answer = {"role": "assistant", "content": "2", field: "one more"}
+    return [{"messages": [_said("user", "1+1"), answer]} for _ in range(8)]
+
+
+NO_ROWS = {
+    "half of a character": ([*SUMS[:12], {"prompt": "1+\ud83d", "completion": "2"}], DataError,
+                            r"half of a character.*training row 12"),
+    "several kinds": ([*SUMS[:12], {"prompt": [_said("user", "1")], "completion": "2"}], DataError,
+                      "values of several kinds"),
+    "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], DataError,
+              r"unknown role.*training row 0: 'User'.*assistant"),
+    "nulls": ([*named(SUMS[:12], "question", "answer"), {"question": None, "answer": "2"}],
+              DataError, "training row 12"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_ROWS)
+def test_records_that_cannot_be_read_are_named(tmp_path: Path, kind: str) -> None:
+    rows, error, said = NO_ROWS[kind]
+    with pytest.raises(error, match=said):
+        sft(tmp_path, rows, HELD, template=CHAT)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_that_the_template_leaves_out_are_no_rows_of_a_trainer(
+    tmp_path: Path, field: str
+) -> None:
+    with pytest.raises(InputError, match=r"thoughts of a training row would be lost.*row 0"):
+        sft(tmp_path, thinking(field), HELD, template=CHAT)
+    shows = CHAT.replace("{{ m['content']", "{{ m['reasoning_content'] or '' }}{{ m['content']")
+    assert shows != CHAT
+    found = sft(tmp_path, thinking(field), HELD, template=shows)
+    assert "one more" in tiny.tokenizer().decode(found.train_dataset[0]["input_ids"])
+
+
 @pytest.mark.filterwarnings("ignore:validation rows label 100%")  # texts beside prompts are
 def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
     expected = sft(tmp_path, Dataset.from_list(SUMS), Dataset.from_list(HELD))
@@ -252,10 +305,6 @@ def test_training_rows_that_repeat_validation_rows_are_counted(tmp_path: Path) -
 def test_leaks_are_seen_in_every_form_of_row(form: Callable[[dict[str, str]], Any]) -> None:
     rows = [form(row) for row in SUMS]
     assert leaking_rows(rows, [rows[2], *(form(row) for row in HELD)]) == [2]
-
-
-def _said(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
 
 
 # --- what else is refused or chosen before any work -----------------------------------------------

@@ -169,7 +169,7 @@ THINKS = CHATML.replace(
 )
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_reach_the_template_or_the_row_is_refused(name: str) -> None:
     row = row_of({"messages": [SAID[0], {**SAID[1], name: "Polite."}]}, 0, "here")
     assert labelled_text(byte_tokenizer(THINKS), row) == [
