@@ -87,13 +87,19 @@ class BudgetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingOptions:
-    """How to read the rows."""
+class ColumnOptions:
+    """Which columns are read."""
 
     prompt_column: str | None = option(None, "column of the prompt")
     response_column: str | None = option(None, "column of the response")
     messages_column: str | None = option(None, "column of the chat")
     unread_columns: str | None = option(None, "columns to leave aside, joined by commas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(ColumnOptions):
+    """How to read the rows."""
+
     on_bad_rows: Literal["error", "skip"] = option(
         "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-from alphatoken.cli.common import ModelOptions
+from alphatoken.cli.common import ColumnOptions, ModelOptions
 from alphatoken.cli.options import option, read_options
 
 __all__ = ["EvaluateOptions", "run"]
@@ -92,7 +92,7 @@ class _Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(ModelOptions, _Tasks, _Judging, _Reading):
+class EvaluateOptions(ModelOptions, _Tasks, ColumnOptions, _Judging, _Reading):
     """Everything that ``alphatoken evaluate`` is told."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from alphatoken.cli.compare_grid import expanded, require_known
 from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.cli.folder import require_writable
+from alphatoken.cli.reading import fields_of
 from alphatoken.compare.evaluate import check_rows, encode_files, measure, require_template
 from alphatoken.compare.measures import OPPONENT, Measures
 from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
@@ -49,12 +50,13 @@ def run(options: EvaluateOptions) -> None:
     parts = find_parts(options.model_name_or_path, options.adapter)
     start = options.start or (None if parts.adapter is None else parts.model)
     _require_start(measures, command, start)
-    check_rows(measures, command)
+    fields = fields_of(options, optional=True)
+    check_rows(measures, command, fields)
     ready = prepare(measures, allow_code=options.allow_code_execution)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)
     limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
-    encoded = encode_files(measures, command, tokenizer, limits)
+    encoded = encode_files(measures, command, tokenizer, limits, fields)
     if options.dry_run:
         _show(measures, ready, parts)
         return
@@ -212,7 +214,8 @@ def _command(measures: Measures) -> str:
     if measures.target_file is None:
         return "sft"
     first = next((record for _, record in read_records(measures.target_file)), {})
-    return "dpo" if {"chosen", "rejected"} <= set(first) else "sft"
+    pairs = ({"chosen", "rejected"}, {"chosen_response", "rejected_response"})
+    return "dpo" if any(names <= set(first) for names in pairs) else "sft"
 
 
 def _require_start(measures: Measures, command: str, start: str | None) -> None:

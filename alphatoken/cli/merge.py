@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alphatoken.cli.common import ColumnOptions
 from alphatoken.cli.options import option, read_options
 from alphatoken.errors import ConfigError, FisherError
 
@@ -45,7 +46,7 @@ examples
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions:
+class _Merging:
     """What to merge, and how."""
 
     before: str = option(help="model that training started from")
@@ -62,6 +63,11 @@ class MergeOptions:
     retention_file: str | None = option(None, "rows that must not be forgotten: likewise")
     max_length: int | None = option(None, "cut measured rows to N tokens")
     traceback: bool = option(False, "show the whole traceback of an error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(_Merging, ColumnOptions):
+    """Everything that ``alphatoken merge`` is told."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -96,6 +102,7 @@ def run(words: Sequence[str]) -> int:
 def _check(options: MergeOptions, out: Path) -> Encoded:
     """What can be said before a model is loaded; the rows to be measured, as tokens."""
     from alphatoken.cli.folder import require_writable
+    from alphatoken.cli.reading import fields_of
     from alphatoken.compare.evaluate import check_rows, encode_files
     from alphatoken.compare.measures import Measures
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
@@ -113,8 +120,10 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
         retention_file=options.retention_file,
         max_length=options.max_length,
     )
-    check_rows(files, "sft")
-    return encode_files(files, "sft", load_tokenizer(parts.tokenizer), find_limits(parts))
+    fields = fields_of(options, optional=True)
+    check_rows(files, "sft", fields)
+    tokenizer = load_tokenizer(parts.tokenizer)
+    return encode_files(files, "sft", tokenizer, find_limits(parts), fields)
 
 
 def _fishers(options: MergeOptions) -> Fishers | None:

@@ -25,7 +25,9 @@ from alphatoken.data import (
     EncodeOptions,
     EncodeReport,
     Example,
+    Fields,
     Pair,
+    PairFields,
     Reading,
     Row,
     batches,
@@ -79,12 +81,13 @@ def _has_pairs(name: str, command: str) -> bool:
     return command == "dpo" and name != "retention"
 
 
-def check_rows(measures: Measures, command: str) -> None:
+def check_rows(measures: Measures, command: str, fields: Fields | None = None) -> None:
     """Read every file of rows once, without a tokenizer: before a model is loaded or trained.
 
     Args:
         measures: what is asked for.
         command: "sft" or "dpo": what target rows are.
+        fields: names of columns, where they are not among the known ones.
 
     Raises:
         DataError: a file cannot be read, a row is none, or no row has a response.
@@ -93,10 +96,10 @@ def check_rows(measures: Measures, command: str) -> None:
         answered, reading = False, Reading(Path(path).name)
         for i, (place, record) in enumerate(read_records(path)):
             if _has_pairs(name, command):
-                pair_of(record, i, place, reading=reading)
+                pair_of(record, i, place, _of_pairs(fields), reading)
                 answered = True
             else:
-                row = row_of(record, i, place, reading=reading)
+                row = row_of(record, i, place, fields, reading)
                 answered = answered or bool(row.response.strip())
         reading.say()
         if not answered:
@@ -107,7 +110,19 @@ def check_rows(measures: Measures, command: str) -> None:
             )
 
 
-def encode_files(measures: Measures, command: str, tokenizer: Any, limits: Limits) -> Encoded:
+def _of_pairs(fields: Fields | None) -> PairFields | None:
+    if fields is None:
+        return None
+    return PairFields(fields.prompt, unread=fields.unread, optional=fields.optional)
+
+
+def encode_files(
+    measures: Measures,
+    command: str,
+    tokenizer: Any,
+    limits: Limits,
+    fields: Fields | None = None,
+) -> Encoded:
     """The rows of every file as tokens; says how many are not measured, or not to their end.
 
     The model need not be loaded.
@@ -133,6 +148,7 @@ def encode_files(measures: Measures, command: str, tokenizer: Any, limits: Limit
             limit if asked is None else asked,
             chat=measures.chat,
             vocabulary=limits.tokens,
+            fields=fields,
         )
     return found
 
@@ -155,6 +171,7 @@ def read_examples(
     *,
     chat: bool = True,
     vocabulary: int | None = None,
+    fields: Fields | None = None,
 ) -> list[Example]:
     """Rows of a file with their labels; of plain text (``text``) every token is labelled.
 
@@ -162,7 +179,7 @@ def read_examples(
         DataError: the file cannot be read, or no row has a response.
     """
     records = enumerate(read_records(path))
-    rows = [row_of(record, i, place) for i, (place, record) in records]
+    rows = [row_of(record, i, place, fields) for i, (place, record) in records]
     options = EncodeOptions(
         max_length=max_length, on_empty="skip", chat_template=chat, vocabulary=vocabulary
     )
@@ -180,13 +197,15 @@ def read_pair_examples(
     *,
     chat: bool = True,
     vocabulary: int | None = None,
+    fields: Fields | None = None,
 ) -> PairExamples:
     """Chosen and rejected rows of a file of preference pairs; both sides of a pair, or neither.
 
     Raises:
         DataError: the file cannot be read, or no pair fits.
     """
-    pairs = [pair_of(record, i, place) for i, (place, record) in enumerate(read_records(path))]
+    of = _of_pairs(fields)
+    pairs = [pair_of(record, i, place, of) for i, (place, record) in enumerate(read_records(path))]
     how = EncodeOptions(
         max_length=max_length, on_empty="skip", chat_template=chat, turns="last",
         vocabulary=vocabulary,

@@ -143,7 +143,8 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
             f"the {kind} response of a pair is null",
             got=f"{columns.place} has {columns}",
             why="null counts as absent",
-            remedy="mend or drop the row, or have it passed over: --on_bad_rows skip",
+            remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
+            "evaluate)",
         )
     if name is None:
         raise DataError(

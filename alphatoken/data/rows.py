@@ -225,7 +225,8 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
             f"the row has no {kind}",
             got=f"{columns.place} has {columns}",
             why="null counts as absent",
-            remedy="mend or drop the row, or have it passed over (--on_bad_rows)",
+            remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
+            "evaluate and merge)",
         )
     raise DataError(
         f"the row has no {kind} field",

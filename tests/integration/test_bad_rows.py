@@ -225,6 +225,26 @@ def test_rows_that_are_not_measured_are_counted(
     assert "max_length is more than the model allows" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", MEASURING)
+def test_columns_are_named_and_left_aside_where_rows_are_measured(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    records = [{"ask": "1+1=", "say": "2.", "functions": "add"}] * 2
+    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = [word.format(model=model) for word in MEASURING[command]]
+    words += ["--target_file", str(rows), "--output_dir", str(tmp_path / "out")]
+    remedies = {
+        "--prompt_column": "ask", "--response_column": "say", "--unread_columns": "functions",
+    }  # fmt: skip
+    for remedy, name in remedies.items():
+        assert main(words) == 2
+        assert remedy in capsys.readouterr().err
+        words += [remedy, name]
+    assert main(words) == 0
+    assert "prompt = ask, response = say" in capsys.readouterr().err
+
+
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
     from datasets import Dataset
 
