@@ -17,18 +17,25 @@ __all__ = ["argument_kinds", "prove_causality"]
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens",
              "max_length")  # fmt: skip
 """Arguments that never tell a model to look ahead, unless they are a mask of pairs."""
+_OF_OUTPUTS = ("use_cache", "output_", "return_")
+"""Flags of what a forward hands out."""
 
 
 def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
     """What the arguments say of who may look at whom; None if only a proof can tell.
 
-    Batches for which this is equal are read alike, so one proof serves them. Token types and the
-    like say by their numbers what the model makes of them, and are proved with every batch.
+    Batches for which this is equal are read alike, so one proof serves them. A flag such as
+    ``is_causal`` is part of it. Token types, masks of other classes and the like say by what is in
+    them what the model makes of them, and are proved with every batch.
     """
     kinds = set()
     for name, value in batch.inputs.items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, bool) and not name.startswith(_OF_OUTPUTS):
+            kinds.add(f"{name}={value}")
+        if value is None or isinstance(value, (bool, int, float, str)):
             continue
+        if not isinstance(value, Tensor):
+            return None
         pairs = name == "attention_mask" and value.dim() > 2
         if name.startswith(_BY_TOKEN) and not pairs:
             kinds.add(name)

@@ -291,6 +291,17 @@ def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["direct", "label"])
+def test_a_flag_that_makes_a_pass_look_ahead_is_refused_after_any_other(estimator: str) -> None:
+    batch = {k: v for k, v in BATCH.items() if k != "attention_mask"}
+    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(estimator, layers=2))
+    plain = scorer.score(batch).total
+    for _ in range(2):
+        with pytest.raises(ModelError, match="looks ahead"):
+            scorer.score({**batch, "is_causal": False})
+    assert torch.equal(scorer.score({**batch, "is_causal": True}).total, plain)
+
+
+@pytest.mark.parametrize("estimator", ["direct", "label"])
 def test_a_model_that_attends_both_ways_is_refused(estimator: str) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
     for decoder in (False, True):

@@ -328,6 +328,8 @@ check_a_trap_is_refused | | (traps) | exact
 check_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
 check_a_backward_that_is_followed | | label_values, validation_gradient | exact
 check_a_model_that_looks_ahead_is_refused | | (a model that does) | exact
+check_a_thousandth_of_the_next_token_is_seen | | (a model that does) | exact
+check_what_arguments_say_of_who_sees_whom | | (arguments by hand) | exact
 check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
 check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
 check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact

@@ -319,6 +319,27 @@ PROOFS = (
         room="estimate.causality.",
     ),
     _proof(
+        "small-look-ahead-accepted",
+        "a prediction may see a tenth of the next token",
+        ("prove_causality", "later > 1e-4 *", "later > 0.1 *"),
+        claim(proving.check_a_thousandth_of_the_next_token_is_seen, 1e-3, examples=1),
+        room="estimate.causality.",
+    ),
+    _proof(
+        "flags-say-nothing",
+        "a pass with is_causal=False is taken for one that was proved",
+        ("argument_kinds", 'kinds.add(f"{name}={value}")', "pass"),
+        claim(proving.check_what_arguments_say_of_who_sees_whom, "a flag", examples=1),
+        room="estimate.causality.",
+    ),
+    _proof(
+        "next-token-in-a-mask-unread",
+        "a mask of pairs that lets a token see the next one is taken for causal",
+        ("_looks_ahead", "triu(1)", "triu(2)"),
+        claim(proving.check_what_arguments_say_of_who_sees_whom, "one pair ahead", examples=1),
+        room="estimate.causality.",
+    ),
+    _proof(
         "mixers-taken-for-attention",
         "a layer without softmax attention is given a direct value",
         ("require_self_rule", "if scope.mixers:", "if False:"),

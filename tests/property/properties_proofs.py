@@ -26,6 +26,7 @@ from alphatoken.errors import (
     ModelError,
     UnsupportedError,
 )
+from alphatoken.estimate.causality import argument_kinds, prove_causality
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
@@ -187,6 +188,68 @@ def check_a_model_that_looks_ahead_is_refused(estimator: str) -> None:
     error = refusal(lambda: scorer.score(case.batch))
     assert isinstance(error, ModelError), "a model that looks ahead was valued"
     assert "looks ahead" in str(error)
+
+
+def _pairs(*ahead: tuple[int, int]) -> Tensor:
+    """(1, 1, 4, 4) who may look at whom: a causal mask, and these pairs beside it."""
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    for query, key in ahead:
+        mask[..., query, key] = True
+    return mask
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
+    "tokens": ({}, set()),
+    "token types": ({"token_type_ids": torch.zeros(1, 4)}, None),
+    "a causal mask": ({"attention_mask": _pairs()}, {"causal mask of pairs"}),
+    "one pair ahead": ({"attention_mask": _pairs((1, 2))}, None),
+    "the same in numbers": ({"attention_mask": _pairs((1, 2)).long()}, None),
+    "the same to be added": ({"attention_mask": _added(_pairs((1, 2)), torch.float32)}, None),
+    "causal, to be added": (
+        {"attention_mask": _added(_pairs(), torch.bfloat16)}, {"causal mask of pairs"}
+    ),
+    "another tensor": ({"bias": torch.zeros(1, 4)}, None),
+    "a flag": ({"is_causal": False}, {"is_causal=False"}),
+    "a number": ({"max_length_q": 4, "is_causal": None}, set()),
+    "flags of outputs": ({"use_cache": False, "output_router_logits": True}, set()),
+    "another object": ({"attention_mask_function": object()}, None),
+}  # fmt: skip
+"""Arguments beside the tokens, and their kinds; None where each batch has to be proved."""
+
+
+def check_what_arguments_say_of_who_sees_whom(name: str) -> None:
+    """Batches of one kind are read alike, and one that may look ahead is of no kind or its own."""
+    given, kinds = KINDS[name]
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = read_batch({"input_ids": ids, "labels": ids})
+    batch.inputs.update(given)
+    assert argument_kinds(batch) == (None if kinds is None else {"input_ids", *kinds})
+
+
+def leaking(case: Case, size: float, rows: slice = slice(None)) -> ReferenceDecoder:
+    """A decoder whose last layer lets tokens see a little of the next one, in some rows."""
+
+    def look(module: object, args: object, output: Tensor) -> Tensor:
+        changed = output.clone()
+        changed[rows] = changed[rows] + size * output.roll(-1, 1)[rows]
+        return changed
+
+    model = case.model()
+    model.layers[-1].register_forward_hook(look)
+    return model
+
+
+def check_a_thousandth_of_the_next_token_is_seen(size: float) -> None:
+    """A look ahead is found by its size beside the whole gradient, down to rounding."""
+    case = make_case(("pprrr", "prrrr"), PLAIN[1])
+    batch = read_batch(case.batch)
+    error = refusal(lambda: prove_causality(ReferenceAdapter(leaking(case, size)), batch))
+    assert isinstance(error, ModelError), "a model that looks ahead passed"
+    assert prove_causality(ReferenceAdapter(case.model()), batch)
 
 
 def check_isolation_is_claimed_only_where_it_was_shown(long: bool) -> None:

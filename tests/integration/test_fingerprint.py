@@ -1,0 +1,216 @@
+"""Two times are told apart by whatever values depend on, and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from alphatoken import PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.model.fingerprint import numbers_of, settings_of, trained_of
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+# --- numbers --------------------------------------------------------------------------------------
+
+SIZE = 2 * 2**16 + 8
+"""Bytes or words of 64 bits: more than are read at once on a CPU, by either."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_each_number_shows_wherever_it_stands(dtype: torch.dtype, offset: int) -> None:
+    """Also in views that begin between two words, as those of a flat buffer do."""
+    drawn = torch.Generator().manual_seed(1)
+    numbers = torch.randint(1, 100, (SIZE + offset,), generator=drawn).to(dtype)[offset:]
+    before = numbers_of([numbers])
+    assert numbers_of([numbers.clone()]) == before or offset  # words may begin elsewhere
+    for place in (0, 7, 2**16, SIZE - 1):
+        kept = numbers[place].clone()
+        numbers[place] = 0
+        assert numbers_of([numbers]) != before
+        numbers[place] = kept
+    assert numbers_of([numbers]) == before
+
+
+def test_blocks_that_change_places_show() -> None:
+    numbers = torch.arange(2 * 2**16).double()
+    assert numbers_of([numbers]) != numbers_of([numbers.roll(2**16)])
+
+
+def test_tensors_that_change_places_show() -> None:
+    one, other = torch.zeros(3), torch.ones(3)
+    assert numbers_of([one, other]) != numbers_of([other, one])
+
+
+def test_a_tensor_made_of_others_is_read_as_they_are() -> None:
+    """As quantised and sharded weights are."""
+    first, second = torch.ones(3), torch.ones(3)
+    made = TwoTensor(first, second)
+    before = numbers_of([made])
+    second.data[1] = 2
+    assert numbers_of([made]) != before
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+class Other(nn.Linear):
+    """The same weight in another forward."""
+
+
+def with_settings() -> Any:
+    """A decoder whose last linear has an attribute of each kind that is looked at."""
+    model = BY_NAME["llama"].build(1)
+    linear = model.model.layers[-1].mlp.up_proj
+    linear.scaling = {"default": 2.0}
+    linear.active = {"default"}
+    linear.order = ["default", "second"]
+    linear.factor = torch.tensor(2.0)
+    model.config.text = SimpleNamespace(scale=2.0, to_dict=dict)
+    return model
+
+
+def passes_on(*_: Any) -> None:
+    """A hook of somebody else."""
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "a hook before": lambda model, linear: linear.register_forward_pre_hook(passes_on),
+    "a hook": lambda model, linear: linear.register_forward_hook(passes_on),
+    "a backward hook": lambda model, linear: linear.register_full_backward_hook(passes_on),
+    "a hook before the backward": (
+        lambda model, linear: linear.register_full_backward_pre_hook(passes_on)
+    ),
+    "a hook on a weight": lambda model, linear: linear.weight.register_hook(passes_on),
+    "a number of a mapping": lambda model, linear: linear.scaling.update(default=3.0),
+    "a set": lambda model, linear: linear.active.add("second"),
+    "an order": lambda model, linear: linear.order.reverse(),
+    "a tensor of one number": lambda model, linear: linear.factor.data.mul_(2),
+    "the configuration": lambda model, linear: setattr(model.config, "rms_norm_eps", 0.5),
+    "a part of the configuration": lambda model, linear: setattr(model.config.text, "scale", 3.0),
+    "a forward of the instance": lambda model, linear: setattr(linear, "forward", passes_on),
+    "the class": lambda model, linear: setattr(linear, "__class__", Other),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_setting_shows(change: str) -> None:
+    model = with_settings()
+    before = settings_of(model)
+    assert settings_of(model) == before
+    CHANGES[change](model, model.model.layers[-1].mlp.up_proj)
+    assert settings_of(model) != before
+
+
+def test_what_no_value_depends_on_does_not_show() -> None:
+    """Modes, our own hooks, and those that a forward leaves where hidden states were asked for."""
+    model = with_settings()
+    before = settings_of(model)
+    model(input_ids=torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)
+    model.train()
+    model.model.layers[0].gradient_checkpointing = True
+    model.register_forward_hook(partial(numbers_of))  # as one of ours
+    assert settings_of(model) == before
+
+
+def test_modules_and_parameters_count_by_identity() -> None:
+    model = with_settings()
+    before, linear = trained_of(model), model.model.layers[-1].mlp.up_proj
+    linear.weight.requires_grad_(False)
+    assert trained_of(model) != before
+    linear.weight.requires_grad_(True)
+    assert trained_of(model) == before
+    wrapped = nn.Sequential(nn.Dropout(0.0))  # without parameters
+    model.model.layers[-1].mlp.act_fn = wrapped
+    assert trained_of(model) != before
+
+
+# --- what a direction depends on ------------------------------------------------------------------
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+
+
+def rows(seed: int) -> dict[str, Tensor]:
+    return make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=seed)
+
+
+def of_batches(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """Values against retention rows, of which some are unlabelled."""
+    kept = rows(3)
+    config = ScorerConfig("path", layers=2)
+    return Scorer(model, rows(2), kept, config), lambda: kept["labels"].data[0].fill_(-100)
+
+
+def of_a_drift(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    named = {n: p.detach() for n, p in model.named_parameters() if "layers" in n}
+    drift = FisherDrift(
+        {n: torch.ones_like(p) for n, p in named.items()}, {n: 0.9 * p for n, p in named.items()}
+    )
+    config = ScorerConfig("label", layers=2, max_relative_drift=None)
+    scorer = Scorer(model, rows(2), drift, config)
+    return scorer, lambda: [m.mul_(2) for m in drift.fisher.values()]  # type: ignore[union-attr]
+
+
+def of_pairs(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    reference = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    pairs = PreferenceBatch(rows(2), rows(3), reference, reference.clone(), 1.0)
+    scorer = Scorer(model, pairs, config=ScorerConfig("path", layers=2))
+    return scorer, lambda: reference.data.add_(5)
+
+
+def of_a_mapping(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    name = "model.layers.2.mlp.up_proj.weight"
+    scale = {name: torch.ones_like(model.get_parameter(name))}
+    config = ScorerConfig("path", layers=2, preconditioner=scale)
+    return Scorer(model, rows(2), config=config), lambda: scale[name].data.mul_(2)
+
+
+def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(**BATCH).loss.backward()
+    optimizer.step()
+    config = ScorerConfig("label", layers=2, preconditioner="frozen", precondition_after=1)
+    scorer = Scorer(model, rows(2), config=config, optimizer=optimizer)
+    return scorer, lambda: optimizer.param_groups[0].update(eps=0.1)
+
+
+@pytest.mark.parametrize("made", [of_batches, of_a_drift, of_pairs, of_a_mapping, of_an_optimizer])
+def test_what_m_is_made_of_is_followed(made: Callable[..., Any]) -> None:
+    scorer, change = made(BY_NAME["llama"].build(1).double())
+    scorer.warn = False
+    before = scorer.score(BATCH).total
+    assert torch.equal(scorer.score(BATCH).total, before)
+    change()
+    found = scorer.score(BATCH).total
+    scorer.refresh()
+    assert torch.equal(found, scorer.score(BATCH).total)
+    assert not torch.equal(found, before)
+
+
+def test_m_is_of_the_products_as_autocast_rounds_them() -> None:
+    scorer = Scorer(BY_NAME["llama"].build(1).float(), rows(2), config=ScorerConfig("path"))
+    scorer.score(BATCH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = scorer.score(BATCH).total
+        scorer.refresh()
+        assert torch.equal(found, scorer.score(BATCH).total)
+
+
+def test_under_a_pin_a_step_between_forward_and_values_is_the_users_choice() -> None:
+    model = BY_NAME["llama"].build(1).double()
+    scorer = Scorer(model, rows(2), config=ScorerConfig("path", layers=2))
+    scorer.pin("kept")
+    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
+    expected = scorer.score(BATCH).total
+    with scorer.observe() as observed:
+        logits = model(**inputs, use_cache=False).logits
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)  # below the scored layers
+        torch.testing.assert_close(observed.values(logits, BATCH["labels"]).total, expected)
