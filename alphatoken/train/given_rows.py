@@ -9,7 +9,6 @@ and labels that it makes of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -50,8 +49,6 @@ def as_dataset(rows: Any, name: str) -> Any:
     Raises:
         InputError: no rows, a path, or a mapping; the message says what to give.
     """
-    from datasets import Dataset
-
     wanted = (
         "give a datasets.Dataset, a list of records or a list of texts; "
         "load_dataset('json', data_files=FILE, split='train') reads a file"
@@ -67,7 +64,7 @@ def as_dataset(rows: Any, name: str) -> Any:
         return rows
     kinds = sorted({type(row).__name__ for row in rows})
     if rows and all(isinstance(row, str) for row in rows):
-        return Dataset.from_list([{"text": row} for row in rows])
+        return _of_records([{"text": row} for row in rows], name)
     if rows and all(isinstance(row, Mapping) for row in rows):
         return _of_records(rows, name)
     raise InputError(
@@ -87,7 +84,8 @@ def _of_records(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
         return Dataset.from_dict({c: [row.get(c) for row in rows] for c in columns})
     except UnicodeEncodeError:
         for index, row in enumerate(rows):
-            require_whole(json.dumps(row, ensure_ascii=False, default=str), f"{name} row {index}")
+            for text in _texts(row):
+                require_whole(text, f"{name} row {index}")
         raise
     except ArrowException as error:
         raise DataError(
@@ -96,6 +94,15 @@ def _of_records(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
             why="a data set has one kind of value in a column",
             remedy="write it alike in every row, or give other forms of row columns of their own",
         ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:

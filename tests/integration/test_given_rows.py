@@ -188,6 +188,8 @@ def thinking(field: str) -> list[dict[str, Any]]:
 NO_ROWS = {
     "half of a character": ([*SUMS[:12], {"prompt": "1+\ud83d", "completion": "2"}], DataError,
                             r"half of a character.*training row 12"),
+    "half of a character in a text": (["ab cd", "a \ud83d"], DataError,
+                                      r"half of a character.*training row 1.*character 2"),
     "several kinds": ([*SUMS[:12], {"prompt": [_said("user", "1")], "completion": "2"}], DataError,
                       "values of several kinds"),
     "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], DataError,
