@@ -94,22 +94,20 @@ Read = tuple[Prompts, list[Row], list[str]]
 def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
     """Prompts that leave room for at least one new token."""
     prompts, used, long = [], [], 0
-    bad = list[DataError]()
+    bad = dict[int, DataError]()
     for row in rows:
         try:
             ids = encode_prompt(row, tokenizer, how)
         except DataError as error:
-            if how.on_bad_rows == "error":
-                raise
-            bad.append(error)
+            bad[row.index] = error
             continue
         if how.max_length is None or len(ids) < how.max_length:
             prompts.append(torch.tensor(ids))
             used.append(row)
         else:
             long += 1
-    if not used and bad:
-        raise bad[0]
+    if bad and (how.on_bad_rows == "error" or not used):
+        raise bad[min(bad)]  # the first of the file, whatever the order of drawing
     if not used:
         raise DataError(
             "no prompt leaves room for a response",
@@ -118,7 +116,7 @@ def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
         )
     notes = [f"{long} prompts leave no room for a response"] if long else []
     if bad:
-        notes.append(f"{len(bad)} prompts cannot be written as tokens; the first: {bad[0]}")
+        notes.append(f"{len(bad)} prompts cannot be written as tokens; the first: {bad[min(bad)]}")
     return prompts, used, notes
 
 

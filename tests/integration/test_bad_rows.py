@@ -121,6 +121,18 @@ def test_a_bad_row_is_named_before_the_model_is_loaded(
         assert str(model) in error
 
 
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_a_fisher_names_the_first_bad_row_of_the_file(
+    seed: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, held = files(tmp_path, BAD["template"][0], pairs=False)
+    with Path(rows).open("a") as file:
+        file.write(json.dumps({"messages": BAD["token"][0]}) + "\n")
+    words = words_of("fisher", model, rows, held, tmp_path / "out")
+    assert main([*words, "--seed", seed]) == 2
+    assert "rows.jsonl, line 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["score", "filter", "fisher"])
 def test_bad_rows_are_passed_over_where_that_is_asked(
     command: str, model: Path, tmp_path: Path
