@@ -290,10 +290,11 @@ CASES = (memory_model,)
 _LENGTH = 160
 _SCORE = (
     "score --train_file ROWS --validation_file HELD --output_dir OUT --train_limit 4 "
-    f"--batch_size 4 --max_length {_LENGTH} --no_report --format jsonl --on_empty skip"
+    f"--per_device_train_batch_size 4 --max_length {_LENGTH} --no_report "
+    "--format jsonl --on_empty skip"
 )
 _FISHER = (
-    "fisher --train_file ROWS --output_file OUT --samples 4 --batch_size 4 "
+    "fisher --train_file ROWS --output_file OUT --samples 4 --per_device_train_batch_size 4 "
     f"--max_new_tokens 8 --max_length {_LENGTH}"
 )
 _TRAIN = (

@@ -38,8 +38,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from alphatoken.cli.common import FORMER
-from alphatoken.cli.options import present_names
+from alphatoken.cli.options import spelled
 from alphatoken.errors import AlphaTokenError
 
 __all__ = ["main"]
@@ -74,10 +73,6 @@ examples
 
 alphatoken COMMAND --help explains one command."""
 
-_TRL = ("sft", "dpo")
-"""Commands whose flags are TRL's own, among which ``--debug`` means another thing."""
-
-
 _WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """What the system says of a name that the user got wrong, and not of a disk or of permissions."""
 
@@ -89,9 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().parse_args(words)  # --help, --version, or no such command: it ends here
         words = [word for word in words if word != "--"]
     name, *rest = words
-    former = {"out": "output_file"} if name == "fisher" else {}
-    known = {old: new for old, new in FORMER.items() if name not in _TRL or old != "debug"}
-    rest = present_names(rest, {**known, **former})
+    rest = spelled(rest)
 
     def command() -> int:
         module, _, function = _COMMANDS[name][0].partition(".")

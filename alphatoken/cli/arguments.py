@@ -19,7 +19,6 @@ from typing import Any, NoReturn, get_type_hints
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
-from alphatoken.cli.common import FORMER
 from alphatoken.cli.recipes import Recipe, close_to, joined, packaged_file, recipes_of
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
@@ -220,7 +219,6 @@ def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
 def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
     known = {action.dest for action in parser._actions}
     options = {name.replace("-", "_"): value for name, value in recipe.options.items()}
-    options = {name if name in known else FORMER.get(name, name): v for name, v in options.items()}
     for name in options:
         if name not in known:
             raise _unknown(name, parser, recipe.path.name)

@@ -1,4 +1,4 @@
-"""Options that several commands share, group by group, and the former names of flags."""
+"""Options that several commands share, group by group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 from alphatoken.cli.options import option
 
 __all__ = [
-    "FORMER",
     "LAYERS",
     "PARAMETERS",
     "BudgetOptions",
@@ -21,29 +20,6 @@ __all__ = [
     "TrainingRowOptions",
     "ValuationOptions",
 ]
-
-FORMER = {
-    "batch_size": "per_device_train_batch_size",
-    "data": "train_file",
-    "debug": "traceback",
-    "fisher": "fisher_file",
-    "layers": "score_layers",
-    "limit": "train_limit",
-    "messages_field": "messages_column",
-    "model": "model_name_or_path",
-    "out": "output_dir",
-    "offload": "fisher_offload",
-    "overwrite": "overwrite_output",
-    "parameters": "value_parameters",
-    "prompt_field": "prompt_column",
-    "ratio": "keep_ratio",
-    "response_field": "response_column",
-    "scope": "keep_scope",
-    "train": "train_file",
-    "validation": "validation_file",
-    "validation_data": "validation_file",
-}
-"""Flag as it was called -> as it is called now, in every command: TRL's name where TRL has one."""
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
 PARAMETERS = (

@@ -326,7 +326,7 @@ def _files(options: GridOptions) -> dict[str, Any]:
     given = {
         "model_name_or_path": options.model_name_or_path,
         "train_file": options.train_file,
-        "validation_data": options.validation_file,
+        "validation_file": options.validation_file,
     }
     found: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
     if "train_file" in found:

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from alphatoken.cli.common import (
-    FORMER,
     BudgetOptions,
     EarlierOptions,
     MemoryOptions,
@@ -256,7 +255,7 @@ def build_parser(
     kinds = kinds_of(known[name])
     for one in fields(known[name]):
         # One that all diagnostics have already gets the diagnostic's name before it.
-        taken = f"--{one.name}" in parser._option_string_actions or one.name in FORMER
+        taken = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
         flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser

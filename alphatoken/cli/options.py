@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -36,9 +35,9 @@ __all__ = [
     "flag_of",
     "kinds_of",
     "option",
-    "present_names",
     "read_options",
     "shown",
+    "spelled",
 ]
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -241,25 +240,16 @@ def read_options(command: str, options: type[T], words: Sequence[str], **more: A
 # --- spellings ------------------------------------------------------------------------------------
 
 
-def present_names(words: Sequence[str], former: Mapping[str, str]) -> list[str]:
-    """Words with flags in their present spelling: underscores, and no former name.
+def spelled(words: Sequence[str]) -> list[str]:
+    """Words with underscores in the names of flags, and values as they are.
 
-    Former names are said on stderr, once each, unless ``--quiet`` is among the words.
-
-    >>> present_names(["--batch-size", "8", "--set", "a.b-c=1"], {})
+    >>> spelled(["--batch-size", "8", "--set", "a.b-c=1"])
     ['--batch_size', '8', '--set', 'a.b-c=1']
     """
-    found, renamed = [], {}
+    found = []
     for word in words:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
-            name = flag[2:].replace("-", "_")
-            now = former.get(name, name)
-            if now != name:
-                renamed[name] = now
-            word = f"--{now}{equals}{value}"
+            word = f"--{flag[2:].replace('-', '_')}{equals}{value}"
         found.append(word)
-    if renamed and "--quiet" not in found:
-        said = ", ".join(f"--{name} is --{now}" for name, now in renamed.items())
-        print(f"note: options that have another name now: {said}", file=sys.stderr)
     return found

@@ -39,7 +39,7 @@ _SHARED: dict[str, Any] = {
 
 
 ON_ALL: dict[str, Any] = {
-    "policy": "all", "seed": 0, "validation_rows": 0, "validation_data": None, "retention": "none",
+    "policy": "all", "seed": 0, "validation_rows": 0, "validation_file": None, "retention": "none",
     "fisher_data": None, "fisher_file": None,
 }  # fmt: skip
 """What references set, over the options of all cells: all tokens of all their rows."""

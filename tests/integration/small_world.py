@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from alphatoken.cli import main
-from alphatoken.cli.common import FORMER
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from tests.rows import jsonl
@@ -38,9 +37,18 @@ class World:
         return main(["score", *flags(options), "--quiet", *map(str, more)])
 
 
+SHORT = {
+    "batch_size": "per_device_train_batch_size", "fisher": "fisher_file", "layers": "score_layers",
+    "limit": "train_limit", "model": "model_name_or_path", "out": "output_dir",
+    "parameters": "value_parameters", "ratio": "keep_ratio", "scope": "keep_scope",
+    "train": "train_file", "validation": "validation_file",
+}  # fmt: skip
+"""Words of these tests for options that most of them give."""
+
+
 def flags(options: Mapping[str, object]) -> list[str]:
-    """Options as words, under their names of today; None is left out."""
-    given = {FORMER.get(key, key): value for key, value in options.items() if value is not None}
+    """Options as words of a command; None is left out."""
+    given = {SHORT.get(key, key): value for key, value in options.items() if value is not None}
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
@@ -75,7 +83,7 @@ def make_world(folder: Path) -> World:
     status = main(
         [
             "fisher", "--model_name_or_path", str(folder / "reference"),
-             "--data", str(folder / "prompts.jsonl"),
+             "--train_file", str(folder / "prompts.jsonl"),
             "--output_file", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
             "--max_new_tokens", "8",
         ]

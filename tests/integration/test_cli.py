@@ -100,9 +100,10 @@ def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path:
     chosen = "linears,*norm*,*embed_tokens*"
     fisher_file = tmp_path / "fisher.safetensors"
     words = [
-        "fisher", "--model_name_or_path", world / "reference", "--data", world / "prompts.jsonl",
+        "fisher", "--model_name_or_path", world / "reference",
+        "--train_file", world / "prompts.jsonl",
         "--output_file", fisher_file, "--samples", "4", "--max_new_tokens", "8", "--quiet",
-        "--parameters", chosen,
+        "--value_parameters", chosen,
     ]  # fmt: skip
     assert main([str(word) for word in words]) == 0
     out = tmp_path / "out"
@@ -222,7 +223,7 @@ def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[s
     out = tmp_path / "f.safetensors"
     status = main(
         ["fisher", "--model_name_or_path", str(world / "reference"),
-         "--data", str(world / "prompts.jsonl"),
+         "--train_file", str(world / "prompts.jsonl"),
          "--output_file", str(out), "--samples", "4", "--max_new_tokens", "4", "--quiet", *more]
     )  # fmt: skip
     assert status == 0
@@ -245,8 +246,8 @@ def test_lora_adapter_is_valued_by_its_factors(world: World, tmp_path: Path) -> 
     assert main(
         ["fisher", "--model_name_or_path", str(world / "reference"),
          "--adapter", str(tmp_path / "adapter"),
-         "--data", str(world / "prompts.jsonl"), "--output_file", str(fisher), "--samples", "2",
-         "--max_new_tokens", "4", "--quiet"]
+         "--train_file", str(world / "prompts.jsonl"),
+         "--output_file", str(fisher), "--samples", "2", "--max_new_tokens", "4", "--quiet"]
     ) == 0  # fmt: skip
     assert all("lora_" in name for name in FisherDrift.load(fisher).names)
     adapter = tmp_path / "adapter"
@@ -301,7 +302,8 @@ def test_a_real_signal_leaves_whole_files(
         "--model_name_or_path", str(world / "moved"),
         "--train_file", str(train), "--validation_file", str(world / "validation.jsonl"),
         "--output_dir", str(out),
-        "--batch_size", "2", "--shard_size", "4", "--no_report", "--format", "jsonl",
+        "--per_device_train_batch_size", "2", "--shard_size", "4", "--no_report",
+        "--format", "jsonl",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -610,14 +612,14 @@ def scored_library(library_decoder: Path, tmp_path_factory: pytest.TempPathFacto
     write_files(folder, train=22, held_out=6)
     model, fisher, out = str(library_decoder), folder / "fisher.safetensors", folder / "out"
     assert main(
-        ["fisher", "--model_name_or_path", model, "--data", str(folder / "retention.jsonl"),
-         "--response_column", "text", "--labels", "token", "--samples", "6", "--limit", "6",
+        ["fisher", "--model_name_or_path", model, "--train_file", str(folder / "retention.jsonl"),
+         "--response_column", "text", "--labels", "token", "--samples", "6", "--train_limit", "6",
          "--output_file", str(fisher), "--quiet"]
     ) == 0  # fmt: skip
     assert main(
         ["score", "--model_name_or_path", model,
          "--train_file", str(folder / "train.jsonl"), "--max_length", "512",
-         "--limit", "22", "--validation_rows", "6", "--on_empty", "skip",
+         "--train_limit", "22", "--validation_rows", "6", "--on_empty", "skip",
          "--fisher_file", str(fisher), "--output_dir", str(out),
          "--verify", "4", "--shard_size", "8", "--quiet"]
     ) == 0  # fmt: skip

@@ -315,8 +315,9 @@ class Job:
         self.train, self.rows = path, rows
         self.words = [
             "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(path),
-            "--validation_file", str(world / "validation.jsonl"), "--batch_size", "4",
-            "--shard_size", str(shard), "--no_report", "--scope", "dataset",
+            "--validation_file", str(world / "validation.jsonl"),
+            "--per_device_train_batch_size", "4", "--shard_size", str(shard), "--no_report",
+            "--keep_scope", "dataset",
         ]  # fmt: skip
 
     def command(self, engine: str, out: Path, *more: str) -> list[str]:
@@ -445,7 +446,8 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
         words = [
             "score", "--model_name_or_path", world / "moved", "--train_file", train,
             "--validation_file", held, "--output_dir", tmp_path / f"out{count}",
-            "--batch_size", 256, "--layers", 1, "--scope", "dataset", "--no_components",
+            "--per_device_train_batch_size", 256, "--score_layers", 1, "--keep_scope", "dataset",
+            "--no_components",
         ]  # fmt: skip
         run = subprocess.run(
             [sys.executable, "-c", code, *map(str, words)],

@@ -74,7 +74,7 @@ def logged(trainer: Any) -> list[float]:
 
 
 def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path / "v", "--ratio", 0.3, "--write_dataset", tmp_path / "d") == 0
+    assert world.score(tmp_path / "v", "--keep_ratio", 0.3, "--write_dataset", tmp_path / "d") == 0
     rows = {row["row"]: row for row in load(tmp_path / "d")}
     counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
     kept = 0
@@ -94,14 +94,21 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())
     assert summary["dataset"] == {k: v for k, v in counts.items() if k != "sha256"}
     # Once more, over an earlier one: the same bytes.
-    again = world.score(tmp_path / "w", "--ratio", 0.3, "--write_dataset", tmp_path / "d")
+    again = world.score(tmp_path / "w", "--keep_ratio", 0.3, "--write_dataset", tmp_path / "d")
     assert again == 0
     assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
 
 
 @pytest.mark.parametrize("scope", ["batch", "sequence", "dataset"])
 def test_soft_weights_are_the_librarys(world: World, tmp_path: Path, scope: str) -> None:
-    words = ("--write_dataset", tmp_path / "d", "--weighting", "proportional", "--scope", scope)
+    words = (
+        "--write_dataset",
+        tmp_path / "d",
+        "--weighting",
+        "proportional",
+        "--keep_scope",
+        scope,
+    )
     assert world.score(tmp_path / "v", *words) == 0
     examples = list(read_values(tmp_path / "v" / "values"))
     rows = {row["row"]: row for row in load(tmp_path / "d")}
@@ -123,7 +130,7 @@ def test_soft_weights_are_the_librarys(world: World, tmp_path: Path, scope: str)
 
 
 def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path / "v", "--ratio", 0.4, "--write_dataset", tmp_path / "d") == 0
+    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset", tmp_path / "d") == 0
     model, tokenizer = model_of(world)
     rows = load(tmp_path / "d")
     args = trl.SFTConfig(str(tmp_path / "o"), per_device_train_batch_size=3, **OPTIONS)
@@ -253,7 +260,7 @@ def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> 
     (tmp_path / "short.jsonl").write_text(
         "".join((world / "train.jsonl").read_text().splitlines(keepends=True)[:8])
     )
-    words = ("--ratio", 0.9, "--write_dataset", tmp_path / "d")
+    words = ("--keep_ratio", 0.9, "--write_dataset", tmp_path / "d")
     assert world.score(tmp_path / "v", *words) == 0
     assert len(list((tmp_path / "d").glob("part-*"))) > 1
     assert world.score(tmp_path / "w", *words, train=tmp_path / "short.jsonl") == 0
@@ -264,7 +271,7 @@ def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> 
 def test_response_tokens_are_counted_of_every_row(world: World, tmp_path: Path) -> None:
     from alphatoken.report import read_values
 
-    words = ("--ratio", 0.1, "--scope", "dataset", "--write_dataset", tmp_path / "d")
+    words = ("--keep_ratio", 0.1, "--keep_scope", "dataset", "--write_dataset", tmp_path / "d")
     assert world.score(tmp_path / "v", *words) == 0
     counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
     every = [int(one.response.sum()) for one in read_values(tmp_path / "v" / "values")]

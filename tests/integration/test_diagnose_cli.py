@@ -27,9 +27,9 @@ from alphatoken.cli.options import (
     add_options,
     default_of,
     option,
-    present_names,
     read_options,
     shown,
+    spelled,
 )
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -154,7 +154,7 @@ NEEDED = (
 def parsed(*words: str) -> dict[str, Any]:
     """What ``words`` set of ``Made``."""
     parser = build_parser("coverage", [find("coverage")], {"coverage": Made})
-    given = vars(parser.parse_args(present_names([*NEEDED, *words], {})))
+    given = vars(parser.parse_args(spelled([*NEEDED, *words])))
     return {k.removeprefix("own_"): value for k, value in given.items() if k.startswith("own_")}
 
 
@@ -257,20 +257,13 @@ def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert "one of two (default a)" in text
 
 
-def test_former_names_are_read_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", "coverage", "--model", "m", "--train-file", "t", "--overwrite"]) == 2
-    note, error = capsys.readouterr().err.splitlines()
-    assert note == (
-        "note: options that have another name now: --model is --model_name_or_path, --overwrite is "
-        "--overwrite_output"
-    )
-    assert "required: --output_dir" in error
-    assert main(["fisher", "--model=m", "--data=d", "--out=/no/folder/f", "--quiet"]) == 2
-    assert "note" not in capsys.readouterr().err
-    # Of sft and dpo --debug is transformers' own.
-    assert present_names(["--debug"], {}) == ["--debug"]
-    assert main(["sft", "--debug", "--model_name_or_path", "m", "--config", "laptop-sft"]) == 2
-    assert "note" not in capsys.readouterr().err
+def test_dashes_are_underscores_and_no_other_name_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["diagnose", "coverage", *NEEDED[:4], "--overwrite-output"]) == 2
+    assert "required: --output_dir" in capsys.readouterr().err
+    assert main(["fisher", "--model_name_or_path=m", "--data=d", "--output_file=/no/f"]) == 2
+    assert "--train_file" in capsys.readouterr().err
 
 
 def test_options_of_one_are_not_read_for_another() -> None:

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.common import FORMER
 from alphatoken.cli.compare import CompareOptions
 from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.merge import MergeOptions
-from alphatoken.cli.options import flag_of, present_names
+from alphatoken.cli.options import flag_of
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.training_help import USUAL, short_help
 from alphatoken.cli.training_options import RowArguments, RunArguments
@@ -98,11 +97,6 @@ def test_every_option_of_the_trainers_has_one_too(command: str) -> None:
     assert set(USUAL) <= {action.dest for action in actions}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_option_goes_by_a_former_name(kind: Any) -> None:
-    assert not flags(kind) & set(FORMER)
-
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("docs/**/*.ipynb")]
 OF_COMMAND = {
@@ -126,7 +120,6 @@ def test_lines_on_pages_name_options_as_they_are_called_now() -> None:
     assert ("quickstart.md", "score", "train_limit") in found
     for name, command, flag in found:
         if name not in ("CHANGELOG.md", "log.md") and (command, flag) != ("sft", "debug"):
-            assert flag not in FORMER, (name, command, flag)
             known = flags(OF_COMMAND[command]) | {"help"} if command in OF_COMMAND else {flag}
             assert {flag, flag.removeprefix("no_")} & known, (name, command, flag)
 
@@ -145,28 +138,6 @@ def test_what_commands_share_has_one_name() -> None:
         assert columns <= known
     for kind in (ScoreOptions, FilterOptions, CompareOptions, AlphaFields):
         assert "keep_ratio" in flags(kind)
-
-
-def test_former_names_are_read_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ratio", "0.3", "--layers=2", "--batch-size", "4", "--validation_data", "v.jsonl"]
-    found = present_names(words, FORMER)
-    assert found == ["--keep_ratio", "0.3", "--score_layers=2", "--per_device_train_batch_size",
-                     "4", "--validation_file", "v.jsonl"]  # fmt: skip
-    assert "--ratio is --keep_ratio" in capsys.readouterr().err
-    for name in FORMER.values():
-        assert name not in FORMER
-
-
-@pytest.mark.slow
-def test_recipes_with_former_names_are_read(tmp_path: Path) -> None:
-    from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.training import trainer_of
-
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("validation_data: held.jsonl\nratio: 0.3\nlayers: '2'\n", "utf-8")
-    found = read_arguments("sft", ["--config", str(recipe)], trainer_of("sft")[0])
-    assert found.data.validation_file == "held.jsonl"
-    assert (found.training.keep_ratio, found.training.score_layers) == (0.3, "2")
 
 
 def test_help_shows_three_examples_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

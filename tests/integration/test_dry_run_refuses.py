@@ -18,7 +18,7 @@ DPO = [*SFT, "--beta", "0.1"]
 
 CASES: dict[str, tuple[str, list[str], str]] = {
     "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file is not there"),
-    "no validation file": ("sft", ["--validation_data", "no.jsonl"], "validation_file is not"),
+    "no validation file": ("sft", ["--validation_file", "no.jsonl"], "validation_file is not"),
     "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file is not there"),
     "no template": ("sft", ["--chat_template_path", "no.jinja"], "chat_template_path is not"),
     "a full folder": ("sft", ["--output_dir", "full"], "the output folder is not empty"),

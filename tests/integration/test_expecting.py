@@ -41,8 +41,9 @@ TRAINING = (
 )
 COMMANDS = {
     "score": "score --train_file rows.jsonl --validation_rows 4 --output_dir OUT --no_report",
-    "fisher": "fisher --data rows.jsonl --output_file OUT --samples 2 --max_new_tokens 4",
-    "fisher of labels": "fisher --data rows.jsonl --output_file OUT --samples 2 --labels token",
+    "fisher": "fisher --train_file rows.jsonl --output_file OUT --samples 2 --max_new_tokens 4",
+    "fisher of labels": "fisher --train_file rows.jsonl --output_file OUT "
+    "--samples 2 --labels token",
     "sft": f"sft --train_file rows.jsonl --output_dir OUT {TRAINING}",
     "dpo": f"dpo --train_file pairs.jsonl --output_dir OUT {TRAINING}",
 }

@@ -13,7 +13,7 @@ from scipy import stats
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli import main
 from alphatoken.data import batches, encode_rows, read_rows
-from tests.integration.small_world import World
+from tests.integration.small_world import World, flags
 from tests.rows import jsonl
 
 WEIGHT = 300.0
@@ -25,14 +25,13 @@ def judged(world: World, out: Path, *more: object, **changed: object) -> int:
         "train_file": world / "train.jsonl",
         "validation_file": world / "validation.jsonl",
         "output_file": out,
-        "batch_size": 3,
+        "per_device_train_batch_size": 3,
         "validation_batches": 3,
         # So much weight on what the model was that some rows are harmful.
         "fisher_file": world / "fisher.safetensors",
         "stability_weight": WEIGHT,
     } | changed
-    words = [w for key, value in options.items() if value is not None for w in (f"--{key}", value)]
-    return main([str(word) for word in ("filter", *words, "--quiet", *more)])
+    return main(["filter", *flags(options), "--quiet", *map(str, more)])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

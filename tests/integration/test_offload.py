@@ -140,7 +140,7 @@ def test_options_that_contradict_it_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_score_command_reads_it_from_disk(tmp_path: Path) -> None:
-    """The same values and settings, so that a run may be resumed with or without --offload."""
+    """The same values and settings, so that a run may be resumed with or without it."""
     tokenizer, model = make_tokenizer(), make_model(make_tokenizer())
     model.save_pretrained(tmp_path / "reference")
     generator = torch.Generator().manual_seed(1)
@@ -157,7 +157,7 @@ def test_the_score_command_reads_it_from_disk(tmp_path: Path) -> None:
         ]
         jsonl(tmp_path / f"{name}.jsonl", rows)
     fisher = tmp_path / "fisher.safetensors"
-    fit = ["fisher", "--model_name_or_path", "reference", "--data", "validation.jsonl"]
+    fit = ["fisher", "--model_name_or_path", "reference", "--train_file", "validation.jsonl"]
     fit += ["--output_file", fisher]
     words = [tmp_path / w if w in ("reference", "validation.jsonl") else w for w in fit]
     assert main([str(w) for w in [*words, "--samples", 3, "--max_new_tokens", 4, "--quiet"]]) == 0
@@ -165,14 +165,14 @@ def test_the_score_command_reads_it_from_disk(tmp_path: Path) -> None:
         "score", "--model_name_or_path", tmp_path / "moved",
         "--train_file", tmp_path / "train.jsonl",
         "--validation_file", tmp_path / "validation.jsonl", "--fisher_file", fisher,
-        "--batch_size", 4, "--quiet", "--no_report",
+        "--per_device_train_batch_size", 4, "--quiet", "--no_report",
     ]  # fmt: skip
     values = []
-    for name, more in (("whole", []), ("offload", ["--offload"])):
+    for name, more in (("whole", []), ("offload", ["--fisher_offload"])):
         assert main([str(w) for w in [*score, "--output_dir", tmp_path / name, *more]]) == 0
         values.append([e.values for e in read_values(tmp_path / name / "values")])
     assert len(values[0]) == 8
     for one, two in zip(*values, strict=True):
         assert all((one[key] == two[key]).all() for key in one)
-    again = [*score, "--output_dir", tmp_path / "whole", "--resume", "--offload"]
+    again = [*score, "--output_dir", tmp_path / "whole", "--resume", "--fisher_offload"]
     assert main([str(w) for w in again]) == 0

@@ -338,7 +338,8 @@ def test_a_diagnosis_never_falls_silent(smollm2: Path, tmp_path: Path) -> None:
         "diagnose", "heatmap", "--model_name_or_path", str(smollm2), "--max_length", "256",
         "--train_file", str(tmp_path / "train.jsonl"), "--on_empty", "skip",
         "--validation_file", str(tmp_path / "validation.jsonl"),
-        "--output_dir", str(tmp_path / "out"), "--tokens", "700", "--batch_size", "16",
+        "--output_dir", str(tmp_path / "out"), "--tokens", "700",
+        "--per_device_train_batch_size", "16",
     ]  # fmt: skip
     start = time.monotonic()
     with subprocess.Popen(

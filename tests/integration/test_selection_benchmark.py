@@ -361,7 +361,7 @@ def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.Monkey
         if base.get("policy") in ("top", "label"):
             estimators = [o.get("estimator", meant.get(o["policy"])) for o in (method, base)]
             assert estimators[0] == estimators[1], one
-        for name in ("train_file", "model_name_or_path", "validation_data"):
+        for name in ("train_file", "model_name_or_path", "validation_file"):
             assert method.get(name) == base.get(name), one
 
 

@@ -58,7 +58,7 @@ def test_a_run_says_of_every_token_whether_it_was_kept(library_decoder: Path, ro
 
     records = run({
         "model_name_or_path": str(library_decoder), "train_file": str(rows / "noisy-words.jsonl"),
-        "validation_data": str(rows / "validation.jsonl"), "validation_mode": "pool",
+        "validation_file": str(rows / "validation.jsonl"), "validation_mode": "pool",
         "validation_batch_size": 4, "row_format": "text", "max_length": 160, "use_cpu": True,
         "dtype": "float32", "bf16": False, "gradient_checkpointing": False, "policy": "top",
         "estimator": "label", "keep_ratio": 0.5, "score_layers": "2", "retention": "none",
