@@ -12,6 +12,7 @@ import pytest
 from alphatoken.data import (
     Fields,
     PairFields,
+    Reading,
     Row,
     encode_row,
     pair_of,
@@ -97,6 +98,25 @@ def test_what_would_be_lost_is_refused_and_the_remedy_works(
     assert row_of(record, 0, "here", Fields(**way_on)).turns
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["input", "context", "system", "system_prompt", "system_message", "tools", "documents",
+     "chat_template_kwargs", "history", "functions", "function_call", "tool_calls", "image",
+     "images", "audio", "audios", "video", "videos"],
+)  # fmt: skip
+def test_no_column_that_changes_the_conversation_is_lost_beside_a_plain_text(name: str) -> None:
+    row_of({"text": "A story.", name: []}, 0, "here")
+    with pytest.raises(DataError, match=name):
+        row_of({"text": "A story.", name: [{"a": "b c"}]}, 0, "here")
+
+
+def test_texts_about_a_document_stay_beside_it() -> None:
+    about = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
+             "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
+    row = row_of({"text": "A story.", **dict.fromkeys(about, "of two words")}, 0, "here")
+    assert row.response == "A story."
+
+
 def test_named_columns_may_be_absent_from_held_out_rows() -> None:
     held = Fields("text", "code", optional=True)
     assert row_of({"text": "a", "code": "b"}, 0, "here", held).response == "b"
@@ -146,7 +166,59 @@ def test_one_line_says_what_was_read_and_what_not(
     ]  # fmt: skip
 
 
+def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
+    reading = Reading("a.jsonl")
+    for number, prompt in enumerate(("prompt", "instruction", "question", "query", "query")):
+        answer = "response" if number < 4 else "output"
+        record = {prompt: "Who?", answer: "Ada", **({"id": 0} if number == 0 else {"note": ""})}
+        row_of(record, number, "here", reading=reading)
+    assert str(reading).startswith("a.jsonl: prompt = prompt, response = response (1 rows); ")
+    assert str(reading).endswith("; 1 more forms; not read: id, note")
+
+
+def test_a_filled_template_is_known_whatever_white_space_is_around_it() -> None:
+    record = {"prompt": "### Who? ### Ada", "question": " Who?\n", "answer": "Ada\n"}
+    assert row_of(record, 0, "here").prompt == " Who?\n"
+    record["prompt"] = "Answer briefly. Who?"  # no answer in it: it is what is asked
+    assert row_of(record, 0, "here").prompt == "Answer briefly. Who?"
+
+
+def test_a_prompt_that_ends_with_its_response_is_seen_through_white_space() -> None:
+    reading = Reading("a.jsonl")
+    row_of({"prompt": "Say: yes \n", "response": " yes"}, 0, "here", reading=reading)
+    row_of({"prompt": "Say: yes", "response": " "}, 1, "here", reading=reading)
+    assert "in 1 of 2 rows the prompt ends with the response" in str(reading)
+
+
 # --- turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "refusal"),
+    [
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "tool calls"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, "tool calls"),
+        ({"role": "assistant", "content": "a", "thinking": "\ud800"}, "half of a character"),
+        ({"role": "tool", "content": "a"}, "unknown role"),
+    ],
+)
+def test_a_message_that_is_more_than_its_text_is_refused(
+    message: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(DataError, match=refusal):
+        row_of({"messages": [SAID[0], message, *SAID]}, 0, "here")
+
+
+def test_fields_of_a_message_that_are_null_are_absent() -> None:
+    message = {"role": None, "content": None, "from": "gpt", "value": "Yes.", "weight": None}
+    asked = {"role": "developer", "content": "Be brief.", "tool_calls": None}
+    assert turns({"messages": [asked, message]}) == [("system", "Be brief."), ("assistant", "Yes.")]
+
+
+@pytest.mark.parametrize("history", [[["Where?", "Here."], 3], [["Where?"]], [["Where?", 3]], "no"])
+def test_a_history_that_is_read_in_part_is_refused(history: object) -> None:
+    with pytest.raises(DataError, match="no list of earlier turns"):
+        row_of({"history": history, **ASKED}, 0, "here")
 
 
 @pytest.mark.parametrize("mark", ["weight", "train", "loss", "trainable"])

@@ -14,6 +14,7 @@ from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from alphatoken.estimate.causality import prove_causality
+from alphatoken.estimate.derivatives import _tolerance
 from alphatoken.model.batch import documents_in_rows, read_batch
 from alphatoken.model.capture import draws
 from tests.property import properties_proofs as claims
@@ -72,6 +73,20 @@ def test_how_far_a_backward_may_be_off(dtype: torch.dtype, off: float, refused: 
     error = refusal(lambda: scorer.score(batch))
     assert isinstance(error, UnsupportedError) == refused
     assert refused or error is None
+
+
+def test_the_coarsest_arithmetic_decides_how_far() -> None:
+    """Also of a forward that casts inside, as one that a trainer has prepared."""
+    known = _tolerance("cpu", [torch.float32])
+    assert _tolerance("cpu", [torch.float64]) < known < _tolerance("cpu", [torch.bfloat16])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _tolerance("cpu", [torch.float32]) == _tolerance("cpu", [torch.bfloat16])
+    batch = make_batch(("pprrr",), vocabulary=11, seed=1)
+    model = BY_NAME["llama"].build(1).float()
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    scorer = Scorer(model, batch, config=ScorerConfig("label", layers=2))
+    assert scorer.score(batch).total.any()
+    assert known < scorer.coverage.derivatives < 0.2
 
 
 def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
