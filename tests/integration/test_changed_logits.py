@@ -128,6 +128,20 @@ def test_logits_of_another_forward_are_refused(trains: bool, estimator: str) -> 
             observed.values(first, BATCH["labels"])
 
 
+def test_under_dropout_another_forward_is_known_by_its_graph() -> None:
+    """The losses of two forwards differ there anyway."""
+    model = model_of().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    scorer = scorer_of(model, "label")
+    with scorer.observe() as observed:
+        first = model(**inputs_of(BATCH)).logits
+        logits = model(**inputs_of(BATCH)).logits
+        with pytest.raises(InputError, match="the graph of another forward"):
+            observed.values(first, BATCH["labels"])
+        assert observed.values(logits, BATCH["labels"]).total.any()
+
+
 @EACH
 @pytest.mark.parametrize(
     "change", [lambda z: z / 2.0, lambda z: z.div_(2.0), lambda z: z.clamp(-0.5, 0.5)]
@@ -169,8 +183,8 @@ def test_values_after_the_context_and_without_a_forward_are_refused(estimator: s
     model = model_of()
     scorer = scorer_of(model, estimator)
     with scorer.observe() as observed:
-        with pytest.raises(ModelError):
+        with pytest.raises(ModelError, match="the model was not called"):
             observed.values(torch.zeros(2, 8, VOCABULARY), BATCH["labels"])
         logits = model(**inputs_of(BATCH)).logits
-    with pytest.raises(ModelError, match="observe"):
+    with pytest.raises(ModelError, match=r"observe\(\) has ended"):
         observed.values(logits, BATCH["labels"])
