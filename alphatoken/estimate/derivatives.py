@@ -24,7 +24,9 @@ from alphatoken.support.precision import wide
 
 __all__ = ["prove_derivatives"]
 
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-4}
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
+"""Forward mode runs a forward of its own, rounded otherwise: on Gemma 3 270M in float32, whose
+activations are large, that moves the sum by 6.3e-4, and by less on the other models measured."""
 _TOLERANCE_HALF = 0.2
 
 

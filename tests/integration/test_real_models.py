@@ -141,6 +141,9 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
             loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0, i])
             yield list(torch.autograd.grad(loss, weights))
 
+    # Gemma's activations are large: forward mode rounds to 1.8e-4 in float32. In float64 both agree
+    # to 6e-9 there.
+    allowed = 3e-4 if "gemma" in model.config.model_type else 1e-4
     validation = list(gradients(collate([held])))
     mean = [sum(parts) / len(validation) for parts in zip(*validation, strict=True)]
     tokens = collate([own])["labels"][0].ne(-100).nonzero().flatten().tolist()
@@ -148,7 +151,7 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
         terms = [(g * m).double() for g, m in zip(gradient, mean, strict=True)]
         wanted = sum(float(t.sum()) for t in terms)
         absolute = sum(float(t.abs().sum()) for t in terms)
-        assert float(values[i]) == pytest.approx(wanted, abs=1e-4 * absolute)
+        assert float(values[i]) == pytest.approx(wanted, abs=allowed * absolute)
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"alphatoken", "label"}))
