@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.errors import InputError, ModelError
 from alphatoken.model import response_losses
+from alphatoken.model.head import rounding_tolerance
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
@@ -128,11 +129,22 @@ def test_logits_of_another_forward_are_refused(trains: bool, estimator: str) -> 
             observed.values(first, BATCH["labels"])
 
 
+def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
+    model = model_of().eval()
+    scorer = scorer_of(model, "label")
+    limit = rounding_tolerance(torch.float64)
+    with scorer.observe() as observed:
+        logits = model(**inputs_of(BATCH)).logits
+        assert observed.values(logits * (1 + 0.01 * limit), BATCH["labels"]).total.any()
+        with pytest.raises(InputError, match="mean loss"):
+            observed.values(logits * (1 + 20 * limit), BATCH["labels"])
+
+
 def test_under_dropout_another_forward_is_known_by_its_graph() -> None:
     """The losses of two forwards differ there anyway."""
     model = model_of().train()
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
+        layer.self_attn.attention_dropout = 0.9
     scorer = scorer_of(model, "label")
     with scorer.observe() as observed:
         first = model(**inputs_of(BATCH)).logits

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import CoverageError, InputError, UnsupportedError
+from alphatoken.model.token_ids import embedding_rows
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
@@ -60,6 +62,18 @@ def test_a_weight_that_is_computed_is_followed_or_refused(how: str) -> None:
     else:  # torch has no forward mode for its kernel
         with pytest.raises(UnsupportedError, match="_weight_norm_interface"):
             scorer.score(BATCH)
+
+
+def test_rows_of_an_embedding_are_known_under_an_adapter() -> None:
+    own = nn.Embedding(7, 2)
+    for embedding, rows in (
+        (own, 7),
+        (SimpleNamespace(base_layer=own), 7),
+        (nn.Linear(1, 1), None),
+    ):
+        model = SimpleNamespace(get_input_embeddings=lambda found=embedding: found)
+        assert embedding_rows(model) == rows
+    assert embedding_rows(SimpleNamespace()) is None
 
 
 @EACH

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.ledger_unit import ledger_unit
 from alphatoken.train.manifest import RESULTS
 from alphatoken.train.report import REPORT
 from tests.integration.tiny_training import model, options, sft_rows, tokenizer
@@ -75,6 +79,27 @@ def test_the_sum_is_a_decrease_where_it_is_called_one(tmp_path: Path, name: str)
     if not is_decrease or "full" in name:
         assert type(trainer.optimizer.optimizer).__name__ in unit
     assert unit.split("(")[0] in (tmp_path / REPORT).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "preconditioner", "words"),
+    [
+        (partial(torch.optim.SGD, momentum=0.9), None, "no decrease of a loss, since SGD carries"),
+        (torch.optim.RMSprop, "full", "by the steps of RMSprop from step 3 on"),
+        (partial(torch.optim.RMSprop, momentum=0.9), "full", "since RMSprop carries"),
+        (torch.optim.AdamW, "full", "since AdamW carries"),
+        (torch.optim.AdamW, "frozen", "since AdamW has a denominator that moves"),
+        (torch.optim.AdamW, None, "since AdamW steps along another direction"),
+    ],
+)
+def test_what_stands_in_the_way_is_said(
+    optimizer: Any, preconditioner: str | None, words: str
+) -> None:
+    made = optimizer([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    assert words in ledger_unit(made, preconditioner, 3)
+    assert ledger_unit(SimpleNamespace(optimizer=made), preconditioner, 3) == ledger_unit(
+        made, preconditioner, 3
+    )
 
 
 def test_momentum_is_said(tmp_path: Path) -> None:

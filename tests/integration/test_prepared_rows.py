@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from datasets import Dataset
 
 from alphatoken.errors import AlphaTokenWarning, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.prepared import check_prepared, check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "
@@ -68,6 +70,28 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(kind: str, tmp_path:
     model = tiny.model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the remedy
     trainer(kind, tmp_path, prompts, processing_class=tokenizer, model=model)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "prompt_ids", "chosen_ids", "rejected_ids"])
+def test_every_column_of_tokens_is_looked_at(column: str) -> None:
+    tokenizer, model = tiny.tokenizer(), tiny.model()
+    size = len(tokenizer)
+    check_tokens(Dataset.from_dict({column: [[1], [], [size - 1]]}), model, tokenizer, "training")
+    with pytest.raises(InputError, match=f"row 1: token None .id {size}."):
+        check_tokens(Dataset.from_dict({column: [[1], [2, size]]}), model, tokenizer, "training")
+
+
+def test_packed_rows_are_not_called_left_out() -> None:
+    args, rows = (
+        SimpleNamespace(max_length=8, packing=True),
+        Dataset.from_dict({"input_ids": [[1]]}),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        check_prepared([{}] * 3, rows, tiny.model(), None, args)
+        args.packing = False
+        with pytest.raises(AlphaTokenWarning, match="2 of 3 training rows"):
+            check_prepared([{}] * 3, rows, tiny.model(), None, args)
 
 
 def test_validation_rows_have_no_such_token_either(tmp_path: Path) -> None:

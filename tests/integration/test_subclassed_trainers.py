@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
+from alphatoken.train.step_guard import StepGuard
 from tests.integration.tiny_training import (
     ALPHA,
     furthest,
@@ -289,6 +291,28 @@ def test_a_step_that_no_weigher_has_seen_is_not_taken(tmp_path: Path, way: str) 
     assert all(torch.equal(before[name], after[name]) for name in before)
     plainly = sft(Own, tmp_path, policy="all", export_values=False)
     plainly.train()  # as the remedy says
+
+
+def test_each_micro_batch_of_each_step_must_be_weighed() -> None:
+    step = SimpleNamespace(
+        current_gradient_accumulation_steps=2, state=SimpleNamespace(global_step=3)
+    )
+    guard = StepGuard(step)
+
+    def weigh() -> None:
+        loss = torch.ones((), requires_grad=True) * 1.0
+        guard.expect_gradient(loss)
+        loss.backward()
+
+    for _ in range(2):
+        guard.on_step_begin()
+        with pytest.raises(UnsupportedError, match="2 of 2 micro-batches of step 3"):
+            guard.on_pre_optimizer_step()
+        weigh()
+        with pytest.raises(UnsupportedError, match="1 of 2 micro-batches of step 3"):
+            guard.on_pre_optimizer_step()
+        weigh()
+        guard.on_pre_optimizer_step()
 
 
 def test_a_batch_without_its_step_is_not_ranked_over_a_step(tmp_path: Path) -> None:
