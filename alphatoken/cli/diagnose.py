@@ -26,7 +26,8 @@ def overview() -> str:
         f"  {ALL:{width}}all of these, in one report",
         "",
         "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
-        "           --validation_file FILE --output_dir DIR ...",
+        "           --validation_file FILE --output_dir DIR",
+        "           [--retention FILE] ...      drift and fisher need rows to retain",
         "       alphatoken diagnose NAME --help    what one of them writes, and its options",
         "       alphatoken diagnose --list         the names, one a line",
     ]

@@ -37,7 +37,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
 from alphatoken.fidelity.prices import Prices
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import missing_libraries
 from alphatoken.support.progress import heartbeat
 from alphatoken.support.storage import write_json
@@ -57,6 +57,8 @@ def run(request: Request) -> int:
     options = request.shared
     _check_libraries()
     check_files(options)
+    if len(request.entries) == 1 and request.entries[0].needs_retention:
+        require_retention(options.retention)
     _check_out(Path(options.output_dir), options)
     try:
         with nullcontext() if options.quiet else heartbeat():

@@ -105,7 +105,7 @@ def numbers_figure(
     return picture(
         "coverage-statistics",
         "Coverage against chance",
-        "Points: the kept tokens of each policy, with 95 % intervals over rows. Grey band: "
+        "Points: the kept tokens of each policy, with 95 % intervals. Grey band: "
         "95 % of random selections of the same size. Look for points outside the band: left "
         "of it the policy covers less than chance does.",
         Table.of("coverage-statistics", "What the dot plots show", records),

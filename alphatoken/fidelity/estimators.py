@@ -606,7 +606,7 @@ def _own_sentence(
         best = cheaper[-1]
         clock = prices.relative(best.setting, "seconds")
         text += (
-            f" For no more, {best.setting} ranks at {best.spearman} "
+            f" For no more FLOPs, {best.setting} ranks at {best.spearman} "
             f"({prices.relative(best.setting):.2f} in FLOPs, {clock:.2f} in seconds)."
         )
     return text

@@ -61,7 +61,7 @@ def depth_figure(ranked: Ranked, own: Setting) -> Figure:
         title,
         "Higher is better. Look for lines that stop rising: more layers cost more and rank no "
         "better. Where 'label' is far above the others, the exact value is not what the "
-        "estimators measure. Bars are 95 % intervals over rows.",
+        "estimators measure. Bars are 95 % intervals.",
         Table.of("depth", title, _records(ranked)),
         Panel(
             _series(ranked, lambda setting: len(setting.layers), capsize=2),
@@ -192,7 +192,7 @@ def noise_figure(noise: Table) -> Figure:
         "noise-auc",
         title,
         "To the right of the dashed line a score finds noise, to the left it prefers noise to "
-        "real text. Square: the loss; circles: values. Bars are 95 % intervals over rows.",
+        "real text. Square: the loss; circles: values. Bars are 95 % intervals.",
         Table.of("noise-auc", title, records),
         Panel(
             grouped(

@@ -25,7 +25,7 @@ MOST_ROWS = 200
 _LEAD = (
     "Each answers one question about the values on this model and these rows; the answers are "
     "computed from the numbers below them. A number in brackets is a 95\u00a0% interval over rows "
-    "drawn again and again."
+    "drawn again and again; with few rows it is over single tokens and too narrow, as a note says."
 )
 
 

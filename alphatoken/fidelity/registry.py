@@ -18,10 +18,12 @@ class Entry:
     Attributes:
         name: on the command line.
         question: what it answers.
+        needs_retention: True if it cannot do without rows of what must not be forgotten.
     """
 
     name: str
     question: str
+    needs_retention: bool = False
 
     @property
     def module(self) -> str:
@@ -51,7 +53,10 @@ _QUESTIONS = {
     "sensitivity": "How much do the kept tokens, and the cost, depend on each setting?",
     "stability": "Which keep or drop decisions are noise?",
 }
-DIAGNOSTICS = tuple(Entry(name, question) for name, question in _QUESTIONS.items())
+_OF_RETENTION = ("fisher", "drift")
+DIAGNOSTICS = tuple(
+    Entry(name, question, name in _OF_RETENTION) for name, question in _QUESTIONS.items()
+)
 """In the order of the report."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,22 @@ from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = ["Subject"]
+__all__ = ["Subject", "require_retention"]
+
+
+def require_retention(sets: Sized) -> None:
+    """See that there are sets of held-out retention rows.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not sets:
+        raise DataError(
+            "this diagnostic needs held-out retention rows",
+            got="none",
+            why="it compares the proxy with what is really forgotten",
+            remedy="--retention FILE (repeat it for several sets)",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +168,7 @@ class Subject:
         Raises:
             DataError: no retention rows were given, or a set has none that can be used.
         """
-        if not self.retention:
-            raise DataError(
-                "this diagnostic needs held-out retention rows",
-                got="none",
-                why="it compares the proxy with what is really forgotten",
-                remedy="--retention FILE (repeat it for several sets)",
-            )
+        require_retention(self.retention)
         found = {
             name: [row for row in rows if row.response_tokens][:each]
             for name, rows in self.retention.items()

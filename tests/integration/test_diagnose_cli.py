@@ -457,6 +457,8 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"fisher": "nope.st"}, (), "there is no Fisher file"),
         ("coverage", {"retention": "nope.jsonl"}, (), "there is no retention (nope) file"),
         ("coverage", {"retention": "x.jsonl,nope=1"}, (), "--retention cannot be read"),
+        ("fisher", {}, (), "needs held-out retention rows"),
+        ("drift", {}, ("--dry_run",), "needs held-out retention rows"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
         ("coverage", {"layers": "x"}, (), "--score_layers"),
         ("coverage", {"window": "x"}, (), "--window"),

@@ -257,6 +257,11 @@ def test_page_is_self_contained_and_names_are_unique() -> None:
     assert {"estimators", "fisher", "contents", "main", "settings"} <= set(within)
 
 
+def test_the_page_says_that_intervals_of_few_rows_are_not_over_rows() -> None:
+    text = render_page([diagnosis()])
+    assert "with few rows it is over single tokens and too narrow, as a note says" in text
+
+
 def test_contents_say_each_question_and_its_first_answer() -> None:
     sections = [
         diagnosis(),
