@@ -35,6 +35,7 @@ _LEFT_OUT = {
 _PROMPT = range(40, 1200)  # characters
 _RESPONSE = range(40, 1600)
 _PASSAGE = range(150, 2000)
+_FILES = ("train", "validation", "test", "retention", "pairs")
 
 
 def code_rows(count: int, seed: int = 0) -> list[Row]:
@@ -118,8 +119,18 @@ def write_files(
     Training, validation and test rows are of one draw and share nothing; ``validation``,
     ``test`` and ``retention`` (plain text, in the field ``text``) hold ``held_out`` rows each,
     ``pairs`` the training rows as preference pairs. Each file is written whole or not at all.
+
+    Raises:
+        ConfigError: a file of that name is there; it may hold rows of the caller's own.
     """
     folder = Path(folder)
+    there = [path for name in _FILES if (path := folder / f"{name}.jsonl").exists()]
+    if there:
+        raise ConfigError(
+            "the rows of the standard library would replace a file",
+            got=str(there[0]),
+            remedy="name another folder, or use the files that are there",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     rows = code_rows(train + 2 * held_out, seed)
     bounds = (0, train, train + held_out, len(rows))
@@ -201,7 +212,10 @@ def main() -> None:
     """Read the one argument and write."""
     parser = argparse.ArgumentParser(prog="python -m alphatoken.data.stdlib", description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write the files")
-    write_files(parser.parse_args().folder)
+    try:
+        write_files(parser.parse_args().folder)
+    except ConfigError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

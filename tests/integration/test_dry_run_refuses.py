@@ -246,6 +246,7 @@ PLACES: dict[str, str] = {
     "train/fisher_cache.py:_wait": MACHINE,
     "train/fisher_cache.py:_require_whole": MACHINE,
     "train/given_rows.py:as_dataset": PYTHON,
+    "train/given_rows.py:_of_records": PYTHON,
     "train/datasets.py:sft_problems": ROWS,
     "train/datasets.py:preference_problems": ROWS,
     "train/datasets.py:_columns": ROWS,
