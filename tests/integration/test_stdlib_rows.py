@@ -12,7 +12,7 @@ import pytest
 
 from alphatoken.data import leak_keys, read_pairs, read_rows
 from alphatoken.data.rows import Fields
-from alphatoken.data.stdlib import code_pairs, code_rows, text_rows, write_files
+from alphatoken.data.stdlib import code_pairs, code_rows, main, text_rows, write_files
 from alphatoken.errors import ConfigError
 
 
@@ -83,6 +83,18 @@ def test_files_read_back_and_share_no_row(tmp_path: Path) -> None:
     assert [row.turns for row in plain] == [row.turns for row in text_rows(10)]
     pairs = read_pairs(tmp_path / "pairs.jsonl")
     assert [pair.rejected for pair in pairs] == [pair.rejected for pair in code_pairs(60)[:40]]
+
+
+def test_a_file_that_is_there_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["stdlib", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert f"Got: {tmp_path / 'pairs.jsonl'}. Remedy: name another" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.slow
