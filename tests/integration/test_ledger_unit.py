@@ -55,6 +55,9 @@ def run(folder: Path, **more: Any) -> tuple[list[float], list[float], AlphaSFTTr
 
 CASES = {
     "sgd": ({"optim": "sgd", "learning_rate": 1e-3}, 0, (0.99, 1.01), True),
+    "sgd, decay": (
+        {"optim": "sgd", "learning_rate": 1e-3, "weight_decay": 10.0}, 0, (1.1, 2.0), False,
+    ),
     "adamw": ({}, 0, (5.0, 100.0), False),
     "adamw, full": ({"preconditioner": "full", "precondition_after": 2}, 4, (5.0, 100.0), False),
     "no momentum, full": (
@@ -85,6 +88,9 @@ def test_the_sum_is_a_decrease_where_it_is_called_one(tmp_path: Path, name: str)
     ("optimizer", "preconditioner", "words"),
     [
         (partial(torch.optim.SGD, momentum=0.9), None, "no decrease of a loss, since SGD carries"),
+        (partial(torch.optim.SGD, weight_decay=0.1), None, "since SGD moves weights toward zero"),
+        (partial(torch.optim.SGD, maximize=True), None, "since SGD climbs the loss"),
+        (partial(torch.optim.RMSprop, weight_decay=0.1), "full", "since RMSprop moves weights"),
         (torch.optim.RMSprop, "full", "by the steps of RMSprop from step 3 on"),
         (partial(torch.optim.RMSprop, momentum=0.9), "full", "since RMSprop carries"),
         (torch.optim.AdamW, "full", "since AdamW carries"),
@@ -100,6 +106,14 @@ def test_what_stands_in_the_way_is_said(
     assert ledger_unit(SimpleNamespace(optimizer=made), preconditioner, 3) == ledger_unit(
         made, preconditioner, 3
     )
+
+
+def test_step_sizes_of_several_groups_are_said() -> None:
+    """The rate at which each began counts: a schedule ends with all of them at 0."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.2)]
+    made = torch.optim.SGD(groups)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.0)
+    assert "no decrease of a loss, since SGD has several step sizes" in ledger_unit(made, None, 0)
 
 
 def test_momentum_is_said(tmp_path: Path) -> None:
