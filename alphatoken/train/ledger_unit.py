@@ -18,9 +18,10 @@ def ledger_unit(optimizer: Any, preconditioner: str | None, after: int) -> str:
     ``sum of lr <M, grad l_u>`` over all tokens is ``lr <M, g>``. That is the decrease of J, to
     first order, where the step is ``-lr g`` and M = G: in SGD without momentum or weight decay.
     An adaptive optimizer steps elsewhere, with momentum a gradient acts on later steps too, and
-    decay moves the weights along themselves; no value holds these. Measured (``tests/integration/test_ledger_unit.py``): the decrease is 1.0 times the
-    sum under SGD, 26 times under AdamW, 14 times with ``preconditioner="full"``, and 1.05 times
-    with that and without momentum.
+    decay moves the weights along themselves; no value holds these. Measured
+    (``tests/integration/test_ledger_unit.py``): the decrease is 1.0 times the sum under SGD, 26
+    times under AdamW, 14 times with ``preconditioner="full"``, and 1.05 times with that and without
+    momentum.
 
     Args:
         optimizer: of the run, wrapped or not.

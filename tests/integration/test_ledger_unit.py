@@ -56,7 +56,10 @@ def run(folder: Path, **more: Any) -> tuple[list[float], list[float], AlphaSFTTr
 CASES = {
     "sgd": ({"optim": "sgd", "learning_rate": 1e-3}, 0, (0.99, 1.01), True),
     "sgd, decay": (
-        {"optim": "sgd", "learning_rate": 1e-3, "weight_decay": 10.0}, 0, (1.1, 2.0), False,
+        {"optim": "sgd", "learning_rate": 1e-3, "weight_decay": 10.0},
+        0,
+        (1.1, 2.0),
+        False,
     ),
     "adamw": ({}, 0, (5.0, 100.0), False),
     "adamw, full": ({"preconditioner": "full", "precondition_after": 2}, 4, (5.0, 100.0), False),

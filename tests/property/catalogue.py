@@ -12,6 +12,7 @@ from tests.property import (
     mutants_kernels,
     mutants_policies,
     mutants_proofs,
+    mutants_rules,
     mutants_train,
     mutants_watch,
 )
@@ -24,6 +25,9 @@ ROOMS = {
     ),
     "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
     "Errors in the trainers": mutants_train.TRAINERS,
+    "Errors in what trainers promise beside their steps, and in what is refused": (
+        mutants_rules.MUTANTS
+    ),
     "Errors in the other methods": mutants_policies.MUTANTS,
     "Errors in how models are compared": mutants_compare.MUTANTS,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,

@@ -355,6 +355,15 @@ test_a_planted_fault_does_not_agree | | (planted faults) | exact
 check_the_trainer_is_the_reference | | (reference_step.py) | exact
 check_random_masks | | (masks of two runs) | exact
 check_every_step_is_weighed | | (a run without outputs) | exact
+check_the_pool_begins_at_log_two | | (log 2) | exact
+check_a_moving_reference_is_looked_at_anew | | (log 2) | exact
+check_a_collator_labels_every_batch | | (the collator's labels) | exact
+check_the_routers_loss_is_trained | | (transformers' own trainer) | exact
+check_a_decrease_is_claimed_where_steps_make_it | | (real steps of optimizers) | exact
+check_values_along_full_steps_name_what_they_lack | | (by hand) | exact
+check_rounding_is_told_from_results | | (by hand) | exact
+check_tokens_without_a_row_are_refused | | (the vocabulary) | exact
+check_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact
 check_every_term | | proxy_bound, hessian, exact_fisher | exact
 check_transfer | | transfer_bound, lipschitz_constant | exact
 test_stm_by_hand | STM | (by hand) | exact

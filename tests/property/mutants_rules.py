@@ -1,0 +1,283 @@
+"""Errors in what trainers promise beside their steps, and in refusals of rows and of a Fisher."""
+
+from __future__ import annotations
+
+from tests.property import properties_rules as rules
+from tests.property.mutation import Claim, Mutant, Words, claim, mutant
+
+NEEDS = ("trl", "peft")
+DPO = "train.dpo.AlphaDPOTrainer"
+LABELLED = "train.sft.LabelledRows"
+ROUNDING = "train.identity.rounding_only"
+SAME_ROWS = "train.identity._steps_of_the_same_rows"
+OBSTACLE = "train.ledger_unit._obstacle"
+LENGTH = tuple(
+    claim(rules.check_the_pool_begins_at_log_two, name, examples=1, needs=NEEDS)
+    for name in ("by length", "by length, ahead")
+)
+MOVING = claim(rules.check_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS)
+COLLATED = tuple(
+    claim(rules.check_a_collator_labels_every_batch, family, examples=1, needs=NEEDS)
+    for family in ("sft", "lm")
+)
+ROUTED = claim(rules.check_the_routers_loss_is_trained, 0.5, examples=1, needs=NEEDS)
+COUNTED = (
+    claim(rules.check_a_fisher_refuses_gradients_that_count_tokens, "all", False, examples=1),
+    claim(
+        rules.check_a_fisher_refuses_gradients_that_count_tokens, "head.weight", True, examples=1
+    ),
+)
+
+
+def _rowless(what: str, adapted: bool = False) -> Claim:
+    check = rules.check_tokens_without_a_row_are_refused
+    return claim(check, what, adapted, examples=1, needs=NEEDS)
+
+
+def _resumed(
+    name: str, sentence: str, old: str, new: str, case: str, of: str = SAME_ROWS
+) -> Mutant:
+    one = claim(rules.check_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
+    return mutant(name, sentence, (of, old, new), one)
+
+
+def _decrease(case: str) -> Claim:
+    check = rules.check_a_decrease_is_claimed_where_steps_make_it
+    return claim(check, case, examples=1, needs=NEEDS)
+
+
+def _ledger(name: str, sentence: str, edit: Words, *cases: str) -> Mutant:
+    return mutant(name, sentence, edit, *map(_decrease, cases))
+
+
+def _full(case: str) -> Claim:
+    check = rules.check_values_along_full_steps_name_what_they_lack
+    return claim(check, case, examples=1, needs=NEEDS)
+
+
+MUTANTS = (
+    mutant(
+        "validation-pairs-by-the-trained-losss-lengths",
+        "the reference's side of validation pairs is discounted by ld_alpha, the policy's is not",
+        (f"{DPO}._plain_sums", "= self.ld_alpha, None", "= self.ld_alpha, self.ld_alpha"),
+        *LENGTH,
+    ),
+    mutant(
+        "first-reference-for-ever",
+        "validation pairs keep the first reference, though it follows the policy",
+        [
+            (f"{DPO}.prepare_pool", "if self.args.sync_ref_model:", "if False:"),
+            (f"{DPO}.row_batch", "if self.args.sync_ref_model:", "if False:"),
+        ],
+        MOVING,
+    ),
+    mutant(
+        "validation-rows-without-the-users-collator",
+        "validation rows are padded by the library where the user's collator labels training rows",
+        (f"{LABELLED}.row_batch", "if self.own_collator is None:", "if True:"),
+        *COLLATED,
+    ),
+    mutant(
+        "fisher-rows-without-the-users-collator",
+        "a Fisher's prompts and sequences take the labels of rows, not those of the collator",
+        (f"{LABELLED}.labels_of", "if self.own_collator is None:", "if True:"),
+        *COLLATED,
+    ),
+    mutant(
+        "routers-loss-left-out",
+        "the routers' loss of a mixture of experts is not part of the loss",
+        ("train.trainer.AlphaTrainer.base_loss", "if model.aux_loss is not None:", "if False:"),
+        ROUTED,
+    ),
+    mutant(
+        "routers-loss-unweighted",
+        "the routers' loss is added without the model's coefficient",
+        (
+            "train.trainer.AlphaTrainer.base_loss",
+            "self._router_share * model.aux_loss",
+            "model.aux_loss",
+        ),
+        ROUTED,
+    ),
+    mutant(
+        "routers-loss-without-its-gradient",
+        "the routers' loss is reported and not trained",
+        ("train.gate.TokenGate.surrogate", "loss if self.auxiliary else", ""),
+        ROUTED,
+    ),
+    mutant(
+        "one-token-too-many-for-the-embedding",
+        "the first id past the embedding is looked up",
+        ("model.token_ids.require_rows", "(ids >= rows)", "(ids > rows)"),
+        _rowless("rows"),
+        _rowless("prompts"),
+    ),
+    mutant(
+        "negative-ids-looked-up",
+        "a placeholder's negative id is looked up",
+        ("model.token_ids.require_rows", "(ids < 0) | ", ""),
+        _rowless("rows"),
+    ),
+    mutant(
+        "last-token-refused",
+        "the embedding's last row is taken for none",
+        ("model.token_ids.require_rows", "(ids >= rows)", "(ids >= rows - 1)"),
+        _rowless("rows"),
+    ),
+    mutant(
+        "adapted-embedding-not-counted",
+        "the rows of an embedding under an adapter are not known",
+        (
+            "model.token_ids.embedding_rows",
+            'getattr(embedding, "base_layer", embedding)',
+            "embedding",
+        ),
+        _rowless("rows", adapted=True),
+    ),
+    mutant(
+        "ids-of-batches-not-looked-at",
+        "ids of batches go to the embedding as they come",
+        ("model.batch.read_batch", "if model is not None:", "if False:"),
+        _rowless("rows"),
+        _rowless("validation"),
+    ),
+    mutant(
+        "ids-of-prompts-not-looked-at",
+        "ids of a Fisher's prompts go to the embedding as they come",
+        (
+            "direction.fisher._budgets",
+            'require_rows(one.ids, adapter.model, f"prompt {i}")',
+            "pass",
+        ),
+        _rowless("prompts"),
+    ),
+    mutant(
+        "fisher-of-counted-tokens",
+        "a Fisher is made of gradients that are divided by counts of the batch",
+        ("direction.fisher._require_derivatives", "if name is not None:", "if False:"),
+        *COUNTED,
+    ),
+    mutant(
+        "counted-tokens-refused-out-of-scope",
+        "a Fisher that leaves the embedding out is refused for it",
+        ("direction.fisher._require_derivatives", "if name is not None:", "if counting:"),
+        COUNTED[0],
+    ),
+    _resumed(
+        "average-over-processes-taken-for-rounding",
+        "a run of two processes is resumed under another average over them",
+        "if world_size == 1:",
+        "if True:",
+        "average over processes, two",
+        ROUNDING,
+    ),
+    _resumed(
+        "errors-of-other-forwards-taken-for-rounding",
+        "a policy that measures errors between forwards is resumed under another cut of them",
+        'if now.get("policy") != "harmless":',
+        "if True:",
+        "cut of validation, with errors from it",
+        ROUNDING,
+    ),
+    _resumed(
+        "optimizers-taken-for-one",
+        "a run is resumed with another optimizer",
+        'if {before.get("optim"), now.get("optim")} <= {"adamw_torch", "adamw_torch_fused"}:',
+        "if True:",
+        "another optimizer",
+        ROUNDING,
+    ),
+    _resumed(
+        "steps-of-other-rows",
+        "a step of more rows is taken for the same step",
+        "sizes[0] == sizes[1] and",
+        "",
+        "a longer step",
+    ),
+    _resumed(
+        "ranked-within-another-micro-batch",
+        "tokens that are ranked by micro-batch are resumed under another cut",
+        'and now.get("keep_scope") in ("global", "sequence")',
+        "",
+        "cut of a step that is ranked by micro-batch",
+    ),
+    _resumed(
+        "drawn-within-another-micro-batch",
+        "masks that are drawn by micro-batch are resumed under another cut",
+        'policy in ("top", "bottom")',
+        "True",
+        "cut of a step, drawn",
+    ),
+    _resumed(
+        "repeats-within-another-micro-batch",
+        "tokens that are compared by micro-batch are resumed under another cut",
+        'and not now.get("interaction_weight")',
+        "",
+        "cut of a step, repeats",
+    ),
+    _resumed(
+        "full-steps-of-another-micro-batch",
+        "the preconditioner of a micro-batch's gradient is resumed under another cut",
+        'and now.get("preconditioner") != "full"',
+        "",
+        "cut of a step, full",
+    ),
+    _resumed(
+        "rows-sorted-otherwise",
+        "rows that are sorted by length are resumed under another cut",
+        "and not by_length",
+        "",
+        "cut of a step, sorted",
+    ),
+    _resumed(
+        "pairs-cut-otherwise",
+        "pairs, whose loss is a mean over a micro-batch, are resumed under another cut",
+        "and not pairs",
+        "",
+        "cut of a step, pairs",
+    ),
+    _ledger(
+        "adaptive-steps-called-a-decrease",
+        "the sum of values is called a decrease under an adaptive optimizer",
+        (OBSTACLE, "type(optimizer) is not torch.optim.SGD", "False"),
+        "Adagrad",
+        "RMSprop",
+    ),
+    mutant(
+        "momentum-called-a-decrease",
+        "the sum of values is called a decrease where momentum carries gradients on",
+        (
+            OBSTACLE,
+            'any(group.get("momentum") or (group.get("betas") or (0.0,))[0] != 0.0 for group in '
+            "groups)",
+            "False",
+        ),
+        _decrease("momentum"),
+        _full("momentum"),
+    ),
+    mutant(
+        "decay-called-a-decrease",
+        "the sum of values is called a decrease where weight decay moves weights too",
+        (OBSTACLE, 'any(group.get("weight_decay") for group in groups)', "False"),
+        _decrease("decay"),
+        _full("decay"),
+    ),
+    _ledger(
+        "a-climb-called-a-decrease",
+        "the sum of values is called a decrease where the optimizer climbs",
+        (OBSTACLE, 'any(group.get("maximize") for group in groups)', "False"),
+        "climbing",
+    ),
+    _ledger(
+        "step-sizes-taken-for-the-first",
+        "the sum of values is called a decrease where weights have step sizes of their own",
+        (OBSTACLE, "> 1:", "> 2:"),
+        "two rates",
+    ),
+    _ledger(
+        "step-sizes-at-the-end-of-the-schedule",
+        "step sizes are compared where all have come to zero",
+        (OBSTACLE, 'group.get("initial_lr", group["lr"])', 'group["lr"]'),
+        "two rates, schedule",
+    ),
+)

@@ -1,0 +1,374 @@
+"""What trainers promise beside their steps: one rule for all objectives, refusals, what is said.
+
+The expected side is arithmetic (log 2), a real optimizer's steps, transformers' own trainer, or a
+table written by hand. trl and peft are imported inside functions: this module can be read without
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError, UnsupportedError
+from tests.property import properties_trainer as running
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.reference_step import Asked
+
+# --- one rule for all objectives ------------------------------------------------------------------
+
+
+def _trainer(asked: Asked, model: Any, more: Mapping[str, Any], **given: Any) -> Any:
+    """Options beside those of ``asked`` go to the configuration, ``given`` to the trainer."""
+    import datasets
+
+    train = import_module("alphatoken.train")
+    family, rows = {"sft": "SFT", "dpo": "DPO", "lm": ""}[asked.family], running.made_rows(asked)
+    data = {
+        "train_dataset": datasets.Dataset.from_list(rows.train),
+        "validation_dataset": datasets.Dataset.from_list(rows.validation),
+        **given,
+    }
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = running._arguments(asked, folder) | {"export_values": False} | dict(more)
+        config = getattr(train, f"Alpha{family}Config")(**options)
+        return getattr(train, f"Alpha{family}Trainer")(
+            model, args=config, processing_class=running._tokenizer(), **data
+        )
+
+
+PAIRS = Asked(family="dpo", retention="none", policy="top", rows=2, accumulation=1, steps=2)
+PAIR_RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ahead": {"precompute_ref_log_probs": True},
+    "by length": {"ld_alpha": 0.3},
+    "by length, ahead": {"ld_alpha": 0.3, "precompute_ref_log_probs": True},
+}
+FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+
+
+def check_the_pool_begins_at_log_two(name: str) -> None:
+    """Where the policy is the reference, the preference loss of validation pairs is log 2, whatever
+    form the trained loss has."""
+    model = running.made_model(PAIRS)
+    reference = None if "ahead" in name else running.made_model(PAIRS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _trainer(PAIRS, model, PAIR_RULES[name], ref_model=reference)
+        found = _pool(trainer)
+    assert abs(found - math.log(2)) < 1e-4, f"the pool begins at {found}"
+
+
+def check_a_moving_reference_is_looked_at_anew() -> None:
+    """Where the reference has become the policy, the preference loss of validation pairs is log 2
+    again, although the pairs were looked at before."""
+    trainer = _trainer(
+        PAIRS, running.made_model(PAIRS), FOLLOWING, ref_model=running.made_model(PAIRS)
+    )
+    _pool(trainer)
+    generator = torch.Generator().manual_seed(1)
+    moved = dict(trainer.ref_model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.3 * noise)
+            moved[name].copy_(parameter)
+    found = _pool(trainer)
+    assert abs(found - math.log(2)) < 1e-4, f"the pool is at {found}"
+
+
+def _pool(trainer: Any) -> float:
+    """The mean preference loss of all validation pairs, as the trainer hands them to the scorer."""
+    rows = trainer.rows.validation
+    trainer.prepare_pool(rows)
+    batch = trainer.row_batch(rows)
+    sums = []
+    for part in (batch.chosen, batch.rejected):
+        with torch.no_grad():
+            logits = trainer.model(
+                input_ids=part["input_ids"], attention_mask=part["attention_mask"]
+            ).logits
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), part["labels"][:, 1:], reduction="none"
+        )
+        sums.append(-losses.sum(-1).double())
+    margins = sums[0] - sums[1] - (batch.reference_chosen - batch.reference_rejected)
+    return float(-nn.functional.logsigmoid(batch.beta * margins).mean())
+
+
+class _SecondHalf:
+    """A collator that labels what the column ``begin`` says."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        plain = [
+            {
+                "input_ids": list(row["input_ids"]),
+                "labels": [-100] * row["begin"] + list(row["input_ids"])[row["begin"] :],
+            }
+            for row in rows
+        ]
+        return running._padded(plain)
+
+
+COLLATED = {
+    family: Asked(family=family, retention="none", policy="top") for family in ("sft", "lm")
+}
+
+
+def check_a_collator_labels_every_batch(family: str) -> None:
+    """A collator of the user's own decides which tokens count: in validation batches, in a Fisher's
+    prompts and in its sequences, as in training."""
+    import datasets
+
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for _ in range(8):
+        ids = running._sft_row(generator, False)["input_ids"]
+        rows.append({"input_ids": ids, "labels": ids, "begin": len(ids) // 2})
+    whole = datasets.Dataset.from_list(rows)
+    more: dict[str, Any] = {"remove_unused_columns": False}
+    if family == "sft":
+        more["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    trainer = _trainer(
+        COLLATED[family], running.made_model(COLLATED[family]), more,
+        train_dataset=whole, validation_dataset=whole, data_collator=_SecondHalf(),
+    )  # fmt: skip
+    labelled = [len(row["input_ids"]) - row["begin"] for row in rows]
+    held = [dict(row) for row in trainer.rows.validation]
+    own = [len(row["input_ids"]) - row["begin"] for row in held]
+    batch = trainer.row_batch(held)
+    assert (batch["labels"] != -100).sum(-1).tolist() == own, "labels of validation rows"
+    prompts = trainer.fisher_prompts(trainer.train_dataset, 3)
+    assert [len(one) for one in prompts] == [r["begin"] for r in rows][:3], "a Fisher's prompts"
+    sequences = trainer.fisher_sequences(trainer.train_dataset, 3)
+    assert int((sequences["labels"] != -100).sum()) == sum(labelled[:3]), "a Fisher's sequences"
+
+
+def check_the_routers_loss_is_trained(share: float) -> None:
+    """All tokens of a mixture of experts kept, with its routers' loss: the step of transformers'
+    own trainer (routers compute in float32)."""
+    import datasets
+    import transformers
+
+    asked = Asked(family="lm", retention="none", policy="random", keep_ratio=1.0, steps=1)
+    rows = datasets.Dataset.from_list(running.made_rows(asked).train)
+    start = _mixture(share)
+    ours = _trainer(asked, _mixture(share), {})
+    ours.train()
+    with tempfile.TemporaryDirectory() as folder:
+        named = running._arguments(asked, folder)
+        known = set(transformers.TrainingArguments.__dataclass_fields__)
+        arguments = transformers.TrainingArguments(**{k: named[k] for k in known & set(named)})
+        theirs = transformers.Trainer(
+            _mixture(share), arguments, train_dataset=rows, data_collator=running._padded
+        )
+        theirs.train()
+    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+    apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    pairs = zip(ours.model.parameters(), start.parameters(), strict=True)
+    moved = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert apart < 1e-4 * moved, f"{apart} from transformers' weights"
+
+
+def _mixture(share: float) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=4 + len(running.ALPHABET), hidden_size=16, intermediate_size=12,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, output_router_logits=True, router_aux_loss_coef=share,
+    )  # fmt: skip
+    made = MixtralForCausalLM(config).double()
+    made.set_experts_implementation("eager")  # others multiply in 32 bits at most
+    return made
+
+
+# --- what is said of a run ------------------------------------------------------------------------
+
+SGD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"weight_decay": 0.3},
+    "climbing": {"maximize": True},
+    "two rates": {"rates": (0.1, 0.3)},
+    "schedule": {"schedule": True},
+    "two rates, schedule": {"rates": (0.1, 0.3), "schedule": True},
+}
+OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+def check_a_decrease_is_claimed_where_steps_make_it(name: str) -> None:
+    """The ledger's sum is called a decrease exactly where the optimizer's real steps on a linear
+    objective decrease it by the step sizes times the values."""
+    ledger_unit = import_module("alphatoken.train.ledger_unit").ledger_unit
+    generator = torch.Generator().manual_seed(len(name))
+    weights = [torch.randn(3, generator=generator).double().requires_grad_() for _ in range(2)]
+    direction = [torch.randn(3, generator=generator).double() for _ in weights]
+    options = dict(SGD.get(name, {}))
+    rates, scheduled = options.pop("rates", (0.1, 0.1)), options.pop("schedule", False)
+    groups = [{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)]
+    optimizer = OTHERS.get(name, torch.optim.SGD)(groups, **options)
+    fade = (lambda step: 1 - step / 3) if scheduled else (lambda step: 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fade)
+
+    def objective() -> float:
+        pairs = zip(direction, weights, strict=True)
+        return sum(float((g * w.detach()).sum()) for g, w in pairs)
+
+    before = objective()
+    predicted = 0.0
+    for _ in range(3):
+        for w, g in zip(weights, direction, strict=True):
+            w.grad = torch.randn(3, generator=generator).double()
+            predicted += optimizer.param_groups[0]["lr"] * float((w.grad * g).sum())
+        optimizer.step()
+        schedule.step()
+    true = abs(before - objective() - predicted) < 1e-9 * (abs(predicted) + 1)
+    said = ledger_unit(optimizer, None, 0).startswith("predicted decrease")
+    assert said == true, f"said: {said}, true: {true}"
+
+
+def check_values_along_full_steps_name_what_they_lack(name: str) -> None:
+    """With ``preconditioner="full"`` the sum is a decrease only where a step is a function of the
+    gradient alone: without momentum and without weight decay."""
+    ledger_unit = import_module("alphatoken.train.ledger_unit").ledger_unit
+    options = {"plain": {}, "momentum": {"momentum": 0.9}, "decay": {"weight_decay": 0.3}}[name]
+    weight = torch.nn.Parameter(torch.ones(2))
+    unit = ledger_unit(torch.optim.RMSprop([weight], lr=0.1, **options), "full", 2)
+    assert unit.startswith("predicted decrease") == (name == "plain"), unit
+    unit = ledger_unit(torch.optim.RMSprop([weight], lr=0.1, **options), "frozen", 2)
+    assert not unit.startswith("predicted decrease"), unit
+
+
+RUN = {
+    "optim": "adamw_torch", "policy": "top", "weighting": "mask", "keep_scope": "global",
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
+}  # fmt: skip
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
+    "checkpointing": ({}, {"gradient_checkpointing": True}, 1, True),
+    "learning rate": ({}, {"learning_rate": 2e-3}, 1, False),
+    "fused": ({}, {"optim": "adamw_torch_fused"}, 1, True),
+    "another optimizer": ({}, {"optim": "sgd"}, 1, False),
+    "average over processes, one": ({}, {"average_tokens_across_devices": True}, 1, True),
+    "average over processes, two": ({}, {"average_tokens_across_devices": True}, 2, False),
+    "cut of validation": ({}, {"validation_micro_batch_size": 2}, 1, True),
+    "cut of validation, with errors from it": (
+        {"policy": "harmless"}, {"validation_micro_batch_size": 2}, 1, False,
+    ),
+    "cut of a step": ({}, CUT, 1, True),
+    "cut of a step, whole responses": ({"keep_scope": "sequence"}, CUT, 1, True),
+    "cut of a step that is ranked by micro-batch": ({"keep_scope": "batch"}, CUT, 1, False),
+    "cut of a step, drawn": ({"policy": "random"}, CUT, 1, False),
+    "cut of a step, soft": ({"weighting": "soft"}, CUT, 1, False),
+    "cut of a step, repeats": ({"interaction_weight": 0.5}, CUT, 1, False),
+    "cut of a step, full": ({"preconditioner": "full"}, CUT, 1, False),
+    "cut of a step, sorted": ({"train_sampling_strategy": "group_by_length"}, CUT, 1, False),
+    "cut of a step, pairs": ({"max_response_length": None}, CUT, 1, False),
+    "a longer step": ({}, {"gradient_accumulation_steps": 4}, 1, False),
+}  # fmt: skip
+"""Options of both runs, those changed in the second, processes, whether only rounding differs."""
+
+
+def check_rounding_is_told_from_results(name: str) -> None:
+    """A run is resumed freely under options that change rounding alone, and no others."""
+    identity = import_module("alphatoken.train.identity")
+    shared, changed, processes, free = RESUMED[name]
+    before = {**RUN, **shared}
+    now = {**before, **changed}
+    differing = identity.differences({"options": before}, {"options": now})
+    assert differing.keys() == changed.keys()
+    allowed = identity.rounding_only(before, now, processes)
+    assert (differing.keys() <= allowed) == free, f"{name}: {sorted(allowed)}"
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def check_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
+    """A token id for which the embedding has no row is refused with its place, in rows to score, in
+    validation rows and in a Fisher's prompts; the last row's is served."""
+    from alphatoken import Scorer, ScorerConfig, fit_fisher
+
+    model = running.made_model(Asked())
+    if adapted:
+        from peft import LoraConfig, get_peft_model
+
+        own = ["embed_tokens", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=own, task_type="CAUSAL_LM"))
+        model = model.double()
+    count = 4 + len(running.ALPHABET)
+    good = _two_rows(5)
+
+    def use(token: int) -> None:
+        bad = _two_rows(token)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if what == "prompts":
+                prompts = [[5, 6], [5, 6, token, 7]]
+                fit_fisher(model, prompts, samples=2, layers=1, max_new_tokens=1)
+                return
+            config = ScorerConfig(layers=1, estimator="direct", objective="adaptation")
+            scorer = Scorer(model, bad if what == "validation" else good, None, config)
+            scorer.score(bad if what == "rows" else good)
+
+    for token in (-1, count, count + 7):
+        try:
+            use(token)
+        except InputError as error:
+            said = str(error)
+            assert ("prompt 1" if what == "prompts" else "row 1, token 2") in said, said
+            assert str(token) in said, said
+        except (IndexError, RuntimeError) as error:
+            raise AssertionError(f"{token} is looked up: {error}") from error
+        else:
+            raise AssertionError(f"{token} is served")
+    try:
+        use(count - 1)
+    except InputError as error:
+        raise AssertionError(f"a token of the vocabulary is refused: {error}") from error
+
+
+def _two_rows(token: int) -> dict[str, Tensor]:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, token, 8]])
+    labels = torch.tensor([[-100, -100, 7, 8], [-100, -100, -100, 8]])
+    return {"input_ids": ids, "labels": labels}
+
+
+def check_a_fisher_refuses_gradients_that_count_tokens(parameters: str, tied: bool) -> None:
+    """An embedding whose gradient is divided by counts of the batch is refused where it is in a
+    Fisher's scope, under whichever of its names, and there only."""
+    from alphatoken import fit_fisher
+
+    prompts = [[1, 0], [2], [1, 1, 2]]
+
+    def fit(of: str, **more: Any) -> None:
+        model = ReferenceDecoder(DecoderConfig(tied_embeddings=tied, **more), 0)
+        fit_fisher(model, prompts, samples=1, layers=1, max_new_tokens=1, parameters=of)
+
+    said = ""
+    try:
+        fit(parameters, rare_tokens=True)
+    except UnsupportedError as error:
+        said = str(error)
+    assert "scale_grad_by_freq" in said, "an embedding under scale_grad_by_freq has a Fisher"
+    assert "embedding.weight" in said, said
+    try:
+        fit("linears", rare_tokens=True)
+        fit(parameters)
+    except UnsupportedError as error:
+        raise AssertionError(f"a Fisher that is defined is refused: {error}") from error
