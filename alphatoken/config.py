@@ -174,7 +174,8 @@ class ScorerConfig:
         choice = ParameterChoice.read(self.parameters)
         if not choice.captured and self.estimator != "label":
             raise ConfigError(
-                f"parameters={self.parameters!r} is defined for estimator='label' only",
-                got=f"estimator={self.estimator!r}",
+                f"value parameters {self.parameters!r} are for the estimator 'label' alone",
+                got=f"estimator {self.estimator!r}",
                 why="embeddings, norms and the head are not linears whose errors are captured",
+                remedy="--estimator label (in Python estimator='label'), or 'linears'",
             )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_data import check_rows, count_rows, held_out
 from alphatoken.cli.training_rows import check_source
-from alphatoken.errors import ConfigError, ModelError
+from alphatoken.errors import ConfigError, ModelError, quoted
 from alphatoken.train.cost import Layout
 from alphatoken.train.loading import freeze_unreached
 from alphatoken.train.plan import Plan, make_plan
@@ -98,13 +99,7 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
     except (OSError, ValueError) as error:
         shape = None if recipe is None else recipe.model_shape
         if shape is None or recipe is None or recipe.options.get("model_name_or_path") != name:
-            text = " ".join(str(error).split())[:160]
-            raise ModelError(
-                "the shape of the model is not known without the network",
-                got=f"{name}: {text}",
-                remedy="name a local folder or a model of the hub's cache, or write its "
-                "model_shape into the recipe",
-            ) from None
+            raise _no_shape(name, error) from None
         config = _config(json.dumps(shape, sort_keys=True))
         source = f"model_shape of {recipe.path.name}"
     if arguments.model.use_peft:  # they are put into the model itself
@@ -112,6 +107,21 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
     return _shaped(
         json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)
     ), source
+
+
+def _no_shape(name: str, error: Exception) -> ModelError:
+    if Path(name).expanduser().exists():
+        return ModelError(
+            "the model's config.json cannot be read",
+            got=f"{name}: {quoted(error)}",
+            remedy="check that the files in the folder are whole",
+        )
+    return ModelError(
+        "there is no model folder of this name, and none in the hub's cache",
+        got=name,
+        remedy="--model_name_or_path FOLDER of a model that is here; or write model_shape into "
+        "the recipe",
+    )
 
 
 class _Shared:

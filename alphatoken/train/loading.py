@@ -261,6 +261,7 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
     text = str(name)
     there = Path(text).expanduser().exists()
     folder = "adapter" if what == "adapter" else "model"
+    flag = "--adapter FOLDER" if what == "adapter" else "--model_name_or_path FOLDER"
     if text.startswith((".", "/", "~")) and not there:
         raise ModelError(f"no such {folder} folder", got=text, remedy="check the path")
     make: Callable[..., Any] = getattr(load, "from_pretrained", load)
@@ -273,7 +274,7 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
             raise ModelError(
                 f"no such {folder} folder, and no {what} of this name from the hub",
                 got=f"{text}: {quoted(error)}",
-                remedy="check the path, or the name and the network",
+                remedy=f"check the path, or without the network name a folder that is here: {flag}",
             ) from None
         raise ModelError(
             f"the {what} cannot be loaded",

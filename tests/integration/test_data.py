@@ -147,6 +147,12 @@ GOOD = '{"prompt": "p", "response": "r"}\n'
         ("", r"no rows.*t\.jsonl"),
         ("\n\n", r"no rows"),
         ('{"prompt": "p"}\n', r"no response field.*t\.jsonl, line 1 has 'prompt'"),
+        (
+            '{"prompt": "p", "chosen": "a", "rejected": "b"}\n',
+            r"preference pair.*alphatoken dpo.*--response_column chosen",
+        ),
+        ('{"chosen": [], "rejected": []}\n', r"preference pair.*--messages_column chosen"),
+        ('{"chosen": "a", "rejected": "b"}\n', r"preference pair.*dpo trains on such rows(?!;)"),
         ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
         ('{"prompt": 3, "response": "r"}\n', r"'prompt' is not text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),

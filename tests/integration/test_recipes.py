@@ -389,7 +389,13 @@ def test_processes_without_a_layout_of_ones_own(
         (["--config", "magicoder-llama", "--accelerate_config", "fsdp1"], "fsdp_version: 2"),
         (["--config", "magicoder-llama", "--score_layers", "40"], "within the model"),
         (["--config", "magicoder-llama", "--estimator", "label"], "sharded weights"),
-        (["--config", "magicoder-llama", "--model_name_or_path", "nobody/nothing"], "not known"),
+        (
+            ["--config", "magicoder-llama", "--model_name_or_path", "runs/none"],
+            (
+                "no model folder of this name, and none in the hub's cache. Got: runs/none. "
+                "Remedy: --model_name_or_path FOLDER"
+            ),
+        ),
         (["--model_name_or_path", "m", "--learning_rate"], "expected one argument"),
         (["--model_name_or_path", "m", "stray"], "belongs to no option"),
         ([], "no model is named"),

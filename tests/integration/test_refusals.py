@@ -25,6 +25,7 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.model.batch import require_tensors
+from alphatoken.train.loading import load_or_refuse
 from tests.integration.snapshot import Snapshot
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
@@ -523,3 +524,15 @@ def test_layers_whose_every_matrix_is_skipped(estimator: str) -> None:
         parameter.requires_grad_(".mlp." in name)
     call = lambda: scorer_for(model, estimator, uncovered="skip").score(BATCH)  # noqa: E731
     refused(ConfigError, call, "no trainable", model=model)
+
+
+def test_a_choice_for_label_alone_is_told_how_to_have_it() -> None:
+    refused(ConfigError, lambda: ScorerConfig(parameters="all"), "--estimator label", "'linears'")
+
+
+def test_a_model_that_is_not_here_is_told_by_which_option_to_name_one() -> None:
+    def load(name: str) -> None:
+        raise OSError("offline")
+
+    with pytest.raises(ModelError, match=r"runs/none.*--model_name_or_path FOLDER"):
+        load_or_refuse("model", "runs/none", load)
