@@ -106,7 +106,7 @@ class TrainingRowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierOptions:
-    """What to do with an earlier run in --output_dir."""
+    """What to do with an earlier run."""
 
     resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
     overwrite_output: bool = option(False, "replace what is there", either="earlier")

@@ -63,6 +63,8 @@ def run(request: Request) -> int:
     try:
         with nullcontext() if options.quiet else heartbeat():
             prepared = prepare(options)
+            for note in () if options.quiet else prepared.notes:
+                print(f"note: {note}", file=sys.stderr)
             if options.dry_run:
                 return _say_plans(request, prepared.subject)
             folder = _Folder.open(Path(options.output_dir), prepared, request)

@@ -21,7 +21,7 @@ from alphatoken.train.cost import Layout
 from alphatoken.train.loading import freeze_unreached
 from alphatoken.train.plan import Plan, make_plan
 
-__all__ = ["known_plan", "meta_model", "plan_run", "show_plan"]
+__all__ = ["known_plan", "meta_model", "plan_run", "scope_line", "show_plan"]
 
 
 def plan_run(arguments: Arguments, layout: Layout) -> Plan:
@@ -107,6 +107,12 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
     return _shaped(
         json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)
     ), source
+
+
+def scope_line(scored: Mapping[str, Any]) -> str:
+    """The layers and how many linears of them; "all" parameters name no linears."""
+    layers, count = _layers(scored["layers"]), len(scored["linears"])
+    return f"{layers}: {count} linear{'s'[: count != 1]}" if count else layers
 
 
 def _no_shape(name: str, error: Exception) -> ModelError:
@@ -246,9 +252,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield _line(
         "scored",
-        f"{_layers(scored['layers'])}: {len(scored['linears'])} linears, "
-        f"{_count(scored['parameters'])} parameters ({scored['share_of_trainable']:.1%} of the "
-        f"trained); estimator {scored['estimator']}, policy {scored['policy']}",
+        f"{scope_line(scored)}, {_count(scored['parameters'])} parameters "
+        f"({scored['share_of_trainable']:.1%} of the trained); "
+        f"estimator {scored['estimator']}, policy {scored['policy']}",
     )
     for text in _linears(scored["linears"]):
         yield _line("", text)

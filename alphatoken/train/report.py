@@ -350,7 +350,7 @@ def _example(index: int, records: list[dict[str, Any]]) -> ScoredExample:
     texts = [_text(record) for record in records]
     return ScoredExample(
         row=int(rows[0]) if rows else index,
-        place=f"{place} ({first['visits']} visits)",
+        place=f"{place} ({first['visits']} visit{'s'[: first['visits'] != 1]})",
         tokens=["\u2026 ", *texts],
         ids=[-1, *(int(record["token_id"]) for record in records)],
         labels=[-100, *(int(record["token_id"]) for record in records)],

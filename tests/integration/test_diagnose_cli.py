@@ -419,6 +419,19 @@ def test_plain_text_rows_can_be_diagnosed(world: World, tmp_path: Path) -> None:
     assert status == 0
 
 
+def test_rows_that_are_left_out_are_said_on_the_console(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = json.dumps({"prompt": "1+1=", "response": ""}) + "\n"
+    (tmp_path / "train.jsonl").write_text((world / "train.jsonl").read_text() + silent)
+    words = world.words("stability", tmp_path / "out", "--dry_run", train=tmp_path / "train.jsonl")
+    said = "note: 1 training rows have no response within the length and were skipped."
+    assert main(words) == 0
+    assert said not in capsys.readouterr().err
+    assert main([word for word in words if word != "--quiet"]) == 0
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_without_retention_rows_fisher_says_so_and_the_others_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]

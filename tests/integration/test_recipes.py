@@ -18,7 +18,7 @@ from alphatoken import FisherDrift
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.launching import layout_of, wants_launch
-from alphatoken.cli.planning import plan_run, show_plan
+from alphatoken.cli.planning import plan_run, scope_line, show_plan
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
 from alphatoken.model.capture import find_scope
@@ -66,6 +66,15 @@ def test_dry_run_prints_the_plan_offline(
     for title in ("model", "scored", "layout", "batch", "kept", "steps", "memory", "options"):
         assert re.search(rf"^  {title} ", text, re.MULTILINE), title
     assert recipe.options["model_name_or_path"] in text
+
+
+@pytest.mark.parametrize(
+    ("linears", "said"), [({"q": [4, 4]}, "layer 3: 1 linear"), ({}, "layer 3")]
+)
+def test_the_plan_names_linears_where_they_are_what_is_scored(
+    linears: dict[str, list[int]], said: str
+) -> None:
+    assert scope_line({"layers": [3], "linears": linears}) == said
 
 
 def test_the_papers_settings_are_all_there() -> None:
