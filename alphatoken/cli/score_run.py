@@ -42,7 +42,7 @@ from alphatoken.compare.folder import try_lock
 from alphatoken.errors import ConfigError
 from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import read_json, write_json
 
 __all__ = ["run"]
 
@@ -176,6 +176,21 @@ def _check_dataset(options: ScoreOptions) -> None:
             got=str(folder),
             remedy="another folder for --write_dataset",
         )
+    if foreign and not (options.overwrite_output or (options.resume and _wrote(options, folder))):
+        raise ConfigError(
+            "the data set's folder holds an earlier data set",
+            got=f"--write_dataset {folder}",
+            remedy="--overwrite_output to replace it and the run in --output_dir, or another "
+            "folder for --write_dataset",
+        )
+
+
+def _wrote(options: ScoreOptions, folder: Path) -> bool:
+    """Whether a data set is of the run in ``output_dir``, or was left unfinished."""
+    found = read_json(folder / "dataset.json") or {}
+    summary = read_json(Path(options.output_dir) / "summary.json") or {}
+    counts = {name: value for name, value in found.items() if name != "sha256"}
+    return counts in ({"finished": False}, summary.get("dataset"))
 
 
 def _open(job: Job) -> None:

@@ -94,8 +94,8 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())
     assert summary["dataset"] == {k: v for k, v in counts.items() if k != "sha256"}
     # Once more, over an earlier one: the same bytes.
-    again = world.score(tmp_path / "w", "--keep_ratio", 0.3, "--write_dataset", tmp_path / "d")
-    assert again == 0
+    words = ("--keep_ratio", 0.3, "--write_dataset", tmp_path / "d", "--overwrite_output")
+    assert world.score(tmp_path / "w", *words) == 0
     assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
 
 
@@ -256,6 +256,21 @@ def test_a_folder_of_something_else_is_refused(
     assert "--write_dataset" in capsys.readouterr().err
 
 
+def test_the_data_set_of_another_run_is_not_replaced_unasked(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--no_report", "--write_dataset", tmp_path / "d")
+    assert world.score(tmp_path / "v", *words, limit=6) == 0
+    before = (tmp_path / "d" / "dataset.json").read_bytes()
+    for more in ([], ["--resume"]):
+        assert world.score(tmp_path / "w", *words, *more) == 2
+        assert "holds an earlier data set" in capsys.readouterr().err
+        assert not (tmp_path / "w").exists()
+    assert (tmp_path / "d" / "dataset.json").read_bytes() == before
+    assert world.score(tmp_path / "v", *words, "--resume", limit=6) == 0
+    assert (tmp_path / "d" / "dataset.json").read_bytes() == before
+
+
 def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text(
         "".join((world / "train.jsonl").read_text().splitlines(keepends=True)[:8])
@@ -263,6 +278,7 @@ def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> 
     words = ("--keep_ratio", 0.9, "--write_dataset", tmp_path / "d")
     assert world.score(tmp_path / "v", *words) == 0
     assert len(list((tmp_path / "d").glob("part-*"))) > 1
+    words = (*words, "--overwrite_output")
     assert world.score(tmp_path / "w", *words, train=tmp_path / "short.jsonl") == 0
     counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
     assert len(load(tmp_path / "d")) == counts["rows"] <= 8
