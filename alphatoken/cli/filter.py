@@ -28,7 +28,8 @@ usage: alphatoken filter --model_name_or_path PATH --train_file FILE --output_fi
 
 _MORE = """\
 output
-  Every row of the input as it was, in its order, with
+  Every row of the input as it was, in its order (a line that holds no record, broken JSON say,
+  cannot be written again: with --on_bad_rows skip it is counted in the last line), with
     value          mean of the values of its response tokens; null where it was not valued
     value_error    standard error of that over the draw of the validation rows
     verdict        "keep"; "drop": its value is below zero beyond doubt, or with --keep_ratio, it is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +117,13 @@ def run(options: FilterOptions) -> None:
         )
     found = _valued(scorer, examples, journal, options)
     verdicts = _verdicts(found, parts, options)
-    others |= _left_out(rows, pools)
+    # A record that gave no row cannot be read; what is said of rows takes its place.
+    others = dict.fromkeys(records, UNREADABLE) | others | _left_out(rows, pools)
+    others = {number: why for number, why in others.items() if number not in verdicts}
     _write(out, records, {one.row: one for one in found}, verdicts, others, options)
     journal.path.unlink()
-    _say(out, verdicts, others, options)
+    total = find_source(options.train_file).limited(options.limit).rows
+    _say(out, verdicts, others, total - len(records))
 
 
 # --- before the work ------------------------------------------------------------------------------
@@ -132,6 +135,13 @@ def _check(options: FilterOptions, out: Path) -> None:
         keep_count(options.ratio, 1, name="--keep_ratio")
     if not 0.5 <= options.confidence < 1:
         raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
+    if out.suffix.lower() in (".parquet", ".pq", ".arrow", ".csv"):
+        raise ConfigError(
+            "what filter writes is JSONL",
+            got=f"--output_file {out}",
+            why="by its name the file would be read as something else",
+            remedy=f"--output_file {out.with_suffix('.jsonl')}",
+        )
     inputs = (options.train_file, options.validation_file, options.fisher_file)
     goes_on = options.resume and _journal(out).exists()
     check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
@@ -333,7 +343,7 @@ def _write(
 ) -> None:
     with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for number, record in records.items():
-            verdict = verdicts.get(number) or others.get(number, UNREADABLE)
+            verdict = verdicts.get(number) or others[number]
             one = found.get(number)
             if options.kept_only and verdict != "keep":
                 continue
@@ -354,12 +364,14 @@ def _line(record: Mapping[str, Any]) -> str:
     return (text if whole else json.dumps(record)) + "\n"
 
 
-def _say(
-    out: Path, verdicts: Mapping[int, str], others: Mapping[int, str], options: FilterOptions
-) -> None:
+def _say(out: Path, verdicts: Mapping[int, str], others: Mapping[int, str], broken: int) -> None:
+    """One line, in which every line of the file is counted."""
     kept = sum(verdict == "keep" for verdict in verdicts.values())
-    print(f"{len(verdicts)} rows valued, {kept} to keep: {out}")
-    if others and not options.quiet:
-        kinds = {kind: list(others.values()).count(kind) for kind in dict.fromkeys(others.values())}
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        print(f"note: {said}: not valued", file=sys.stderr)
+    total = len(verdicts) + len(others) + broken
+    said = [f"{total} rows: {len(verdicts)} valued, {kept} to keep"]
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(others.values()).items())
+        said.append(f"{kinds}: not valued")
+    if broken:
+        said.append(f"{broken} are no records: not written")
+    print(f"{'; '.join(said)}: {out}")

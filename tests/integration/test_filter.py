@@ -147,6 +147,7 @@ def test_an_interrupted_run_goes_on_to_the_same(
         ({"confidence": 0.3}, "--confidence"),
         ({"ratio": 1.5}, "ratio"),
         ({"output_file": "NOWHERE/out.jsonl"}, "folder"),
+        ({"output_file": "out.parquet"}, "what filter writes is JSONL"),
         ({"validation_batches": 1}, "validation_batches"),
         ({"train_file": "judged.jsonl"}, "field of ours"),
     ],
@@ -193,6 +194,22 @@ def test_kept_only_leaves_out_what_was_not_valued(world: World, tmp_path: Path) 
     found = lines(out)
     assert found
     assert all(row in known for row in found)
+
+
+def test_every_row_is_written_or_counted(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    known = lines(world / "train.jsonl")[:6]
+    text = "".join(json.dumps(row) + "\n" for row in [*known, {"prompt": "no response"}])
+    source.write_text(text + '{"prompt": "cut\n"a string"\n')
+    assert judged(world, out, "--on_bad_rows", "skip", train_file=source) == 0
+    verdicts = [row["verdict"] for row in lines(out)]
+    assert verdicts[6:] == ["cannot be read"]
+    assert capsys.readouterr().out.strip() == (
+        f"9 rows: 6 valued, {verdicts.count('keep')} to keep; 1 cannot be read: not valued; "
+        f"2 are no records: not written: {out}"
+    )
 
 
 @pytest.mark.parametrize("what", ["validation", "fisher", "train"])
