@@ -233,7 +233,7 @@ def encode_some(
             got=f"{len(rows)} rows, {report.skipped_long} too long, "
             f"{report.skipped_empty} without response within the length, "
             f"{report.skipped_bad} that cannot be written as tokens",
-            remedy="look at --max_length, --on_long, --on_empty and --on_bad_rows, or give other "
-            "rows",
+            remedy="look at --response_column, --max_length, --on_long, --on_empty and "
+            "--on_bad_rows, or give other rows",
         )
     return examples, report

@@ -143,7 +143,8 @@ def _what_became(job: Job) -> _Rows:
             "no training row is left",
             got=f"{encoded.rows} rows, {encoded.skipped_long} too long, "
             f"{encoded.skipped_empty} without response within the length, {bad} bad",
-            remedy="look at --max_length, --on_long and --on_empty, or give other rows",
+            remedy="look at --response_column, --max_length, --on_long and --on_empty, or give "
+            "other rows",
         )
     late = bad - job.counts["bad_rows"]  # those that the tokenizer or its template refused
     counts = {"bad_rows": bad, "train": job.counts["train"] - late}

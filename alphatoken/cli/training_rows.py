@@ -19,10 +19,10 @@ from alphatoken.data import (
     Reading,
     encode_row,
     pair_of,
-    read_records,
     row_of,
 )
 from alphatoken.data.encode import require_shown
+from alphatoken.data.source import find_source
 from alphatoken.errors import ColumnsError, ConfigError, DataError, InputError
 from alphatoken.train.datasets import preference_problems, preference_records
 from alphatoken.train.loading import rows_tokenizer
@@ -109,7 +109,7 @@ class RowReader:
                 "training rows must come from one place", got="none named", remedy=_ONE
             )
         if data.train_file is not None:
-            found = read_records(data.train_file)
+            found = _in_file(data.train_file)
             return self._usable(found, data.train_file, "training", notes, data.train_limit)
         if data.dataset_name is not None:
             name = data.dataset_name
@@ -133,7 +133,7 @@ class RowReader:
     def source_rows(self, source: str, name: str, notes: list[str]) -> list[Item]:
         """Rows of a SOURCE: a local file, or ``name#config:split`` of the hub."""
         if Path(source).suffix.lower() in _FILES or Path(source).exists():
-            return self._usable(read_records(source), source, name, notes)
+            return self._usable(_in_file(source), source, name, notes)
         match = _HUB.fullmatch(source)
         if match is None:
             raise ConfigError(
@@ -159,7 +159,7 @@ class RowReader:
 
     def _usable(
         self,
-        records: Iterable[tuple[str, Mapping[str, Any]]],
+        records: Iterable[tuple[str, Mapping[str, Any] | DataError]],
         source: str,
         name: str,
         notes: list[str],
@@ -175,6 +175,8 @@ class RowReader:
         first: DataError | None = None
         for index, (place, record) in enumerate(islice(records, limit)):
             try:
+                if isinstance(record, DataError):
+                    raise record
                 item = self._item(record, index, place, reading, held=name != "training")
             except ColumnsError:
                 raise
@@ -247,6 +249,11 @@ class RowReader:
             iter(preference_problems([self._record(item)], tokenizer=self.tokenizer, **options)),
             None,
         )
+
+
+def _in_file(path: str) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
+    """Rows of a data file or folder; of a broken line, what is wrong with it."""
+    return ((found.place, found.record) for found in find_source(path).read())
 
 
 def _placed(dataset: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -33,6 +33,10 @@ class Columns:
         self.place = place
         self.holds_answer = False
         self._values = {k: v for k, v in record.items() if v is not None and k not in unread}
+        self.aside = [
+            name for name, value in record.items() if value is not None and name in unread
+        ]
+        """Columns that were named as not to be read."""
         self.null = [name for name, value in record.items() if value is None]
         self._read: dict[str, list[str]] = {}
 
@@ -125,7 +129,7 @@ class Reading:
     def add(self, columns: Columns) -> None:
         """Count one row."""
         self.forms[columns.form] += 1
-        self.unread |= dict.fromkeys(columns.left)
+        self.unread |= dict.fromkeys([*columns.aside, *columns.left])
         self._holding += columns.holds_answer
 
     def __str__(self) -> str:

@@ -286,6 +286,11 @@ def is_blank(raw: bytes) -> bool:
     return not raw.strip(_BOM + b" \t\r\n\v\f")
 
 
+_MEND = (
+    "mend or drop this line, or have it passed over (--on_bad_rows skip; not in evaluate and merge)"
+)
+
+
 def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
     """The object on one line of a JSONL file.
 
@@ -306,11 +311,11 @@ def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
         raise DataError(
             "broken JSON line",
             got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
-            remedy="each line must be one JSON object; mend or drop this line",
+            remedy=f"each line must be one JSON object; {_MEND}",
         ) from None
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
         raise DataError(
-            "a JSON line cannot be read", got=f"{place}: {error}", remedy="mend or drop this line"
+            "a JSON line cannot be read", got=f"{place}: {error}", remedy=_MEND
         ) from None
     if not isinstance(record, dict):
         raise DataError(

@@ -135,7 +135,9 @@ def split_pools(
 def none_left(counts: Mapping[str, int]) -> DataError:
     """That no training row is left, and what helps, by what became of the rows."""
     remedy = "hold out fewer rows"
-    if any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
+    if counts.get("without_response") == counts.get("rows"):
+        remedy = "look at the column of responses, or name it: --response_column NAME"
+    elif any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
         remedy = "where rows share their prompt, compare whole conversations: --leak_key "
         remedy += "conversation (leak_key='conversation'); else give other held-out rows"
     elif counts.get("bad_rows"):

@@ -157,9 +157,12 @@ def test_bad_rows_are_passed_over_where_that_is_asked(
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_so_they_are_in_training(command: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     rows, held = files(tmp_path, BAD["template"][0], pairs=command == "dpo")
+    with Path(rows).open("a") as file:
+        file.write("{broken\n")
     words = words_of(command, model, rows, held, tmp_path / "out")
     assert main([*words, "--on_bad_rows", "skip"]) == 0
     said = capsys.readouterr().err
+    assert "1 training rows dropped: broken JSON line" in said
     assert "1 training rows dropped: the chat template refuses the conversation" in said
 
 

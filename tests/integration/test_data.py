@@ -29,6 +29,7 @@ from alphatoken.data import (
     split_pools,
     token_texts,
 )
+from alphatoken.data.split import none_left
 from alphatoken.data.stdlib import code_rows
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -141,7 +142,10 @@ GOOD = '{"prompt": "p", "response": "r"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GOOD + '{"prompt": "p", "resp\n', r"broken JSON line.*t\.jsonl, line 2, column 17"),
+        (
+            GOOD + '{"prompt": "p", "resp\n',
+            r"broken.*t\.jsonl, line 2, column 17.*--on_bad",
+        ),
         (GOOD + "[1, 2]\n", r"not an object.*t\.jsonl, line 2"),
         (GOOD.encode() + b'{"prompt": "\xff"}\n', r"not UTF-8.*line 2: byte 0xff at column 13"),
         ("", r"no rows.*t\.jsonl"),
@@ -371,6 +375,8 @@ def test_pools_that_cannot_be_made() -> None:
         split_pools(data, on_leak="ignore")
     with pytest.raises(DataError, match="no training row is left"):
         split_pools(data, validation=data)
+    with pytest.raises(DataError, match="--response_column"):
+        raise none_left({"rows": 16, "without_response": 16, "train": 0})
 
 
 # --- padding --------------------------------------------------------------------------------------

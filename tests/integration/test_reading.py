@@ -156,6 +156,8 @@ def test_one_line_says_what_was_read_and_what_not(
         read_rows(jsonl(tmp_path / "a.jsonl", rows))
         read_rows(jsonl(tmp_path / "b.jsonl", [ASKED, {"text": "Once.", "source": "x"}]))
         read_rows(jsonl(tmp_path / "c.jsonl", [{"prompt": "Say: yes", "response": "yes"}]))
+        tools = {**ASKED, "tools": [{}], "id": 1}
+        read_rows(jsonl(tmp_path / "d.jsonl", [tools]), fields=Fields(unread=("tools",)))
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("WARNING", "a.jsonl: prompt = instruction + input, response = output; not read: id, "
          "loss_weights"),
@@ -163,6 +165,8 @@ def test_one_line_says_what_was_read_and_what_not(
          "= text (1 rows); not read: source"),
         ("WARNING", "c.jsonl: prompt = prompt, response = response; in 1 of 1 rows the prompt ends "
          "with the response"),
+        ("WARNING", "d.jsonl: prompt = instruction + input, response = output; not read: tools, "
+         "id"),
     ]  # fmt: skip
 
 
