@@ -84,14 +84,13 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
     """What was cut or skipped of the rows called ``name``, in sentences."""
     lost = {
-        f"are longer than allowed and were cut ({report.truncated_tokens} tokens)": (
-            report.truncated_rows
-        ),
-        "are longer than allowed and were skipped": report.skipped_long,
-        "have no response within the length and were skipped": report.skipped_empty,
-        "cannot be written as tokens and were skipped": report.skipped_bad,
+        f"longer than allowed, cut by {report.truncated_tokens} tokens": report.truncated_rows,
+        "longer than allowed, skipped": report.skipped_long,
+        "without a response within the length, skipped": report.skipped_empty,
+        "that cannot be written as tokens, skipped": report.skipped_bad,
     }
-    return [f"{count} {name} rows {what}." for what, count in lost.items() if count]
+    name = name[:1].upper() + name[1:]
+    return [f"{name} rows {what}: {count}." for what, count in lost.items() if count]
 
 
 def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:

@@ -425,7 +425,7 @@ def test_rows_that_are_left_out_are_said_on_the_console(
     silent = json.dumps({"prompt": "1+1=", "response": ""}) + "\n"
     (tmp_path / "train.jsonl").write_text((world / "train.jsonl").read_text() + silent)
     words = world.words("stability", tmp_path / "out", "--dry_run", train=tmp_path / "train.jsonl")
-    said = "note: 1 training rows have no response within the length and were skipped."
+    said = "note: Training rows without a response within the length, skipped: 1."
     assert main(words) == 0
     assert said not in capsys.readouterr().err
     assert main([word for word in words if word != "--quiet"]) == 0
