@@ -373,5 +373,5 @@ def _say(out: Path, verdicts: Mapping[int, str], others: Mapping[int, str], brok
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(others.values()).items())
         said.append(f"{kinds}: not valued")
     if broken:
-        said.append(f"{broken} are no records: not written")
+        said.append(f"{broken} without a record: not written")
     print(f"{'; '.join(said)}: {out}")

@@ -208,7 +208,7 @@ def test_every_row_is_written_or_counted(
     assert verdicts[6:] == ["cannot be read"]
     assert capsys.readouterr().out.strip() == (
         f"9 rows: 6 valued, {verdicts.count('keep')} to keep; 1 cannot be read: not valued; "
-        f"2 are no records: not written: {out}"
+        f"2 without a record: not written: {out}"
     )
 
 
