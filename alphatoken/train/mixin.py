@@ -167,6 +167,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         options = self.args
         self.records = RunRecords(self)
+        self.add_callback(self.records)
         self.add_callback(self.records.monitor)
         check_watch(self.model, self.accelerator, options)
         if options.collect_value_propagation:

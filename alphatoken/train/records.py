@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainerCallback
 
 from alphatoken.errors import warn_caller
 from alphatoken.estimate.matrices import Formed
@@ -26,7 +28,7 @@ from alphatoken.train.report import write_run_report
 __all__ = ["RunRecords"]
 
 
-class RunRecords:
+class RunRecords(TrainerCallback):
     """Monitor and ledger of a run; each micro-batch is written down once, by whoever weighed it.
 
     Args:
@@ -45,6 +47,26 @@ class RunRecords:
         self.ledger = ValueLedger()
         self.reference: Mapping[str, Tensor] = {}
         self.listener: Callable[[Tensor, Tensor], None] | None = None
+        # Visits of a step that a scaler may yet skip, and the scale before it.
+        self._pending: list[Callable[[], None]] = []
+        self._scale = 0.0
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Look at the scale of the loss, which falls where the step is skipped."""
+        if self._pending:
+            self._scale = self._trainer.accelerator.scaler.get_scale()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Write the step's visits down, unless its gradient overflowed and nothing moved.
+
+        Accelerate does not see that of a fused optimizer, which skips by itself; the scale tells.
+        """
+        if not self._pending:
+            return
+        if self._trainer.accelerator.scaler.get_scale() >= self._scale:
+            for add in self._pending:
+                add()
+        self._pending.clear()
 
     @property
     def keeps_values(self) -> bool:
@@ -75,7 +97,8 @@ class RunRecords:
             tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
         if scored is not None and self.keeps_values:
-            self.ledger.add(
+            add = partial(
+                self.ledger.add,
                 {**inputs, "labels": batch.labels},
                 batch.mask,
                 values,
@@ -85,6 +108,12 @@ class RunRecords:
                 * undivided(batch, self._trainer.args.kept_normalization),
                 step=self._trainer.state.global_step,
             )
+            scaled = getattr(self._trainer.accelerator, "scaler", None) is not None
+            # In a loop of the caller's own nobody says when a step is over.
+            if scaled and getattr(self._trainer, "is_in_train", False):
+                self._pending.append(add)
+            else:
+                add()
 
     def _drift(self) -> dict[str, float]:
         """How far the scored weights have moved."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
@@ -257,3 +257,36 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path, estimator: str) -> None:
     assert norms[0] != norms[0], "the first gradient overflows"
     assert ours.accelerator.scaler.get_scale() < 2.0**40, "and its step is skipped"
     assert furthest(ours, theirs) == 0
+
+
+class Moved(TrainerCallback):
+    """Whether each optimizer step moved a weight."""
+
+    def __init__(self) -> None:
+        self.steps, self._before = list[bool](), Tensor()
+
+    def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self._before = model.lm_head.weight.detach().clone()
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.steps.append(not torch.equal(self._before, model.lm_head.weight))
+
+
+@pytest.mark.usefixtures("full_precision_afterwards")
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_a_step_that_the_scaler_skips_is_in_no_ledger(tmp_path: Path, optim: str) -> None:
+    """Its gradient overflowed and nothing moved: the values of its tokens are of no step."""
+    trainer = in_fp16(
+        AlphaSFTTrainer(
+            model=model(), args=config(tmp_path, retention="none", max_steps=3, optim=optim),
+            train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
+            processing_class=tokenizer(),
+        ), 2.0**40,
+    )  # fmt: skip
+    trainer.accelerator.scaler.set_backoff_factor(2.0**-24)
+    moved = Moved()
+    trainer.add_callback(moved)
+    trainer.train()
+    assert moved.steps == [False, True, True]
+    visits = trainer.ledger.state_tensors()["visits"]
+    assert visits.tolist() == [1] * 8, "two steps of four rows"
