@@ -87,9 +87,6 @@ class _Parser(TrlParser):
                 self._parse_dataclass_field(group, one)
 
 
-_OF_FISHER = {"policy", "objective", "retention", "fisher_file", "fisher_data"}
-"""Options that decide whether prompts of a recipe are wanted for a Fisher."""
-
 _TITLES: dict[Any, str] = {
     DataArguments: "rows (TRL)",
     RunArguments: "this command",
@@ -153,7 +150,8 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     made = [_make(kind, found) for kind in parser.dataclass_types]
     run, data, config, model, mixture = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
-        if name in _earlier_than(_OF_FISHER, recipes, words):
+        # A recipe serves several objectives, as a grid's does; what is typed is meant.
+        if name not in _named(words):
             unread = (*unread, name)
             for place in (found, data):
                 setattr(place, name, None)

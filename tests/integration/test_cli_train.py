@@ -175,15 +175,18 @@ def test_a_fisher_that_is_there_needs_no_prompts(name: str, tmp_path: Path) -> N
 
 
 def test_prompts_of_a_recipe_give_way_to_what_is_named_after_it(tmp_path: Path) -> None:
-    """A recipe that asks for prompts and for no Fisher is refused as the command line is."""
+    """A recipe serves several objectives: its prompts give way; typed ones are refused."""
     file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
     (tmp_path / "own.yaml").write_text("fisher_prompts: 5\n")
     words = ["--config", str(tmp_path / "own.yaml"), "--train_file", file, "--use_cpu",
              "--bf16", "false", "--validation_rows", "2"]  # fmt: skip
+    for more in ([], ["--retention", "none"]):
+        arguments = read_arguments("sft", [*words, *more], AlphaSFTConfig)
+        assert arguments.unread == ("fisher_prompts",)
+        assert load_run_data(arguments, Letters()).fisher is None
+    typed = read_arguments("sft", [*words, "--fisher_prompts", "5"], AlphaSFTConfig)
     with pytest.raises(ConfigError, match="fisher_prompts is given, and no Fisher is wanted"):
-        load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
-    arguments = read_arguments("sft", [*words, "--retention", "none"], AlphaSFTConfig)
-    assert load_run_data(arguments, Letters()).fisher is None
+        load_run_data(typed, Letters())
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
