@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tests.integration.snapshot import bits
+
 ROOT = Path(__file__).parent.parent
 _ESTIMATORS = ("alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal")
 _OF_TIME = re.compile(r"time|second|runtime|per_second|flos|memory|cost|price|_loss_at|version")
@@ -32,8 +34,8 @@ Golden = dict[str, Any]
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(flat).hexdigest()[:16]}"
+    digest = hashlib.sha256(bits(tensor) or b"").hexdigest()[:16]
+    return f"{tuple(tensor.shape)} {tensor.dtype} {digest}"
 
 
 def _plain(value: Any) -> Any:

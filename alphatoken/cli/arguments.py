@@ -47,7 +47,8 @@ class Arguments:
         recipe: that was read, or None.
         changed: option -> (value, default), for all that differ from their defaults.
         words: the command line.
-        unread: options of recipes that gave way to a policy that was named after them.
+        unread: options of recipes that gave way: to a policy that was named after them, or, of a
+            Fisher, to a run that wants none.
     """
 
     command: str
@@ -144,7 +145,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(found, words)
-    unread = _give_way(found, training, _earlier_than({"policy"}, recipes, words))
+    unread = _give_way(found, training, _earlier_than_policy(recipes, words))
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
@@ -169,11 +170,11 @@ def _named(words: Sequence[str]) -> set[str]:
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
 
 
-def _earlier_than(later: set[str], recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
-    """Options that were said before the ``later`` ones: in recipes before the last that has one."""
+def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
+    """Options that were said before the policy was: in recipes before the one that names it."""
     said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
     said.append(_named(words))
-    last = max((i for i, names in enumerate(said) if later & names), default=0)
+    last = max((i for i, names in enumerate(said) if "policy" in names), default=0)
     return set().union(*said[:last]) - set().union(*said[last:])
 
 

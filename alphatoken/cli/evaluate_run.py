@@ -20,6 +20,7 @@ from alphatoken.compare.measures import OPPONENT, Measures
 from alphatoken.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
 from alphatoken.compare.tables import markdown, setting_text
 from alphatoken.data import read_records
+from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json, write_text
 from alphatoken.train.loading import (
@@ -214,8 +215,8 @@ def _command(measures: Measures) -> str:
     if measures.target_file is None:
         return "sft"
     first = next((record for _, record in read_records(measures.target_file)), {})
-    pairs = ({"chosen", "rejected"}, {"chosen_response", "rejected_response"})
-    return "dpo" if any(names <= set(first) for names in pairs) else "sft"
+    pairs = zip(CHOSEN, REJECTED, strict=True)
+    return "dpo" if any({*names} <= set(first) for names in pairs) else "sft"
 
 
 def _require_start(measures: Measures, command: str, start: str | None) -> None:

@@ -65,7 +65,7 @@ def run(options: FilterOptions) -> None:
     """
     out = Path(options.output_file)
     _check(options, out)
-    records = _records(options)
+    records, broken = _records(options)
     tokenizer, how = read_tokenizer(options), encoding(options)
     rows = read_file(options.train_file, options, limit=options.limit)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
@@ -122,8 +122,7 @@ def run(options: FilterOptions) -> None:
     others = {number: why for number, why in others.items() if number not in verdicts}
     _write(out, records, {one.row: one for one in found}, verdicts, others, options)
     journal.path.unlink()
-    total = find_source(options.train_file).limited(options.limit).rows
-    _say(out, verdicts, others, total - len(records))
+    _say(out, verdicts, others, broken)
 
 
 # --- before the work ------------------------------------------------------------------------------
@@ -147,14 +146,16 @@ def _check(options: FilterOptions, out: Path) -> None:
     check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
-def _records(options: FilterOptions) -> dict[int, Mapping[str, Any]]:
-    """The rows as they are in the file, by number; those that are no records are left out."""
+def _records(options: FilterOptions) -> tuple[dict[int, Mapping[str, Any]], int]:
+    """The rows as they are in the file, by number; and how many lines are no records."""
     found: dict[int, Mapping[str, Any]] = {}
+    broken = 0
     for one in find_source(options.train_file).limited(options.limit).read():
         place, record = one.place, one.record
         if isinstance(record, DataError):
             if options.on_bad_rows == "error":
                 raise record
+            broken += 1
             continue
         taken = [name for name in FIELDS if name in record]
         if taken and not options.kept_only:
@@ -173,7 +174,7 @@ def _records(options: FilterOptions) -> dict[int, Mapping[str, Any]]:
                 remedy="turn dates, decimals and bytes into text first",
             ) from None
         found[one.index] = record
-    return found
+    return found, broken
 
 
 def _encoded(

@@ -30,7 +30,7 @@ from alphatoken.data import (
 from alphatoken.data.corpus import BadRow
 from alphatoken.data.source import find_source
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ColumnsError, ConfigError, DataError
+from alphatoken.errors import ColumnsError, DataError
 from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
 
@@ -139,19 +139,12 @@ def encoding(options: Any) -> EncodeOptions:
     """
     parts = find_parts(options.model_name_or_path, options.adapter)
     limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
-    limit, asked = limits.positions, options.max_length
-    if asked is not None and limit is not None and asked > limit:
-        raise ConfigError(
-            "--max_length is more than the model allows",
-            got=f"{asked}, limit {limit}",
-            why="positions past the limit have no meaning to the model",
-            remedy=f"at most --max_length {limit}",
-        )
+    length = limits.length(options.max_length)
     if limits.layers is not None:
         layers_within(read_layers(options.layers, "--score_layers"), limits.layers)
     rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
     return EncodeOptions(
-        max_length=limit if asked is None else asked,
+        max_length=length,
         on_long=rows.on_long,
         on_empty=rows.on_empty,
         turns=rows.turns,

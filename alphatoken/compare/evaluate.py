@@ -131,21 +131,14 @@ def encode_files(
         ConfigError: ``max_length`` is more than the model allows. DataError: a row cannot be
             written as tokens, or none has a response; the message names it.
     """
-    limit, asked = limits.positions, measures.max_length
-    if asked is not None and limit is not None and asked > limit:
-        raise ConfigError(
-            "max_length is more than the model allows",
-            got=f"{asked}, limit {limit}",
-            why="positions past the limit have no meaning to the model",
-            remedy=f"at most --max_length {limit} (max_length: {limit})",
-        )
+    length = limits.length(measures.max_length)
     found: dict[str, list[Example] | PairExamples] = {}
     for name, path in _files(measures).items():
         read = read_pair_examples if _has_pairs(name, command) else read_examples
         found[name] = read(
             path,
             tokenizer,
-            limit if asked is None else asked,
+            length,
             chat=measures.chat,
             vocabulary=limits.tokens,
             fields=fields,

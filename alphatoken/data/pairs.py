@@ -28,10 +28,10 @@ from alphatoken.data.rows import (
 from alphatoken.data.source import read_records
 from alphatoken.errors import DataError
 
-__all__ = ["Pair", "PairFields", "pair_of", "read_pairs"]
+__all__ = ["CHOSEN", "REJECTED", "Pair", "PairFields", "pair_of", "read_pairs"]
 
-_CHOSEN = ("chosen", "chosen_response")
-_REJECTED = ("rejected", "rejected_response")
+CHOSEN = ("chosen", "chosen_response")
+REJECTED = ("rejected", "rejected_response")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -105,8 +105,8 @@ def pair_of(
     fields = fields or PairFields()
     columns = Columns(record, place, fields.unread)
     fields = columns.present(fields)
-    chosen = columns.take(_name(columns, fields.chosen, _CHOSEN, "chosen"), "chosen")
-    rejected = columns.take(_name(columns, fields.rejected, _REJECTED, "rejected"), "rejected")
+    chosen = columns.take(_name(columns, fields.chosen, CHOSEN, "chosen"), "chosen")
+    rejected = columns.take(_name(columns, fields.rejected, REJECTED, "rejected"), "rejected")
     name = fields.prompt or columns.first((*PROMPTS, *CHATS))
     prompt = None if name is None else prompt_turns(columns, name)
     if isinstance(chosen, str) and isinstance(rejected, str):

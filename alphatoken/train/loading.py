@@ -90,6 +90,21 @@ class Limits:
     tokens: int | None
     layers: int | None = None
 
+    def length(self, asked: int | None) -> int | None:
+        """The longest sequence to be read: as long as the model allows, or as was asked for.
+
+        Raises:
+            ConfigError: more is asked for than the model allows.
+        """
+        if asked is not None and self.positions is not None and asked > self.positions:
+            raise ConfigError(
+                "max_length is more than the model allows",
+                got=f"{asked}, limit {self.positions}",
+                why="positions past the limit have no meaning to the model",
+                remedy=f"at most --max_length {self.positions} (max_length: {self.positions})",
+            )
+        return self.positions if asked is None else asked
+
 
 def find_limits(parts: ModelParts, **options: Any) -> Limits:
     """What a model takes, before it is loaded.

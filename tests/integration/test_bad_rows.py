@@ -101,15 +101,21 @@ def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list
     return ["diagnose", "coverage", *words[1:], *more] if command == "diagnose" else words + more
 
 
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where weights are loaded."""
+    from transformers import PreTrainedModel
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+
+
+@pytest.mark.usefixtures("nothing_loaded")
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("command", ["score", "filter", "fisher", "sft", "dpo"])
 def test_a_bad_row_is_named_before_the_model_is_loaded(
     command: str, kind: str, model: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    from transformers import PreTrainedModel
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     bad, said = BAD[kind]
     rows, held = files(tmp_path, bad, pairs=command == "dpo")
     assert main(words_of(command, model, rows, held, tmp_path / "out")) == 2
@@ -203,15 +209,13 @@ MEASURING = {
 }
 
 
+@pytest.mark.usefixtures("nothing_loaded")
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("command", MEASURING)
 def test_rows_to_be_measured_are_tokens_before_any_work(
     command: str, kind: str, model: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    from transformers import PreTrainedModel
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     bad, said = BAD[kind]
     rows, _ = files(tmp_path, bad, pairs=False)
     words = [word.format(model=model) for word in MEASURING[command]]

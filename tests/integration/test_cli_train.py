@@ -174,7 +174,7 @@ def test_a_fisher_that_is_there_needs_no_prompts(name: str, tmp_path: Path) -> N
         load("sft", tmp_path, "--train_file", file, *given, small=False)
 
 
-def test_prompts_of_a_recipe_give_way_to_what_is_named_after_it(tmp_path: Path) -> None:
+def test_prompts_of_a_recipe_give_way_where_no_fisher_is_wanted(tmp_path: Path) -> None:
     """A recipe serves several objectives: its prompts give way; typed ones are refused."""
     file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
     (tmp_path / "own.yaml").write_text("fisher_prompts: 5\n")
