@@ -145,6 +145,9 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(found, words)
+    template = getattr(found, "chat_template_path", None)  # dpo has none
+    if template is not None:
+        found.chat_template_path = packaged_file(template) or template
     unread = _give_way(found, training, _earlier_than_policy(recipes, words))
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
@@ -221,9 +224,6 @@ def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
     for name in options:
         if name not in known:
             raise _unknown(name, parser, recipe.path.name)
-    template = options.get("chat_template_path")
-    if isinstance(template, str):
-        options["chat_template_path"] = packaged_file(template) or template
     parser.set_defaults_with_config(**options)
 
 

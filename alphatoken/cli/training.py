@@ -16,7 +16,15 @@ from alphatoken.cli.recipes import recipes_of
 from alphatoken.cli.training_help import short_help
 from alphatoken.errors import ConfigError, DataError, ModelError
 
-__all__ = ["build_trainer", "check_files", "require_libraries", "run_dpo", "run_sft", "trainer_of"]
+__all__ = [
+    "build_trainer",
+    "check_files",
+    "require_libraries",
+    "run_dpo",
+    "run_sft",
+    "told_results",
+    "trainer_of",
+]
 
 _NEEDED = ("accelerate", "datasets", "trl")
 
@@ -190,15 +198,20 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         expect_training_memory(plan, arguments)
     with _warnings_as_notes(arguments.training.process_index == 0):
         trainer, notes = build_trainer(arguments, kind, tokenizer)
+    from alphatoken.train.manifest import RESULTS
+    from alphatoken.train.resume import note_finished
+
+    args, first = arguments.training, trainer.accelerator.is_main_process
+    going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
+    if going_on == "auto" and (step := trainer.finished()) is not None:
+        if first:
+            print(f"this run is finished after {step} steps: nothing is left to do")
+        trainer.accelerator.end_training()
+        return
     if plan is not None:
         expect_training(trainer, plan, layout)
-    first = trainer.accelerator.is_main_process
     for note in notes if first else ():
         _note(note)
-    from alphatoken.train.manifest import RESULTS
-
-    args = arguments.training
-    going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
     try:
         with _warnings_as_notes(first):
             allowed = arguments.run.allow_changed or ()
@@ -215,11 +228,21 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
+        note_finished(Path(args.output_dir), trainer.state.global_step)
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
-        results = Path(args.output_dir) / RESULTS
-        if results.is_dir():
-            print(f"values and report, which quote training rows: {results}")
+        if (told := told_results(Path(args.output_dir) / RESULTS)) is not None:
+            print(told)
     trainer.accelerator.end_training()  # ends the process group too
+
+
+def told_results(results: Path) -> str | None:
+    """What a run left in its folder of results, in a line; None if nothing."""
+    from alphatoken.train.report import REPORT
+
+    values, report = (results / "values").is_dir(), (results / Path(REPORT).name).is_file()
+    found = " and ".join(["values"] * values + ["report"] * report)
+    quotes = ", which quote training rows" if values else ""
+    return f"{found}{quotes}: {results}" if found else None
 
 
 def _save(trainer: Any, folder: str) -> None:

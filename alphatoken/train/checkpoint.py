@@ -30,10 +30,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.storage import flush, read_tensors, write_tensors
 from alphatoken.train.hooks import require_hooks
-from alphatoken.train.identity import data_fingerprint, frozen_fingerprint, option_values
+from alphatoken.train.identity import (
+    data_fingerprint,
+    frozen_fingerprint,
+    option_values,
+    stated_options,
+)
 from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
 from alphatoken.train.resume import (
     chosen_checkpoint,
+    finished_step,
     library_versions,
     note_run,
     require_same_run,
@@ -86,6 +92,16 @@ class RunCheckpoints(TrainerCallback):
         self.staging = False
         self.random_state_loaded = False
 
+    def finished(self) -> int | None:
+        """See ``CheckpointMixin.finished``."""
+        found = self._agreed(self._finished)
+        return None if found is None else int(found)
+
+    def _finished(self) -> int | None:
+        assert self._identity is not None
+        args = self._trainer.args
+        return finished_step(Path(str(args.output_dir)), self._identity, args.world_size)
+
     # --- going on ---------------------------------------------------------------------------------
 
     def begin(self, wanted: str | bool | None, allow_changed: Collection[str]) -> None:
@@ -112,7 +128,7 @@ class RunCheckpoints(TrainerCallback):
             assert self._identity is not None
             require_same_run(path, manifest, self._identity, args.world_size, allow_changed)
             run = manifest.run
-        note_run(output_dir, run, self._identity)
+        note_run(output_dir, run, self._identity, stated_options(args))
         return None if chosen is None else str(chosen[0]), run
 
     def _agreed(self, decide: Callable[[], Any]) -> Any:
@@ -325,6 +341,14 @@ class CheckpointMixin(_Base):
             "frozen_weights": frozen_fingerprint(cast(nn.Module, self.model)),
         }
 
+    def finished(self) -> int | None:
+        """The step that the run of ``output_dir`` ended with, if nothing is left to do; else None.
+
+        Of this very run: the same options, data, frozen weights and number of processes.
+        """
+        identity = self.run_identity() if self.args.should_save else None
+        return RunCheckpoints(self, identity).finished()
+
     @property
     def resumed(self) -> bool:
         """Whether this call of ``train`` goes on from a checkpoint."""
@@ -393,6 +417,14 @@ class CheckpointMixin(_Base):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As in transformers, without tied weights: a file holds them under one of their names."""
+        weights = cast(nn.Module, self.model).state_dict(keep_vars=True)
+        missing = load_result.missing_keys
+        read = {id(weight) for name, weight in weights.items() if name not in missing}
+        left = [name for name in missing if id(weights.get(name)) not in read]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = str(super()._get_output_dir(trial))

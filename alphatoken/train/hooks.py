@@ -17,8 +17,8 @@ from alphatoken.errors import UnsupportedError
 __all__ = ["OVERRIDDEN", "USED", "require_hooks"]
 
 OVERRIDDEN = (
-    "_clip_grad_norm", "_finish_current_push", "_get_output_dir", "_load_rng_state",
-    "_push_from_checkpoint", "_run_epoch", "_save_checkpoint", "compute_loss",
+    "_clip_grad_norm", "_finish_current_push", "_get_output_dir", "_issue_warnings_after_load",
+    "_load_rng_state", "_push_from_checkpoint", "_run_epoch", "_save_checkpoint", "compute_loss",
     "create_model_card", "get_batch_samples", "log", "training_step",
 )  # fmt: skip
 """Methods of transformers' Trainer that ours override."""

@@ -17,6 +17,7 @@ __all__ = [
     "frozen_fingerprint",
     "option_values",
     "rounding_only",
+    "stated_options",
 ]
 
 _WATCHING = (
@@ -49,15 +50,20 @@ _SAMPLED_NUMBERS = 1024
 _ARROW_ROWS = 1000
 
 
-def option_values(args: Any) -> dict[str, Any]:
-    """The options of a run that its result depends on, as plain JSON values.
+def stated_options(args: Any) -> dict[str, Any]:
+    """The options of a run that its result depends on, as given, as plain JSON values.
 
     Every dataclass field of ``args`` counts unless it is known to be about logging, saving,
     evaluation or the machine: a field added by a later library version takes part by itself.
     """
     names = (field.name for field in dataclasses.fields(args))
     kept = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
-    values = {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
+    return {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
+
+
+def option_values(args: Any) -> dict[str, Any]:
+    """What of :func:`stated_options` has to be the same when a run is resumed."""
+    values = stated_options(args)
     if "held_out_steps" in values:  # how often rows are looked at; whether some are held out counts
         values["held_out_steps"] = bool(values["held_out_steps"])
     return values

@@ -45,6 +45,10 @@ _NO_VALUES = (
     "This run exported no token values (its policy needs none, export_values was off, or it has "
     "not ended)."
 )
+_ROW_NUMBERS = (
+    "A row number counts the training rows from 0, without those that were left out or held out: "
+    "it is no line of the file."
+)
 _TILES = {
     "loss": "last training loss",
     "alpha/validation_held_out": "held-out validation objective",
@@ -116,7 +120,7 @@ def read_run(folder: str | Path) -> RunRecord:
         history=state.get("log_history", []),
         step=int(state.get("global_step", 0)),
         steps=int(state.get("max_steps", 0)),
-        options=run.get("identity", {}).get("options", {}),
+        options=run.get("options", {}),
         versions=run.get("versions", {}),
         values=next((folder / name for name in _VALUES if (folder / name).is_file()), None),
         before=_json(folder / _POLICY).get("before", ()) if (folder / _POLICY).is_file() else (),
@@ -171,7 +175,12 @@ def render(run: RunRecord, history: Sequence[Mapping[str, Any]]) -> str:
             f"The value file holds {whole:,} tokens; what is said about them here is of "
             f"{summary.response_tokens:,}, in evenly spread stretches."
         )
-    sections, data = value_sections(summary, known=accumulated(_unit(run.values)))
+    told = _told(run.values)
+    if told.get("rows_seen") is not None:
+        rows = told["rows_seen"] + told["rows_not_seen"]
+        notes.append(f"{told['rows_seen']:,} of {rows:,} training rows were seen. {_ROW_NUMBERS}")
+    unit = str(told.get("unit", PLAIN))
+    sections, data = value_sections(summary, known=accumulated(unit))
     if not summary.sequences:
         sections = [Section("heatmaps", "Values over the text", remarks=[_NO_VALUES])]
     return render_page(
@@ -193,14 +202,14 @@ def _first(before: Sequence[Mapping[str, Any]]) -> list[Section]:
     return [Section("before", "Before the run", remarks=[remark], pictures=charts(before))]
 
 
-def _unit(values: Path | None) -> str:
-    """What accumulated values mean, as the summary beside them says."""
+def _told(values: Path | None) -> dict[str, Any]:
+    """The summary beside the values; empty if there is none."""
     if values is None:
-        return PLAIN
+        return {}
     for name in ("summary.json", f"{values.stem}.summary.json"):
         if (values.parent / name).is_file():
-            return str(_json(values.parent / name).get("unit", PLAIN))
-    return PLAIN
+            return _json(values.parent / name)
+    return {}
 
 
 def _curves(history: Sequence[Mapping[str, Any]], logs: Sequence[Mapping[str, Any]]) -> Section:

@@ -27,7 +27,14 @@ from alphatoken.train.manifest import (
     verify,
 )
 
-__all__ = ["chosen_checkpoint", "library_versions", "note_run", "require_same_run"]
+__all__ = [
+    "chosen_checkpoint",
+    "finished_step",
+    "library_versions",
+    "note_finished",
+    "note_run",
+    "require_same_run",
+]
 
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 
@@ -89,16 +96,45 @@ def _current_run(output_dir: Path) -> str | None:
         return None
 
 
-def note_run(output_dir: Path, run: str, identity: Mapping[str, Any] | None) -> None:
-    """Leave in the folder which run it belongs to, and what that run is."""
+def note_run(
+    output_dir: Path, run: str, identity: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> None:
+    """Leave in the folder which run it belongs to, what that run is, and its options as given."""
     output_dir.mkdir(parents=True, exist_ok=True)
     content = {
         "run": run,
         "identity": identity,
+        "options": options,
         "versions": library_versions(),
         "results": RESULTS,
     }
     write_json(output_dir / RUN, content)
+
+
+def note_finished(output_dir: Path, step: int) -> None:
+    """Leave in the folder that its run ended with this step, and that its model is written."""
+    told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
+    write_json(output_dir / RUN, {**told, "finished": step})
+
+
+def finished_step(output_dir: Path, identity: Mapping[str, Any], world_size: int) -> int | None:
+    """The step that this run ended with, if nothing of it is left to do; else None.
+
+    Args:
+        output_dir: where :func:`note_finished` may have said so.
+        identity: what this run's result depends on.
+        world_size: number of processes.
+    """
+    latest = latest_complete(output_dir, _current_run(output_dir))
+    if latest is None or not any(output_dir.glob("*.safetensors")):
+        return None
+    manifest = latest[1]
+    told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
+    options = [one.get("options", {}) for one in (manifest.identity, identity)]
+    rounded = rounding_only(options[0], options[1], world_size)
+    same = not differences(manifest.identity, identity, rounded)
+    same &= manifest.world_size == world_size
+    return manifest.step if same and told.get("finished") == manifest.step else None
 
 
 def require_same_run(

@@ -124,7 +124,7 @@ def export_values(
     target, summary = _targets(Path(path), fmt)
     if target.suffix == ".parquet":
         _pyarrow()  # before any work
-    holders, unseen = _holders(found, rows, max_length, truncation_mode)
+    holders, seen, unseen = _holders(found, rows, max_length, truncation_mode)
     chunks = _chunks(found, holders, tokenizer)
     if target.suffix == ".parquet":
         _write_parquet(target, chunks)
@@ -135,7 +135,7 @@ def export_values(
                 for record in zip(*chunk.values(), strict=True):
                     line = dict(zip(names, record, strict=True))
                     file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-    write_json(summary, {"unit": unit, **_summary(found, holders, unseen)})
+    write_json(summary, {"unit": unit, **_summary(found, holders, seen, unseen)})
     return target
 
 
@@ -176,20 +176,21 @@ def _holders(
     rows: Iterable[Mapping[str, Any]] | None,
     max_length: int | None,
     truncation_mode: str,
-) -> tuple[Holders | None, int]:
-    """Rows of every document, and how many rows hold none that was seen."""
+) -> tuple[Holders | None, int, int]:
+    """Rows of every document, and how many rows hold one that was seen, and none."""
     if rows is None:
-        return None, 0
+        return None, 0, 0
     numbers = {key.tobytes(): number for number, key in enumerate(found.keys)}
     holders: Holders = defaultdict(list)
-    unseen = 0
+    count = unseen = 0
     for index, row in enumerate(rows):
         keys = row_documents(row, max_length=max_length, truncation_mode=truncation_mode)
         seen = {numbers[key] for key, _ in keys if key in numbers}
         for number in seen:
             holders[number].append(index)
+        count += bool(seen)
         unseen += not seen
-    return dict(holders), unseen
+    return dict(holders), count, unseen
 
 
 def _order(found: Accumulated, holders: Holders | None) -> list[int]:
@@ -274,7 +275,7 @@ def _write_parquet(path: Path, chunks: Iterable[Mapping[str, list[Any]]]) -> Non
             writer.write_table(pa.table(chunk, schema=schema))
 
 
-def _summary(found: Accumulated, holders: Holders | None, unseen: int) -> dict[str, Any]:
+def _summary(found: Accumulated, holders: Holders | None, seen: int, unseen: int) -> dict[str, Any]:
     """What the run says about its data, in one page."""
     totals, visits = found.totals(), np.repeat(found.visits, found.sizes)
     order = np.argsort(totals, kind="stable")
@@ -304,6 +305,7 @@ def _summary(found: Accumulated, holders: Holders | None, unseen: int) -> dict[s
             "negative_share": _share(totals < 0),
         },
         "documents_in_no_row": None if holders is None else len(totals) - len(holders),
+        "rows_seen": None if holders is None else seen,
         "rows_not_seen": None if holders is None else unseen,
         "best_documents": [entry(int(n)) for n in order[::-1][:_EXTREMES]],
         "worst_documents": [entry(int(n)) for n in order[:_EXTREMES]],

@@ -17,6 +17,8 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
@@ -25,6 +27,7 @@ from alphatoken.train import AlphaSFTConfig, identity, manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.identity import differences, option_values, rounding_only
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
+from alphatoken.train.resume import note_finished
 from tests.integration import tiny_training as tiny
 from tests.integration.distributed.launch import launch
 from tests.integration.killed_run import PATIENCE, Moment, Run, fails, finish, kill
@@ -347,6 +350,37 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_taken(run: Run) -> 
     trainer = run.trainer()
     trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-8"))
     assert json.loads((run.out / manifest.RUN).read_text())["run"] == first
+
+
+def test_a_run_is_finished_when_its_last_step_and_its_model_are_there(run: Run) -> None:
+    assert run.trainer().finished() is None, "no model was written yet"
+    (run.out / "model.safetensors").touch()
+    note_finished(run.out, 8)
+    assert run.trainer().finished() == 8
+    assert replace(run, options={**run.options, "max_steps": 9}).trainer().finished() is None
+    shutil.move(run.out / "checkpoint-8", run.folder / "aside")
+    assert run.trainer().finished() is None, "the last step is to be done again"
+    shutil.move(run.folder / "aside", run.out / "checkpoint-8")
+    new = run.trainer()
+    new.add_callback(_Raise(2))
+    with pytest.raises(KeyboardInterrupt):
+        new.train()
+    assert run.trainer().finished() is None, "another run has begun in the folder"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_that_a_file_holds_once_is_not_missing(
+    run: Run, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", said.append)
+    trainer = run.trainer()
+    if tied:
+        trainer.model.lm_head.weight = trainer.model.get_input_embeddings().weight
+    else:
+        trainer.model.lm_head.weight = nn.Parameter(trainer.model.lm_head.weight.detach().clone())
+    trainer._issue_warnings_after_load(_IncompatibleKeys(["lm_head.weight"], []))
+    assert bool(said) != tied
 
 
 class _Raise(TrainerCallback):

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alphatoken import fit_fisher
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.training import build_trainer
+from alphatoken.cli.training import build_trainer, told_results
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Turn, pair_of, read_pairs, read_rows
 from alphatoken.data.stdlib import code_pairs, write_files
@@ -40,6 +40,7 @@ from alphatoken.train.datasets import (
 )
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.report import read_run
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import saved_model
 from tests.places import nightly
@@ -773,11 +774,38 @@ def test_a_run_in_this_process(
     assert "10 rows drawn for validation and not trained on" in said.err
     assert differ(tmp_path / "out", library / "model")
     assert list((tmp_path / "out" / "_alphatoken" / "values").glob("values.*"))
+    assert "values and report, which quote training rows: " in said.out
+    asked = AlphaOptions.held_out_steps
+    assert read_run(tmp_path / "out").options["held_out_steps"] == asked, "not whether it is any"
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    again = in_process(*words, "--resume")
+    assert "this run is finished after 2 steps: nothing is left to do" in again.out
+    assert "expected: about" not in again.out + again.err
+    assert "missing keys" not in again.err
+    assert all(path.read_bytes() == content for path, content in before.items())
     if task == "sft":  # longer than it was to be, on purpose
         longer = [*words, "--max_steps", "3", "--resume"]
         refused = in_process(*longer, status=2).err
         assert "--allow_changed max_steps on the command line" in " ".join(refused.split())
         assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
+
+
+def test_only_what_a_run_left_is_named(tmp_path: Path) -> None:
+    assert told_results(tmp_path) is None
+    (tmp_path / "alphatoken-report.html").touch()
+    assert told_results(tmp_path) == f"report: {tmp_path}"
+    (tmp_path / "values").mkdir()
+    assert told_results(tmp_path) == f"values and report, which quote training rows: {tmp_path}"
+    (tmp_path / "alphatoken-report.html").unlink()
+    assert told_results(tmp_path) == f"values, which quote training rows: {tmp_path}"
+
+
+def test_a_template_of_trl_has_a_bare_name_on_the_command_line_too() -> None:
+    words = ["--model_name_or_path", "m", "--output_dir", "o", "--chat_template_path"]
+    given = read_arguments("sft", [*words, "llama3_training.jinja"], AlphaSFTConfig)
+    assert Path(given.training.chat_template_path).is_file()
+    given = read_arguments("sft", [*words, "no.jinja"], AlphaSFTConfig)
+    assert given.training.chat_template_path == "no.jinja"
 
 
 @pytest.mark.slow

@@ -698,6 +698,7 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
     assert summary["visits_of_documents"] == 9
     assert summary["kept_share"] == pytest.approx(sum(r["kept_share"] for r in records) / 5)
     assert (summary["documents_in_no_row"], summary["rows_not_seen"]) == (1, 1)
+    assert summary["rows_seen"] == len(ROWS) - 1
     totals: dict[str, float] = defaultdict(float)
     for r in records:
         totals[r["document"]] += r["total"]

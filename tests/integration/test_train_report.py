@@ -97,7 +97,7 @@ def run_folder(folder: Path, steps: int = 400, *, values: bool = True, kind: str
         state = {"global_step": step, "max_steps": steps + 100, "log_history": history}
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
     options = {"policy": "top", "keep_ratio": 0.5, "run_name": "</script><b>x"}
-    told = {"run": "0", "identity": {"options": options}, "versions": {"torch": "2"}}
+    told = {"run": "0", "options": options, "versions": {"torch": "2"}}
     (folder / "alphatoken-run.json").write_text(json.dumps(told))
     if values:
         ledger().export(folder / f"values.{kind}", tokenizer=tokenizer())
@@ -251,6 +251,19 @@ def test_bad_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(DataError, match="checkpoint-400"):
         write_run_report(folder)
     assert not (folder / REPORT).exists()
+
+
+def test_the_page_says_how_many_rows_were_seen_and_what_a_row_number_counts(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", values=False)
+    pieces = tokenizer()
+    parts = [
+        [pieces(row[part])["input_ids"] for part in ("prompt", "completion")] for row in sums(9)
+    ]
+    rows = [{"input_ids": p + c, "labels": [-100] * len(p) + c} for p, c in parts]
+    ledger(6).export(folder / "values.jsonl", rows, tokenizer=pieces)
+    text = " ".join(write_run_report(folder).read_text(encoding="utf-8").split())
+    assert "6 of 9 training rows were seen" in text
+    assert "counts the training rows from 0, without those that were left out or held out" in text
 
 
 def test_run_without_values_and_log_still_has_a_page(tmp_path: Path) -> None:
