@@ -58,6 +58,7 @@ from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
 from alphatoken.train.prepared import check_prepared, refusals_named
 from alphatoken.train.records import RunRecords
+from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
 from alphatoken.train.valuation import Valuation
@@ -157,6 +158,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             check_rows_left(options, len(validation_dataset))
         if not plain and self._policy is None:
             check_model(options, given.get("model"))
+        check_reference(given)
         self.own_collator = given.get("data_collator")
         with refusals_named(given.get("train_dataset"), partial(tokenizer_of, given)):
             super().__init__(**given)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from alphatoken.data.rows import THOUGHTS
@@ -20,6 +21,7 @@ from alphatoken.errors import (
     quoted,
     warn_caller,
 )
+from alphatoken.model.batch import IGNORE
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.datasets import plain_rows
 
@@ -127,7 +129,8 @@ def check_prepared(
     """
     if not (hasattr(prepared, "__len__") and hasattr(given, "__len__")):
         return
-    before, after, limit = len(given), len(prepared), getattr(args, "max_length", None)
+    before, limit = len(given), getattr(args, "max_length", None)
+    after = _with_responses(given, prepared, args)
     if before and not after:
         raise InputError(
             f"no {name} row has a response token left",
@@ -135,13 +138,38 @@ def check_prepared(
             why="there would be nothing to train on",
             remedy="a larger max_length, or shorter prompts",
         )
-    if after < before and not getattr(args, "packing", False):
+    if after < before:
         warn_caller(
             f"{before - after} of {before} {name} rows have no response token within "
             f"max_length={limit}, and are left out.",
             AlphaTokenWarning,
         )
     check_tokens(prepared, model, tokenizer, name)
+
+
+def _with_responses(given: Any, prepared: Any, args: Any) -> int:
+    """Rows with a response that the trainer will train on; where packing mixes them, all or none.
+
+    Packing drops no row, but cuts what is longer ("bfd"), splits it, or writes rows on end.
+    """
+    before, columns = (getattr(rows, "column_names", None) or () for rows in (given, prepared))
+    packed = getattr(args, "packing", False) and "seq_lengths" not in before  # and not by the user
+    if not packed or "labels" not in columns:
+        return len(prepared)
+    whole = args.packing_strategy == "bfd" and "seq_lengths" in columns
+    found = 0
+    for table in prepared.with_format("arrow").iter(batch_size=1000):
+        labelled = _flat(table, "labels") != IGNORE
+        if not whole:
+            found += int(labelled.any())
+            continue
+        lengths = _flat(table, "seq_lengths")
+        found += int(np.logical_or.reduceat(labelled, lengths.cumsum() - lengths).sum())
+    return found if whole or not found else len(given)
+
+
+def _flat(table: Any, column: str) -> Any:
+    return table.column(column).combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 
 def check_tokens(rows: Any, model: Any, tokenizer: Any, name: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from alphatoken.errors import AlphaTokenWarning, InputError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
-from alphatoken.train.prepared import check_prepared, check_tokens
+from alphatoken.train.prepared import check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "
@@ -29,7 +31,7 @@ def trainer(kind: str, folder: Path, prompts: list[str], **given: Any) -> Any:
     trained, config = KINDS[kind]
     given = {"processing_class": tiny.tokenizer(), "model": tiny.model(), **given}
     if kind == "dpo":
-        given["ref_model"] = tiny.model()
+        given["ref_model"] = copy.deepcopy(given["model"])
     policy = given.pop("policy", "random")
     length = given.pop("max_length", 16)
     own = {"policy": policy, "retention": "none", "export_values": False}
@@ -81,17 +83,75 @@ def test_every_column_of_tokens_is_looked_at(column: str) -> None:
         check_tokens(Dataset.from_dict({column: [[1], [2, size]]}), model, tokenizer, "training")
 
 
-def test_packed_rows_are_not_called_left_out() -> None:
-    args, rows = (
-        SimpleNamespace(max_length=8, packing=True),
-        Dataset.from_dict({"input_ids": [[1]]}),
-    )
+def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:
+    args = AlphaSFTConfig(
+        **tiny.options(folder, max_length=16), policy="random", retention="none",
+        export_values=False, packing=True, packing_strategy=strategy,
+    )  # fmt: skip
+    return AlphaSFTTrainer(
+        model=tiny.model(), args=args, train_dataset=rows("sft", prompts),
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+
+
+def test_rows_without_a_response_are_counted_in_packed_rows_too(tmp_path: Path) -> None:
+    said = r"3 of 8 training rows have no response token within max_length=16, and are left out"
+    with pytest.warns(AlphaTokenWarning, match=said):
+        packed(tmp_path, [LONG] * 3 + [f"{n}+{n}=" for n in range(5)])
+    with pytest.raises(InputError, match="no training row has a response token left") as caught:
+        packed(tmp_path, [LONG] * 8)
+    assert "8 rows, max_length 16" in caught.value.got
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packed_rows_are_not_called_left_out(strategy: str, tmp_path: Path) -> None:
+    """They are fewer than the rows that are in them; parts of a split row are no rows."""
+    long = [] if strategy == "bfd" else [LONG]
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)
-        check_prepared([{}] * 3, rows, tiny.model(), None, args)
-        args.packing = False
-        with pytest.raises(AlphaTokenWarning, match="2 of 3 training rows"):
-            check_prepared([{}] * 3, rows, tiny.model(), None, args)
+        packed(tmp_path, [*long, *(f"{n}+{n}=" for n in range(5))], strategy)
+
+
+def paired(folder: Path, reference: Any, policy: Any = None) -> Any:
+    args = AlphaDPOConfig(**tiny.options(folder), policy="random", retention="none")
+    return AlphaDPOTrainer(
+        model=policy or tiny.model(), ref_model=reference, args=args,
+        train_dataset=rows("dpo", ["1+2=", "3+4="]), processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+
+
+def test_a_reference_without_rows_for_the_tokens_is_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large, size = tiny.model(), tiny.model(), len(tiny.tokenizer())
+    small.resize_token_embeddings(size - 1, mean_resizing=False)
+    large.resize_token_embeddings(size + 8, mean_resizing=False)
+    # Rows that fill an embedding up are no tokens: families have them in differing numbers.
+    paired(tmp_path, tiny.model(), large)
+    paired(tmp_path, large)
+    monkeypatch.setattr(AlphaDPOTrainer, "_prepare_dataset", None)  # nothing is tokenised
+    with pytest.raises(ConfigError, match="ref_model has no row for some tokens") as caught:
+        paired(tmp_path, small)
+    assert f"{size - 1} rows, {size} tokens" in caught.value.got
+
+
+def test_a_reference_of_another_tokenizer_is_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny.tokenizer()
+    text = own.backend_tokenizer.to_str().replace('"a":4', '"a":5').replace('"b":5', '"b":4')
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), pad_token="<pad>")
+    reference = tiny.model()
+    for place, tokenizer in (("same", own), ("other", other)):
+        reference.save_pretrained(tmp_path / place)
+        tokenizer.save_pretrained(tmp_path / place)
+    loaded = {name: type(reference).from_pretrained(tmp_path / name) for name in ("same", "other")}
+    own.add_tokens(["<step>"])  # that the reference's lacks is no contradiction
+    paired(tmp_path / "run", loaded["same"])
+    monkeypatch.setattr(AlphaDPOTrainer, "_prepare_dataset", None)
+    with pytest.raises(ConfigError, match="tokens of ref_model are not the policy's") as caught:
+        paired(tmp_path / "run", loaded["other"])
+    assert "2 of" in caught.value.got
 
 
 def test_validation_rows_have_no_such_token_either(tmp_path: Path) -> None:
