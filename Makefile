@@ -4,6 +4,7 @@
 
 PY ?= python3
 JOBS ?= 2
+CONSTRAINTS ?= constraints.txt
 # Of the examples that `make random` and `make nightly` draw; printed, and new unless it is given.
 ifndef SEED
 SEED := $(shell $(PY) -c 'import secrets; print(secrets.randbelow(2**32))')
@@ -21,7 +22,7 @@ READY_CARD := $(CARD)/.ready
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
-	coverage lint format types imports docs tutorials bench gpu gpu-wheels mutants random nightly clean
+	coverage lint format types imports docs tutorials bench gpu gpu-wheels mutants random nightly lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -40,13 +41,14 @@ help:
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
+	@echo "make lock         versions for continuous integration, anew: writes .ci/lock.txt"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove both environments, caches and built documentation"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
 # A .venv of this Python that works is kept and brought up to date; another one is built anew. First
 # comes what a user needs, so that nobody waits for the tools of the tests to see the demo.
-INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 ifneq ($(call version,$(PY)),$(call version,$(RUN)))
 .PHONY: $(READY_USER)
@@ -76,7 +78,7 @@ CARD_PACKAGES := torch transformers hypothesis numpy scipy pytest mypy torch-opt
 
 $(READY_CARD): pyproject.toml constraints.txt
 	test -x $(CARD)/bin/python || $(PY) -m venv $(CARD)
-	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
 		-e . $(CARD_PACKAGES)
 	@touch $@
 
@@ -179,6 +181,12 @@ nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/property --timeout 0 \
 		--hypothesis-seed=$(SEED)
 	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) -m slow tests/integration
+
+# Needs uv (python3 -m pip install uv).
+lock:
+	uv pip compile pyproject.toml --quiet --extra test --extra docs --universal --python-version 3.11 \
+		--no-header --no-annotate --upgrade -c constraints.txt -o build/lock.txt
+	{ head -n 1 .ci/lock.txt; cat build/lock.txt; } >build/lock && mv build/lock .ci/lock.txt
 
 clean:
 	rm -rf .venv $(CARD) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage* \

@@ -1,0 +1,81 @@
+"""What GitHub runs against what is there: targets, files, owners and locked versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def _commands(path: Path) -> list[str]:
+    jobs = yaml.safe_load(path.read_text("utf-8"))["jobs"].values()
+    return [
+        step["run"].replace("${{ matrix.target }}", target)
+        for job in jobs
+        for target in job.get("strategy", {}).get("matrix", {}).get("target", [""])
+        for step in job["steps"]
+        if "run" in step
+    ]
+
+
+def test_workflows_call_what_is_there() -> None:
+    targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    known = {name for line in targets for name in line.split()}
+    called: set[str] = set()
+    for path in WORKFLOWS:
+        for line in _commands(path):
+            program, *words = line.split()
+            if program == "make":
+                called |= set(words)
+                assert set(words) <= known, (path.name, line)
+            if program.startswith(".ci/"):
+                assert (ROOT / program).is_file(), (path.name, line)
+    assert {"lint", "types", "imports", "fast", "card", "slow", "random", "docs"} <= called
+
+
+def test_the_lowest_python_is_tested_and_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text("utf-8"))
+    assert (
+        ">=" + checks["jobs"]["fast"]["strategy"]["matrix"]["python"][0]
+        == (project["requires-python"])
+    )
+
+
+def test_the_lock_has_what_the_package_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["docs"]]
+    names = {re.split(r"[\[<>=!~ ;]", one)[0].lower() for one in wanted} - {"alphatoken"}
+    lock = (ROOT / ".ci" / "lock.txt").read_text("utf-8")
+    assert names <= set(re.findall(r"^([\w.-]+)(?=[=\[])", lock, re.MULTILINE))
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert all(pin in lock.splitlines() for pin in pins if pin and not pin.startswith("#"))
+
+
+def test_owned_folders_are_there() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text("utf-8").splitlines()
+    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert [one for one in paths[1:] if not (ROOT / one.strip("/")).is_dir()] == []
+
+
+def test_files_to_read_first_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    first = text.partition("## Read first")[2].partition("\n## ")[0]
+    found = re.findall(r"^\d+\. `([\w/]+\.py)`", first, re.MULTILINE)
+    assert len(found) == 10
+    assert [one for one in found if not (ROOT / one).is_file()] == []
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "adr"
+    listed = re.findall(r"^(\d\d-[\w-]+)$", (folder / "index.md").read_text("utf-8"), re.MULTILINE)
+    pages = sorted(path.stem for path in folder.glob("[0-9]*.md"))
+    assert listed == pages
+    for number, name in enumerate(pages, 1):
+        assert (folder / f"{name}.md").read_text("utf-8").startswith(f"# {number}. ")
