@@ -184,6 +184,7 @@ nightly: $(READY)
 
 # Needs uv (python3 -m pip install uv).
 lock:
+	mkdir -p build
 	uv pip compile pyproject.toml --quiet --extra test --extra docs --universal --python-version 3.11 \
 		--no-header --no-annotate --upgrade -c constraints.txt -o build/lock.txt
 	{ head -n 1 .ci/lock.txt; cat build/lock.txt; } >build/lock && mv build/lock .ci/lock.txt

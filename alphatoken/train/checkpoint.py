@@ -92,15 +92,12 @@ class RunCheckpoints(TrainerCallback):
         self.staging = False
         self.random_state_loaded = False
 
-    def finished(self) -> int | None:
-        """See ``CheckpointMixin.finished``."""
-        found = self._agreed(self._finished)
-        return None if found is None else int(found)
-
-    def _finished(self) -> int | None:
-        assert self._identity is not None
+    def finished(self, identity: Callable[[], Mapping[str, Any]]) -> int | None:
+        """See ``CheckpointMixin.finished``; ``identity`` is asked on one process, if at all."""
         args = self._trainer.args
-        return finished_step(Path(str(args.output_dir)), self._identity, args.world_size)
+        folder = Path(str(args.output_dir))
+        found = self._agreed(lambda: finished_step(folder, identity, args.world_size))
+        return None if found is None else int(found)
 
     # --- going on ---------------------------------------------------------------------------------
 
@@ -346,8 +343,7 @@ class CheckpointMixin(_Base):
 
         Of this very run: the same options, data, frozen weights and number of processes.
         """
-        identity = self.run_identity() if self.args.should_save else None
-        return RunCheckpoints(self, identity).finished()
+        return RunCheckpoints(self, None).finished(self.run_identity)
 
     @property
     def resumed(self) -> bool:

@@ -21,7 +21,7 @@ from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
-from alphatoken.train.loading import find_limits, find_parts
+from alphatoken.train.loading import limits_of_named
 from alphatoken.train.pair_watch import softmax_layers
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
@@ -98,10 +98,7 @@ def check_model(args: Any, model: Any) -> None:
     if not args.needs_values or model is None:
         return
     if isinstance(model, str):
-        given: Any = getattr(args, "model_init_kwargs", None) or {}
-        options = {n: given[n] for n in ("revision", "trust_remote_code") if n in given}
-        trusted = getattr(args, "trust_remote_code", False)
-        limits = find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
+        limits = limits_of_named(model, args)
         positions, depth = limits.positions, limits.layers
     else:
         adapter = find_adapter(model)

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from typing import Any
 
 from alphatoken.data import EncodeOptions, Fields, Reading, encode_row, pair_of, row_of
+from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.data.rows import (
     CHANGING,
     CHATS,
@@ -161,8 +162,7 @@ def pairs_in_trl_form(
     """
     columns = _columns(dataset)
     plain = "prompt" in columns or not {*PROMPTS, *CHATS} & columns
-    named = {"chosen", "rejected"} <= columns
-    other = {"chosen_response", "rejected_response"} <= columns
+    named, other = ({*names} <= columns for names in zip(CHOSEN, REJECTED, strict=True))
     if not (named or other) or "prompt_ids" in columns:
         return dataset
     read = columns & {"prompt", "chosen", "rejected"}

@@ -26,6 +26,7 @@ __all__ = [
     "find_limits",
     "find_parts",
     "freeze_unreached",
+    "limits_of_named",
     "load_causal_model",
     "load_or_refuse",
     "load_tokenizer",
@@ -125,6 +126,14 @@ def find_limits(parts: ModelParts, **options: Any) -> Limits:
     if parts.adapter is not None and tokens is not None:
         tokens = max([tokens, *_rows_held(parts.adapter, config.hidden_size)])
     return Limits(position_limit(config), tokens, getattr(config, "num_hidden_layers", None))
+
+
+def limits_of_named(model: str, args: Any) -> Limits:
+    """:func:`find_limits` of a model that a trainer with these arguments will load by its name."""
+    given: Any = getattr(args, "model_init_kwargs", None) or {}
+    options = {n: given[n] for n in ("revision", "trust_remote_code") if n in given}
+    trusted = getattr(args, "trust_remote_code", False)
+    return find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
 
 
 def _rows_held(adapter: str, width: int) -> Iterator[int]:

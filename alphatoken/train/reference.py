@@ -8,7 +8,7 @@ from typing import Any
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
-from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
+from alphatoken.train.loading import limits_of_named, load_tokenizer
 
 __all__ = ["check_reference"]
 
@@ -30,7 +30,12 @@ def check_reference(given: Mapping[str, Any]) -> None:
     if rows is None:
         return
     own = tokenizer_of(given)
-    tokens = min(len(own), _policy_rows(given) or len(own))
+    model = given.get("model")
+    if isinstance(model, str):
+        held = limits_of_named(model, given.get("args")).tokens
+    else:
+        held = embedding_rows(model)
+    tokens = min(len(own), held or len(own))
     if rows < tokens:
         raise ConfigError(
             "ref_model has no row for some tokens of the policy",
@@ -50,16 +55,6 @@ def check_reference(given: Mapping[str, Any]) -> None:
             why="the same ids would be other words to it",
             remedy="ref_model=None, which copies the policy, or a reference of the same vocabulary",
         )
-
-
-def _policy_rows(given: Mapping[str, Any]) -> int | None:
-    model, args = given.get("model"), given.get("args")
-    if not isinstance(model, str):
-        return embedding_rows(model)
-    init: Any = getattr(args, "model_init_kwargs", None) or {}
-    options = {n: init[n] for n in ("revision", "trust_remote_code") if n in init}
-    trusted = getattr(args, "trust_remote_code", False)
-    return find_limits(find_parts(model), **{"trust_remote_code": trusted, **options}).tokens
 
 
 def _tokenizer_beside(reference: Any, own: Any) -> Any:

@@ -7,7 +7,7 @@ and know nothing of the trainer.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -117,12 +117,15 @@ def note_finished(output_dir: Path, step: int) -> None:
     write_json(output_dir / RUN, {**told, "finished": step})
 
 
-def finished_step(output_dir: Path, identity: Mapping[str, Any], world_size: int) -> int | None:
+def finished_step(
+    output_dir: Path, identity: Callable[[], Mapping[str, Any]], world_size: int
+) -> int | None:
     """The step that this run ended with, if nothing of it is left to do; else None.
 
     Args:
         output_dir: where :func:`note_finished` may have said so.
-        identity: what this run's result depends on.
+        identity: gives what this run's result depends on; asked only where the run has ended,
+            since it reads data and weights.
         world_size: number of processes.
     """
     latest = latest_complete(output_dir, _current_run(output_dir))
@@ -130,11 +133,11 @@ def finished_step(output_dir: Path, identity: Mapping[str, Any], world_size: int
         return None
     manifest = latest[1]
     told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
-    options = [one.get("options", {}) for one in (manifest.identity, identity)]
-    rounded = rounding_only(options[0], options[1], world_size)
-    same = not differences(manifest.identity, identity, rounded)
-    same &= manifest.world_size == world_size
-    return manifest.step if same and told.get("finished") == manifest.step else None
+    if told.get("finished") != manifest.step or manifest.world_size != world_size:
+        return None
+    then, now = manifest.identity, identity()
+    rounded = rounding_only(then.get("options", {}), now.get("options", {}), world_size)
+    return None if differences(then, now, rounded) else manifest.step
 
 
 def require_same_run(
