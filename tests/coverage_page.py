@@ -33,7 +33,7 @@ REASONS: dict[str, str] = {
     "alphatoken/train/checks.py": _REFUSALS,
     "alphatoken/train/distributed.py": _PROCESSES,
     "alphatoken/train/dpo.py": f"policies on pairs and a Fisher by tokens: slow tests; {_REFUSALS}",
-    "alphatoken/train/fisher_cache.py": f"waiting for another process's fit: {_PROCESSES}",
+    "alphatoken/train/fisher_cache.py": f"waiting for the process that fits: {_PROCESSES}",
     "alphatoken/train/loading.py": "models that cannot be read, and other dtypes: slow tests",
     "alphatoken/train/manifest.py": "damaged files of a checkpoint: slow tests",
     "alphatoken/train/options.py": _REFUSALS,

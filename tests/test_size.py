@@ -27,7 +27,7 @@ ROOMS = {
     "scoring": 720,
     "select": 1_243,
     "support": 735,
-    "train": 14_827,
+    "train": 14_623,
 }
 
 
@@ -50,6 +50,6 @@ def test_every_room_has_its_number() -> None:
     assert {parts[0] if parts else "." for parts in rooms} == set(ROOMS)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_563), ("tests", 77_062)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_563), ("tests", 76_917)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -132,8 +132,8 @@ def fit_fisher(
         path: write the result to this file, whole or not at all, and return it left there
             (``FisherDrift.open``). No second copy of the weights is made then, and none of the
             Fisher is held afterwards. The file is that of ``fit_fisher(...).save(path)``.
-        responses: is asked for the responses of each batch of samples, which other processes may
-            have drawn meanwhile (``draw_responses``); drawing is nearly all of a fit's time.
+        responses: is asked for the responses of each batch of samples, which may have been drawn
+            before (``draw_responses``); drawing is nearly all of a fit's time.
 
     Raises:
         ConfigError: an option without meaning, K larger than the model, nothing trainable in it.

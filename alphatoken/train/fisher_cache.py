@@ -1,8 +1,9 @@
 """A Fisher is fitted once for a model, its prompts and settings, and found again by later runs.
 
 An entry's name is a digest of all that it depends on, the weights included, so that one of another
-model, data set or setting is never taken. The main process fits, resumably; the others draw
-responses for it and poll a file, because a fit outlasts the patience of collective calls.
+model, data set or setting is never taken. The main process fits, resumably, and the others wait for
+one broadcast. It has a gloo group of its own: transformers gives the group of CPU processes no
+``ddp_timeout``, and NCCL ends a process that has waited too long without an error.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-from filelock import FileLock
 from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
@@ -31,10 +30,9 @@ from alphatoken.errors import ConfigError, FisherError, warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
-from alphatoken.support.storage import read_json, weights_digest, write_json
+from alphatoken.support.storage import weights_digest
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator
-from alphatoken.train.shared_responses import Helper, SharedResponses, arithmetic_of
 
 __all__ = [
     "cache_folder",
@@ -44,9 +42,6 @@ __all__ = [
     "fisher_tensors",
     "fitted_fisher",
 ]
-
-_POLL = 0.5  # seconds
-_SHARED_WITHIN = 60.0  # seconds in which a file must be seen by the other processes
 
 
 def cache_folder(options: AlphaOptions, output_dir: str) -> Path:
@@ -147,12 +142,13 @@ def fitted_fisher(
     *,
     progress: bool | ProgressSink | None = None,
     device: torch.device | None = None,
+    timeout: float = 1800.0,
 ) -> FisherDrift:
     """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
 
-    Several processes of one launch call it together: the main one fits or finds the entry, the
-    others draw responses for it where their model is the same, and wait for its file. Several
-    launches on one folder may run at once: one fits, and the others take its entry.
+    Several processes of one launch call it together: the main one fits or finds the entry, and the
+    others wait and read its file. Launches that share a folder and start at once may each fit; the
+    bits are the same, and files are written whole or not at all.
 
     Args:
         model: the reference, before it is wrapped or sharded.
@@ -161,19 +157,22 @@ def fitted_fisher(
         folder: of the cache; created. On several machines it must be a shared one.
         progress: as for :func:`alphatoken.fit_fisher`.
         device: where a model that waits on the CPU is fitted; it goes back afterwards.
+        timeout: seconds that the other processes wait for the main one.
 
     Raises:
         ConfigError: the weights are sharded already, or the folder is not shared.
-        FisherError: the main process failed (then the others say so too), or nothing can be
-            written to ``folder``; and what :func:`alphatoken.fit_fisher` raises.
+        FisherError: the main process failed (then the others say so too), it fitted for longer than
+            the others may wait, or nothing can be written to ``folder``; and what
+            :func:`alphatoken.fit_fisher` raises.
     """
     _require_whole(model)
     folder = Path(folder)
-    with on_accelerator(model, device or torch.device("cpu")):
-        if PartialState().is_main_process:
-            entry = _as_main(model, prompts, fisher_settings(options), folder, progress)
-        else:
-            entry = _as_other(model, prompts, fisher_settings(options), folder)
+    waiting = _Waiting(timeout)
+    if PartialState().is_main_process:
+        with on_accelerator(model, device or torch.device("cpu")):
+            entry = _as_main(model, prompts, fisher_settings(options), folder, progress, waiting)
+    else:
+        entry = _as_other(folder, waiting)
     return entry if options.fisher_offload else _on(model, entry)
 
 
@@ -186,76 +185,47 @@ def _as_main(
     settings: dict[str, Any],
     folder: Path,
     progress: bool | ProgressSink | None,
+    waiting: _Waiting,
 ) -> FisherDrift:
-    message: list[Any] = [None, None]
+    """The entry; how it ended, and under which name it is kept, is told to the other processes."""
+    try:
+        path = _path(model, prompts, settings, folder)
+        entry = _entry(model, prompts, settings, path, progress)
+    except BaseException as problem:
+        with suppress(FisherError):  # whoever does not listen any more has ended by itself
+            waiting.broadcast(None, f"{type(problem).__name__}: {problem}")
+        raise
+    waiting.broadcast(path.name, None)
+    return entry
+
+
+def _path(model: nn.Module, prompts: Any, settings: dict[str, Any], folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        key = cache_key(model, prompts, settings)
-    except BaseException as problem:
-        message[1] = _described(problem)
-        broadcast_object_list(message)
-        if isinstance(problem, OSError):
-            raise FisherError(
-                f"the folder '{folder}' of the Fisher cache cannot be made",
-                got=str(problem),
-                remedy="give another one: fisher_cache=...",
-            ) from problem
-        raise
-    message[0] = (key, folder / f"{key}.{secrets.token_hex(4)}.json")
-    shared = None
-    if PartialState().num_processes > 1:
-        shared = SharedResponses(message[0][1], arithmetic_of(model))
-    with _announced(message):
-        return _entry(model, prompts, {**settings, "responses": shared}, folder, key, progress)
-
-
-@contextmanager
-def _announced(message: list[Any]) -> Iterator[None]:
-    """Tell the other processes where to look, and how the fit ended; tidy up when they know."""
-    if PartialState().num_processes == 1:
-        yield
-        return
-    status: Path = message[0][1]
-    with _held(status.with_suffix(".alive")), ExitStack() as stack:
-        stack.callback(SharedResponses(status).remove)
-        write_json(status, {"state": "fitting"}, error=FisherError)
-        broadcast_object_list(message)
-        try:
-            yield
-        except BaseException as problem:
-            write_json(status, {"state": "failed", "error": _described(problem)}, error=FisherError)
-            raise
-        write_json(status, {"state": "done"}, error=FisherError)
-        PartialState().wait_for_everyone()
-    for path in (status, status.with_suffix(".alive")):
-        path.unlink(missing_ok=True)
-
-
-def _described(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}"
+    except OSError as problem:
+        raise FisherError(
+            f"the folder '{folder}' of the Fisher cache cannot be made",
+            got=str(problem),
+            remedy="give another one: fisher_cache=...",
+        ) from problem
+    return folder / f"{cache_key(model, prompts, settings)}.safetensors"
 
 
 def _entry(
     model: nn.Module,
     prompts: Any,
     settings: dict[str, Any],
-    folder: Path,
-    key: str,
+    path: Path,
     progress: bool | ProgressSink | None,
 ) -> FisherDrift:
-    """The valid entry of this key, fitted first if there is none."""
-    path = folder / f"{key}.safetensors"
+    """The valid entry of this name, fitted first if there is none."""
+    key = path.stem
     found = _load(path, key)
     if found is not None:
         return found
-    with _held(folder / f"{key}.lock") as locked:
-        found = _load(path, key)  # another launch may have fitted it while this one waited
-        if found is not None:
-            return found
-        _announce(settings, folder)
-        partial = folder / (f"{key}.partial" if locked else f"{key}.{secrets.token_hex(4)}.partial")
-        fitted = _fit(model, prompts, settings, partial, progress)
-        replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
+    _announce(settings, path.parent)
+    fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
+    replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
     return FisherDrift.open(path)
 
 
@@ -286,7 +256,7 @@ def _fit(
         if not partial.exists() or "could not be written" in problem.what:
             raise
         warn_caller(f"the interrupted fit is started again: {problem}")
-        partial.unlink()
+        partial.unlink(missing_ok=True)
     return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
 
 
@@ -308,107 +278,60 @@ def _load(path: Path, key: str) -> FisherDrift | None:
 # --- the others ---------------------------------------------------------------------------------
 
 
-def _as_other(
-    model: nn.Module, prompts: Any, settings: dict[str, Any], folder: Path
-) -> FisherDrift:
-    message: list[Any] = [None, None]
-    broadcast_object_list(message)
-    if message[1] is not None:
-        raise _main_failed(message[1])
-    key, status = message[0][0], folder / message[0][1].name
-    helper: Helper | None = None
-
-    def help_with(found: dict[str, Any]) -> bool:
-        nonlocal helper
-        if helper is None:
-            rank, world = PartialState().process_index, PartialState().num_processes
-            able = _draws_the_same(model, prompts, settings, key, found["arithmetic"])
-            how = settings if able else {**settings, "samples": 0}
-            helper = Helper(SharedResponses(status), model, prompts, how, rank, world)
-        return helper.draw(found["batch"])
-
-    return _wait(folder, key, status, help_with)
+def _as_other(folder: Path, waiting: _Waiting) -> FisherDrift:
+    name, failure = waiting.broadcast(None, None)
+    if failure is not None:
+        raise FisherError(
+            "the main process could not fit the Fisher",
+            got=failure,
+            remedy="see its own message; the next run goes on with the fit",
+        )
+    if not (folder / name).exists():
+        raise ConfigError(
+            "the folder of the Fisher cache is not shared",
+            got=f"'{folder}' on this machine does not hold what the main process wrote there",
+            why="the Fisher is fitted by one process, and the others read its file",
+            remedy="fisher_cache=... on a shared file system, or fit it beforehand "
+            "(`alphatoken fisher`) and pass fisher=...",
+        )
+    return FisherDrift.open(folder / name)
 
 
-def _draws_the_same(
-    model: nn.Module, prompts: Any, settings: dict[str, Any], key: str, arithmetic: str
-) -> bool:
-    """Whether this process has the main one's weights, on a device that computes as its does.
+class _Waiting:
+    """Where the other processes of a launch wait for the main one; made by all at one time.
 
-    With cpu_ram_efficient_loading, say, only the main process has the weights yet; and a model that
-    did not fit onto a GPU is on the CPU.
+    Args:
+        timeout: seconds that they wait.
     """
-    with suppress(Exception):  # whatever is wrong here, the main process meets it and says so
-        same = arithmetic_of(model) == arithmetic
-        return same and cache_key(model, prompts, settings) == key
-    return False
 
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._group = timeout, None
+        if PartialState().num_processes > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
-def _wait(
-    folder: Path, key: str, status: Path, work: Callable[[dict[str, Any]], bool]
-) -> FisherDrift:
-    """Work while there is something to do, and poll until the main process is done."""
-    start = time.monotonic()
-    while True:
-        found = read_json(status)
-        if found is not None:
-            start = time.monotonic()  # seen; a file that is replaced may be missed for a moment
-        elif time.monotonic() - start > _SHARED_WITHIN:
-            raise ConfigError(
-                "the folder of the Fisher cache is not shared",
-                got=f"'{folder}' on this machine does not show what the main process wrote there",
-                why="the Fisher is fitted by one process, and the others read its file",
-                remedy="fisher_cache=... on a shared file system, or fit it beforehand "
-                "(`alphatoken fisher`) and pass fisher=...",
-            )
-        if found is not None and found["state"] == "done":
-            entry = FisherDrift.open(folder / f"{key}.safetensors")
-            PartialState().wait_for_everyone()
-            return entry
-        if found is not None and (found["state"] == "failed" or _died(status)):
-            raise _main_failed(str(found.get("error", "it ended without a word")))
-        if found is None or "batch" not in found or not work(found):
-            time.sleep(_POLL)
+    def broadcast(self, name: str | None, failure: str | None) -> list[Any]:
+        """The main process's two words, on every process; the others wait in here.
 
-
-def _main_failed(message: str) -> FisherError:
-    return FisherError(
-        "the main process could not fit the Fisher",
-        got=message,
-        remedy="see its own message; the next run goes on with the fit",
-    )
-
-
-def _died(status: Path) -> bool:
-    """Whether the main process no longer holds its lock and yet has not said how it ended."""
-    try:
-        with FileLock(status.with_suffix(".alive"), timeout=0):
-            pass
-    except (NotImplementedError, OSError):  # it is held (a Timeout), or no locks exist here
-        return False
-    found = read_json(status)
-    return found is not None and found["state"] == "fitting"
+        Raises:
+            FisherError: a process has waited for longer than that, or has ended.
+        """
+        message: list[Any] = [name, failure]
+        if self._group is None:
+            return message
+        try:
+            dist.broadcast_object_list(message, src=0, group=self._group)
+        except RuntimeError as problem:
+            raise FisherError(
+                "the processes of this launch did not wait until the Fisher was fitted",
+                got=str(problem),
+                why=f"one process fits it, and the others wait {self._timeout:,.0f} seconds for it",
+                remedy="`--ddp_timeout SECONDS` above the time of the fit, or fit it beforehand "
+                "(`alphatoken fisher`) and pass fisher=...; the next run goes on with this fit",
+            ) from problem
+        return message
 
 
 # --- files --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _held(path: Path) -> Iterator[bool]:
-    """Hold the lock on a file, waiting for whoever has it; False where locks do not exist.
-
-    The system gives it back when its holder ends in whatever way: there are no stale locks.
-    """
-    lock = FileLock(path)
-    try:
-        lock.acquire(poll_interval=_POLL)
-    except (NotImplementedError, OSError):  # fits are then not kept apart, only written atomically
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def _prompts_digest(prompts: Any) -> str:

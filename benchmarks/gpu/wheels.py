@@ -20,7 +20,7 @@ __all__ = ["closure", "main"]
 
 ROOTS = (
     *("numpy", "scipy", "transformers", "safetensors", "jaxtyping"),
-    *("accelerate", "datasets", "filelock", "trl"),
+    *("accelerate", "datasets", "trl"),
     *("hypothesis", "pytest", "pytest-timeout", "beartype"),
 )
 """What the library, its trainers and the property tests import."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -11,7 +10,6 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ from alphatoken.train import (
     AlphaSFTConfig,
     AlphaSFTTrainer,
     AlphaTrainer,
-    fisher_cache,
-    shared_responses,
 )
 from alphatoken.train.fisher_cache import (
     cache_folder,
@@ -41,7 +37,6 @@ from alphatoken.train.fisher_cache import (
 )
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import padded_batch
-from alphatoken.train.shared_responses import Helper, SharedResponses
 from tests.integration import tiny_training as tiny
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -95,7 +90,7 @@ def test_fitted_once_and_found_again(tmp_path: Path) -> None:
     assert (first.seen, second.seen) == ([1, 2, 3, 4], [])
     assert equal(fitted, found)
     assert fitted.metadata == found.metadata
-    assert entries(tmp_path) == [".lock", ".safetensors"]
+    assert entries(tmp_path) == [".safetensors"]
 
 
 def test_settings_are_those_of_the_options() -> None:
@@ -414,39 +409,24 @@ def _work(folder: Path, out: Path, rank: int, world: int, port: int, more: dict[
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
     torch.set_num_threads(1)
-    fisher_cache._SHARED_WITHIN = more.get("shared_within", 60.0)
     try:
         if world > 1:
             from accelerate import PartialState
 
             PartialState(cpu=True, backend="gloo")
-            _note_what_is_taken(out.with_suffix(".taken"))
         found = fitted_fisher(
-            tiny.model(seed=more.get("seeds", {}).get(rank, 0)),
+            tiny.model(),
             more.get("prompts", PROMPTS),
             options(**more.get("options", {})),
             more.get("folders", {}).get(rank, folder),
             progress=_Slow(out.with_suffix(".fits"), more.get("seconds", 0.05)),
+            timeout=more.get("timeout", PATIENCE),
         )
         found.save(out)
     except BaseException as problem:
         out.with_suffix(".error").write_text(f"{type(problem).__name__}: {problem}")
         os._exit(1)
     os._exit(0)  # the other end of the process group may be gone
-
-
-def _note_what_is_taken(log: Path) -> None:
-    """Write down which batches of responses this process takes from others."""
-    take = SharedResponses.__call__
-
-    def noted(self: SharedResponses, batch: range) -> Any:
-        found = take(self, batch)
-        if found is not None:
-            with log.open("a") as file:
-                file.write(f"{batch.start}\n")
-        return found
-
-    SharedResponses.__call__ = noted  # type: ignore[method-assign]
 
 
 def start(folder: Path, outs: list[Path], *, world: int, **more: Any) -> list[Any]:
@@ -473,16 +453,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> FisherDrift:
 
 
 @pytest.mark.slow
-def test_two_launches_at_once_fit_once(tmp_path: Path, alone: FisherDrift) -> None:
+def test_two_launches_at_once_end_with_the_same_entry(tmp_path: Path, alone: FisherDrift) -> None:
     outs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     join(start(tmp_path / "cache", outs, world=1, seconds=0.5))
     assert equal(FisherDrift.load(outs[0]), alone)
     assert equal(FisherDrift.load(outs[1]), alone)
-    assert len(list(tmp_path.glob("*.fits"))) == 1
+    assert entries(tmp_path / "cache") == [".safetensors"]
 
 
 @pytest.mark.slow
-def test_killed_fit_leaves_no_lock_and_is_gone_on_with(tmp_path: Path) -> None:
+def test_killed_fit_is_gone_on_with(tmp_path: Path) -> None:
     folder, out = tmp_path / "cache", tmp_path / "a.safetensors"
     (process,) = start(folder, [out], world=1, options=LONG, seconds=0.02)
     end = time.monotonic() + PATIENCE
@@ -503,140 +483,7 @@ def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
     join(start(tmp_path / "cache", outs, world=2, seconds=0.3))
     assert all(equal(FisherDrift.load(out), alone) for out in outs)
     assert [path.name for path in tmp_path.glob("*.fits")] == ["0.fits"]
-    assert entries(tmp_path / "cache") == [".lock", ".safetensors"], "nothing else is left"
-
-
-@pytest.mark.slow
-def test_the_others_draw_responses(tmp_path: Path) -> None:
-    """Every second batch, while the main process fits; nothing changes in the Fisher."""
-    many = {"fisher_samples": 25, "fisher_batch_size": 2}
-    alone = fitted_fisher(tiny.model(), PROMPTS, options(**many), tmp_path / "alone")
-    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
-    join(start(tmp_path / "cache", outs, world=2, options=many, seconds=0.2))
-    assert all(equal(FisherDrift.load(out), alone) for out in outs)
-    taken = [int(line) for line in (tmp_path / "0.taken").read_text().split()]
-    assert len(taken) >= 4
-    assert set(taken) <= set(range(2, 25, 4)), "the second process has every second batch"
-    assert not (tmp_path / "1.taken").exists()
-    assert entries(tmp_path / "cache") == [".lock", ".safetensors"]
-
-
-@pytest.mark.slow
-def test_a_process_with_other_weights_draws_nothing(tmp_path: Path) -> None:
-    """Such as one that FSDP2 gives its weights later."""
-    many = {"fisher_samples": 12, "fisher_batch_size": 2}
-    alone = fitted_fisher(tiny.model(), PROMPTS, options(**many), tmp_path / "alone")
-    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
-    join(start(tmp_path / "cache", outs, world=2, options=many, seconds=0.2, seeds={1: 1}))
-    assert equal(FisherDrift.load(outs[0]), alone)
-    assert not (tmp_path / "0.taken").exists()
-
-
-def shared(folder: Path) -> SharedResponses:
-    return SharedResponses(folder / "key.json")
-
-
-def helper(folder: Path, rank: int = 1, world: int = 2, **more: Any) -> Helper:
-    how = fisher_settings(options(fisher_samples=9, fisher_batch_size=2, **more))
-    return Helper(shared(folder), tiny.model(), PROMPTS, how, rank, world)
-
-
-def test_responses_are_those_that_the_fit_draws(tmp_path: Path) -> None:
-    """Of this batch and no other; what is damaged or of another batch is drawn again."""
-    shared(tmp_path)(range(2))  # the main process has begun
-    one, two = helper(tmp_path, 1, 3), helper(tmp_path, 2, 3)
-    assert one.draw(-1)
-    assert not one.draw(0), "the last of its batches"
-    assert not two.draw(0)
-    files = sorted(path.name for path in shared(tmp_path).folder.iterdir())
-    assert files == ["2.safetensors", "4.safetensors", "8.safetensors"]
-    take = shared(tmp_path)
-    found = take(range(2, 4))
-    assert found is not None
-    settings = fisher_settings(options(fisher_samples=9, fisher_batch_size=2))
-    asked: list[range] = []
-
-    def none(batch: range) -> None:
-        asked.append(batch)
-
-    given = {2: found, 4: take(range(4, 6)), 8: take(range(8, 9))}
-    assert all(given.values())
-    whole = fit_fisher(tiny.model(), PROMPTS, **settings, responses=none)
-    helped = fit_fisher(tiny.model(), PROMPTS, **settings, responses=lambda b: given.get(b.start))
-    assert equal(whole, helped)
-    assert asked == [range(2), range(2, 4), range(4, 6), range(6, 8), range(8, 9)]
-    other = {**given, 2: {2: torch.tensor([3]), 3: torch.tensor([4])}}
-    wrong = fit_fisher(tiny.model(), PROMPTS, **settings, responses=lambda b: other.get(b.start))
-    assert not equal(whole, wrong), "what is given is what is fitted on"
-    assert take(range(2, 4)) is None, "taken once"
-    helper(tmp_path).draw(0)
-    (file,) = take.folder.iterdir()
-    file.write_bytes(file.read_bytes()[:-3])
-    assert take(range(2, 4)) is None
-    helper(tmp_path).draw(0)
-    assert take(range(2, 5)) is None, "not all of them"
-    take.remove()
-    assert not take.folder.exists()
-
-
-def test_a_helper_skips_what_is_past_and_gives_up_quietly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not helper(tmp_path).draw(-1), "the main process has not begun, or has ended"
-    assert not shared(tmp_path).folder.exists()
-    shared(tmp_path)(range(2))
-    late = helper(tmp_path)
-    assert not late.draw(5)
-    assert [path.name for path in shared(tmp_path).folder.iterdir()] == ["6.safetensors"]
-    assert not helper(tmp_path, fisher_labels="token").draw(-1), "nothing is drawn beforehand"
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(shared_responses, "draw_responses", broken)
-    assert not helper(tmp_path).draw(-1)
-
-
-def test_no_fault_of_the_shared_files_ends_a_fit(tmp_path: Path) -> None:
-    """A status that cannot be written; and what a killed fit left is taken away."""
-    nowhere = SharedResponses(tmp_path / "gone" / "key.json")
-    settings = fisher_settings(options())
-    alone = fit_fisher(tiny.model(), PROMPTS, **settings)
-    assert equal(fit_fisher(tiny.model(), PROMPTS, **settings, responses=nowhere), alone)
-    left, other = tmp_path / "key.dead.responses", tmp_path / "another.dead.responses"
-    for folder in (left, other):
-        folder.mkdir()
-    begun = SharedResponses(tmp_path / "key.beef.json")
-    assert begun(range(2)) is None
-    assert begun.folder.is_dir()
-    assert not left.exists()
-    assert other.exists(), "of another Fisher"
-    assert "arithmetic" in json.loads(begun.status.read_text())
-
-
-def test_only_like_devices_draw_for_each_other() -> None:
-    model, settings = tiny.model(), fisher_settings(options())
-    key = cache_key(model, PROMPTS, settings)
-    here = shared_responses.arithmetic_of(model)
-    same = partial(fisher_cache._draws_the_same, settings=settings, key=key)
-    assert same(model, PROMPTS, arithmetic=here)
-    assert not same(model, PROMPTS, arithmetic="NVIDIA A100, 13.0")
-    assert not same(tiny.model(seed=1), PROMPTS, arithmetic=here)
-    assert not same(model, object(), arithmetic=here), "what cannot be read is the main one's fault"
-
-
-def test_a_status_that_is_missed_for_a_moment_is_no_other_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fisher_cache, "_SHARED_WITHIN", 0.2)
-    monkeypatch.setattr(fisher_cache, "_POLL", 0.05)
-    fitted = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
-    (entry,) = tmp_path.glob("*.safetensors")
-    seen = iter([{"state": "fitting"}] * 8 + [None] + [{"state": "fitting"}] * 2)
-    monkeypatch.setattr(fisher_cache, "read_json", lambda path: next(seen, {"state": "done"}))
-    monkeypatch.setattr(fisher_cache, "_died", lambda status: False)
-    found = fisher_cache._wait(tmp_path, entry.stem, tmp_path / "x.json", lambda found: False)
-    assert equal(found, fitted)
+    assert entries(tmp_path / "cache") == [".safetensors"], "nothing else is left"
 
 
 @pytest.mark.slow
@@ -656,20 +503,30 @@ def test_others_notice_that_the_main_process_was_killed(tmp_path: Path) -> None:
     end = time.monotonic() + PATIENCE
     while not (tmp_path / "0.fits").exists() and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(1.0)  # the other one polls
     processes[0].kill()
     join(processes)
-    assert "ended without a word" in (tmp_path / "1.error").read_text()
+    problem = (tmp_path / "1.error").read_text()
+    assert problem.startswith("FisherError: the processes of this launch did not wait"), problem
+
+
+@pytest.mark.slow
+def test_a_fit_that_outlasts_the_timeout_names_it(tmp_path: Path, alone: FisherDrift) -> None:
+    """The fit itself is kept: the next run takes it."""
+    outs = [tmp_path / "0", tmp_path / "1"]
+    processes = start(tmp_path / "cache", outs, world=2, timeout=2.0, seconds=2.0)
+    join(processes)
+    problem = (tmp_path / "1.error").read_text()
+    assert problem.startswith("FisherError"), problem
+    assert "wait 2 seconds" in problem
+    assert "`--ddp_timeout SECONDS`" in problem
+    count = Count()
+    found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "cache", progress=count)
+    assert equal(found, alone)
+    assert count.seen == []
 
 
 @pytest.mark.slow
 def test_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     outs = [tmp_path / "0", tmp_path / "1"]
-    folders = {1: tmp_path / "elsewhere"}
-    processes = start(
-        tmp_path / "cache", outs, world=2, folders=folders, shared_within=1.0, seconds=60
-    )
-    processes[1].join(PATIENCE)
-    processes[0].kill()
-    processes[0].join()
+    join(start(tmp_path / "cache", outs, world=2, folders={1: tmp_path / "elsewhere"}))
     assert "is not shared" in (tmp_path / "1.error").read_text()
