@@ -54,32 +54,33 @@ ifneq ($(call version,$(PY)),$(call version,$(RUN)))
 .PHONY: $(READY_USER)
 endif
 
-$(READY_USER): pyproject.toml constraints.txt
+$(READY_USER): pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; try: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test "$(call version,$(PY))" = "$(call version,$(RUN))" && $(RUN) -m pip --version >/dev/null 2>&1 \
 		|| $(PY) -m venv --clear .venv
 	@echo "== .venv: torch, transformers, TRL. Takes minutes, and gigabytes where torch brings CUDA"
-	$(INSTALL) -e ".[train,report]"
+	$(INSTALL) -e ".[train,report]" -e ./lab
 	@touch $@
 
 $(READY): $(READY_USER)
 	@echo "== .venv: the other extras, and the tools of the tests"
-	$(INSTALL) -e ".[test]"
+	$(INSTALL) -e ".[test]" -e "./lab[eval,submitit]"
 	@touch $@
 
 $(READY_DOCS): $(READY)
-	$(INSTALL) -e ".[test,docs]"
+	$(INSTALL) -e ".[test,docs]" -e ./lab
 	@touch $@
 
 # What the property tests promise to need: the packages of the library's card, and what the library
 # itself depends on. What a test needs beyond that it says where it skips.
 CARD_PACKAGES := torch transformers hypothesis numpy scipy pytest mypy torch-optimizer
 
-$(READY_CARD): pyproject.toml constraints.txt
+$(READY_CARD): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(CARD)/bin/python || $(PY) -m venv $(CARD)
 	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
 		-e . $(CARD_PACKAGES)
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ./lab
 	@touch $@
 
 demo: $(READY_USER)
@@ -109,7 +110,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 types: $(READY)
-	@echo "== types: mypy --strict on alphatoken/"
+	@echo "== types: mypy --strict on alphatoken/ and lab/"
 	$(RUN) -m mypy
 
 imports: $(READY)

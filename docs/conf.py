@@ -15,6 +15,7 @@ from sphinx.errors import ConfigError
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 PACKAGE = HERE.parent / "alphatoken"
+LAB = HERE.parent / "lab" / "alphatoken_lab"
 VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 project = "AlphaToken"
@@ -39,7 +40,7 @@ os.environ["ALPHATOKEN_MODELS"] = str(
 )
 # What is run is the package that the pages describe, wherever another one is installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
+    filter(None, [str(HERE.parent), str(LAB.parent), os.environ.get("PYTHONPATH")])
 )
 TUTORIAL_MODEL = Path(os.environ["ALPHATOKEN_MODELS"], "SmolLM2-135M-Instruct")
 nb_execution_mode = "force" if TUTORIAL_MODEL.is_dir() else "off"
@@ -69,17 +70,21 @@ napoleon_numpy_docstring = False
 nitpicky = True
 # Only names of this package are checked: other projects' inventories would need the network.
 # Signatures hold short names of types ("Tensor", "Float"), which are checked by mypy instead.
-nitpick_ignore_regex = [(r"py:.*", r"(?!alphatoken\.).*")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!alphatoken(_lab)?\.).*")]
 
 
 def _module_names() -> list[str]:
-    """Every public module of the package, by its file; the command line is no interface."""
+    """Every public module of both packages, by its file; the command lines are no interface."""
     names = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = ("alphatoken", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted([*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")]):
+        folder = LAB if path.is_relative_to(LAB) else PACKAGE
+        parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        if not any(part.startswith("_") for part in parts) and parts[1:2] != ("cli",):
+        if not any(part.startswith("_") for part in parts) and parts[1:2] not in (
+            ("cli",),
+            ("commands",),
+        ):
             names.append(".".join(parts))
     return sorted(set(names))
 
@@ -94,7 +99,8 @@ def write_module_pages() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name in _module_names():
-        package = (PACKAGE.parent / name.replace(".", "/")).is_dir()
+        place = name.replace(".", "/")
+        package = any((root / place).is_dir() for root in (PACKAGE.parent, LAB.parent))
         lines = [f"{name}", "=" * len(name), "", f".. automodule:: {name}"]
         if not package:
             lines.append("   :members:")

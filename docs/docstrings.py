@@ -88,7 +88,7 @@ def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
 def _missing(app: Any, env: Any, node: Any, content: Any) -> Any:
     target = str(node.get("reftarget", ""))
     parts = target.split(".")
-    if parts[0] != "alphatoken":
+    if parts[0] not in ("alphatoken", "alphatoken_lab"):
         return None
     for cut in range(len(parts), 0, -1):
         try:

@@ -16,10 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parent.parent / "alphatoken"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (ROOT / "lab" / "alphatoken_lab", ROOT / "alphatoken")  # no room has the name of another
 MARK = re.compile(r"<!-- messages: (\w+) -->")
 ROOMS = {
     "cli": "The command line",
+    "commands": "The command line of the lab",
     "compare": "Comparisons of methods",
     "config": "Options of the scorer",
     "data": "Rows and their files",
@@ -28,10 +30,10 @@ ROOMS = {
     "errors": "Options with a list of choices",
     "estimate": "Estimators",
     "fidelity": "Diagnostics and the certificate",
+    "methods": "Methods of others (policies)",
     "model": "Models and batches",
     "oracle": "Oracles",
     "paper": "The paper's tables and figures",
-    "policies": "Methods of others (policies)",
     "report": "Reports and value files",
     "scorer": "The scorer",
     "scoring": "A pass that is valued",
@@ -42,7 +44,7 @@ ROOMS = {
 }
 """Heading of each room of the package; a room without one ends in an error."""
 
-PASSED_ON = {"policies/merge.py": "error.what", "cli/options.py": "message"}
+PASSED_ON = {"methods/merge.py": "error.what", "cli/options.py": "message"}
 """Messages that are written elsewhere: one of ours raised again, and argparse's own."""
 
 
@@ -65,14 +67,15 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """All of the package, each once."""
-    return _messages(PACKAGE)
+    """All of both packages, each once."""
+    return _messages(PACKAGES)
 
 
 @cache
-def _messages(package: Path) -> list[Message]:
+def _messages(packages: tuple[Path, ...]) -> list[Message]:
     trees = {
         str(path.relative_to(package)): ast.parse(path.read_text(encoding="utf-8"))
+        for package in packages
         for path in sorted(package.rglob("*.py"))
     }
     kinds = _error_classes(trees.values())

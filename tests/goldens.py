@@ -109,7 +109,7 @@ def _run(words: list[str], out: Path) -> Golden:
     import pyarrow.parquet as pq
     from safetensors.torch import load_file
 
-    from alphatoken.cli import main
+    from tests.both_programs import main
 
     status = main([*words, "--output_dir", str(out), "--use_cpu", "--report_to", "none"])
     if status:
@@ -178,13 +178,13 @@ def _command_lines() -> Iterator[str]:
 
 
 def _simple() -> dict[str, Any]:
-    from alphatoken.cli.compare import CompareOptions
-    from alphatoken.cli.evaluate import EvaluateOptions
     from alphatoken.cli.filter import FilterOptions
     from alphatoken.cli.fisher import FisherOptions
-    from alphatoken.cli.merge import MergeOptions
-    from alphatoken.cli.paper import PaperOptions
     from alphatoken.cli.score import ScoreOptions
+    from alphatoken_lab.commands.compare import CompareOptions
+    from alphatoken_lab.commands.evaluate import EvaluateOptions
+    from alphatoken_lab.commands.merge import MergeOptions
+    from alphatoken_lab.commands.paper import PaperOptions
 
     return {
         "score": ScoreOptions, "filter": FilterOptions, "fisher": FisherOptions,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from alphatoken.cli.options import default_of
 from alphatoken.config import ScorerConfig
-from alphatoken.policies import POLICIES, find_policy
-from alphatoken.policies.preference import PreferencePolicy
 from alphatoken.train.fields import AlphaFields, documentation
+from alphatoken.train.policies import find_policy, policy_names
+from alphatoken_lab.methods.preference import PreferencePolicy
 
 OF_SCORER = {
     "layers": "score_layers",
@@ -53,7 +53,7 @@ _SCORER = """
 _POLICIES = """
 ## Of the methods
 
-`policy_options` takes these; `alphatoken policies NAME` has the formula that they stand in.
+`policy_options` takes these; `alphatoken-lab policies NAME` has the formula that they stand in.
 
 | method | option | default | what it is | range | when to change it | source |
 |---|---|---|---|---|---|---|
@@ -111,7 +111,7 @@ def _of_policies() -> Iterator[str]:
 def every_method() -> Iterator[tuple[str, type[Any]]]:
     """Title and class of each, those first whose arguments all methods of pairs take."""
     yield "of preference pairs", PreferencePolicy
-    for name in POLICIES:
+    for name in policy_names():
         if (kind := find_policy(name)).__init__ is not PreferencePolicy.__init__:
             yield f"`{name}`", kind
 

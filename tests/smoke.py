@@ -7,6 +7,7 @@ part is left out. The last line names the parts that were seen.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import sys
@@ -33,7 +34,7 @@ def said(*words: str) -> str:
 
 
 assert "alphatoken score" in said("--help")
-for command in ("score", "filter", "fisher", "sft", "dpo", "diagnose", "compare", "merge"):
+for command in ("score", "filter", "fisher", "sft", "dpo", "diagnose"):
     assert "--" in said(command, "--help"), command
 assert "laptop-sft" in said("recipes")
 
@@ -67,5 +68,14 @@ if find_spec("trl") and "scorer" in seen:
 
     assert AlphaSFTConfig("out").keep_ratio == 0.5
     seen.append("train")
+
+if find_spec("alphatoken_lab"):
+    import alphatoken_lab
+
+    assert version("alphatoken-lab") == alphatoken_lab.__version__
+    with contextlib.redirect_stdout(io.StringIO()) as listed:
+        assert importlib.import_module("alphatoken_lab.commands").main(["policies"]) == 0
+    assert {"standard", "stm"} <= {line.split(" ")[0] for line in listed.getvalue().split("\n")}
+    seen.append("lab")
 
 print(json.dumps({"python": sys.version.split()[0], "seen": seen, "place": str(place)}))

@@ -149,10 +149,10 @@ def shown(value: Any) -> str:
 class CommandParser(argparse.ArgumentParser):
     """A description, which says the usage too, then the options; an error is one line."""
 
-    def __init__(self, command: str, **more: Any) -> None:
+    def __init__(self, command: str, program: str = "alphatoken", **more: Any) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(
-            prog=f"alphatoken {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
+            prog=f"{program} {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
         )
 
     def error(self, message: str) -> NoReturn:
@@ -227,7 +227,7 @@ def read_options(command: str, options: type[T], words: Sequence[str], **more: A
         command: its name.
         options: the dataclass.
         words: what follows the name.
-        **more: of the parser: ``description``, ``epilog`` and others.
+        **more: of the parser: ``program``, ``description``, ``epilog`` and others.
 
     Raises:
         ConfigError: words that cannot be read.

@@ -38,10 +38,10 @@ from alphatoken.cli.score_job import (
     seal_job,
 )
 from alphatoken.cli.score_results import write_results
-from alphatoken.compare.folder import try_lock
 from alphatoken.errors import ConfigError
 from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
+from alphatoken.support.locks import try_lock
 from alphatoken.support.storage import read_json, write_json
 
 __all__ = ["run"]

@@ -59,8 +59,8 @@ class AlphaFields:
         "Which response tokens are trained on: 'top' by value, 'harmless' (all but those whose "
         "value is below zero beyond doubt; see confidence), 'random' or 'bottom' (controls of "
         "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
-        "method by its name (`alphatoken policies` lists them), or module:Class for one's own.",
-        within="a name of `alphatoken policies`, or module:Class",
+        "method by its name (`alphatoken-lab policies` lists them), or module:Class for one's own.",
+        within="a name of `alphatoken-lab policies`, or module:Class",
         when="compare: 'random' is the control of equal budget, 'all' is TRL's own training",
         source="eq. sft_masked_loss: 'top'",
     )

@@ -242,7 +242,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def _screen(self) -> None:
         """Leave out what the start model finds least likely, where that is asked for."""
         if self.args.screen_share:
-            self.train_dataset = import_module("alphatoken.policies.screen").screened(self)
+            self.train_dataset = import_module("alphatoken_lab.methods.screen").screened(self)
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""

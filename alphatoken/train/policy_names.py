@@ -1,16 +1,14 @@
-"""From a policy's name in the options to what the trainer does under it.
-
-The policies are in a package above this one, which is imported when a name is looked up.
-"""
+"""From a policy's name in the options to what the trainer does under it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from alphatoken.errors import ConfigError
+from alphatoken.train.policies import find_policy
+from alphatoken.train.policies import policy as make_policy
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
 __all__ = [
@@ -71,7 +69,7 @@ def trainer_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any] | No
     Raises:
         ConfigError: no such policy, or one that takes no such options.
     """
-    kind = import_module("alphatoken.policies").find_policy(name)
+    kind = find_policy(name)
     fields = getattr(kind, "trainer_fields", None)
     return None if fields is None else dict(fields(**options))
 
@@ -99,7 +97,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         if trainer_fields(name, arguments) is not None:
             return {}
         mode = PolicySettings(mode=options.get("policy_mode") or "native")
-        policy = import_module("alphatoken.policies").policy(name, mode, **arguments)
+        policy = make_policy(name, mode, **arguments)
     except (ConfigError, TypeError):
         return {}
     found = dict(_ONLY_VALUES)
@@ -140,7 +138,7 @@ def chosen_policy(
         policy.bind(settings)
     else:
         kind = options.policy if given is None else given
-        policy = import_module("alphatoken.policies").policy(kind, settings, **arguments)
+        policy = make_policy(kind, settings, **arguments)
     if getattr(policy, "only_by_name", False):
         raise ConfigError(
             f"policy '{policy.name}' is the trainer's own",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import random
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,12 +24,13 @@ from alphatoken.train.checks import require_second_model, require_validation
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import option_values
 from alphatoken.train.layouts import layout
+from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
+from alphatoken.train.second_model import load_reference
 
 __all__ = [
     "TrainingRows",
     "cache_folder",
-    "copied",
     "kept_random_state",
     "make_stage",
     "select_rows",
@@ -183,8 +182,7 @@ def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) ->
         return None
     parameter = next(trainer.model.parameters())
     if given is None:
-        loading = import_module("alphatoken.policies.reference")
-        loaded: nn.Module = loading.load_reference(
+        loaded: nn.Module = load_reference(
             options.policy_reference,
             tokenizer=_tokenizer(trainer),
             device=options.policy_reference_device or options.device,
@@ -225,18 +223,6 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
             "rows can be chosen from a datasets.Dataset only", got=type(dataset).__name__
         )
     return dataset.select(rows)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy that can be trained by itself."""
-    twin = copy.deepcopy(model)
-    # TRL puts its fused head on an instance as ``forward``. The copy's would still be bound to the
-    # model that it was copied from, so the copy goes back to the forward of its class.
-    for module in twin.modules():
-        forward = module.__dict__.get("forward")
-        if getattr(getattr(forward, "__func__", forward), "__wrapped__", None) is not None:
-            del module.__dict__["forward"]
-    return twin
 
 
 def _train_copy(

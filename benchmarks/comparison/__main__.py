@@ -27,10 +27,10 @@ def main() -> None:
     if options.command == "report":
         write_report(words, work / "cells")
         return
-    from alphatoken.cli import main as alphatoken
+    from alphatoken_lab.commands import main as lab
 
     run = ["--dry-run"] if options.command == "list" else ["--processes", str(options.processes)]
-    raise SystemExit(alphatoken(["compare", *words, *run, *more]))
+    raise SystemExit(lab(["compare", *words, *run, *more]))
 
 
 def prepare(work: Path) -> None:

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from alphatoken.cli.compare import parse
-from alphatoken.cli.compare_grid import read_grid
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, all_cells
-from alphatoken.compare.page import READ, collect, draw, rounded, sections
-from alphatoken.compare.tables import Record, markdown
 from alphatoken.support.storage import write_json
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, Grid, all_cells
+from alphatoken_lab.compare.page import READ, collect, draw, rounded, sections
+from alphatoken_lab.compare.tables import Record, markdown
 from benchmarks.comparison.rows import FISHER, LENGTH, MIXED, PAIRS, SIZES, STORIES, TARGET
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +35,7 @@ python -m benchmarks.comparison run        # {cells} cells; started again it goe
 python -m benchmarks.comparison report
 ```
 
-`run` is `alphatoken compare --config benchmarks/comparison/stories.yaml` on rows that it writes
+`run` is `alphatoken-lab compare --config benchmarks/comparison/stories.yaml` on rows that it writes
 first; [compare.md](compare.md) explains the command. A pre-trained decoder of 260,032 parameters
 (5 layers, d = 64, TinyStories text) is trained on real rows, on one CPU thread a cell: AdamW,
 {steps} steps of 8 rows (pairs), a linearly falling learning rate ({rates}; LoRA {lora:g}), rows of

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from alphatoken.paper.exhibits import every, find
 from alphatoken.support.storage import write_json
+from alphatoken_lab.paper.exhibits import every, find
 from benchmarks.paper.sources import write_sources
 from benchmarks.paper.store import synchronise, work_of
 
@@ -35,8 +35,8 @@ def main() -> None:
 
 
 def _run(name: str, work: Path, more: list[str]) -> int:
-    """``alphatoken paper NAME --scale laptop`` on the public rows."""
-    from alphatoken.cli import main as alphatoken
+    """``alphatoken-lab paper NAME --scale laptop`` on the public rows."""
+    from alphatoken_lab.commands import main as lab
 
     exhibit = find(name)
     family = work_of(exhibit, work).family
@@ -45,15 +45,15 @@ def _run(name: str, work: Path, more: list[str]) -> int:
     words = ["paper", exhibit.label, "--scale", "laptop", "--output_dir", str(work), *files]
     synchronise(work)
     try:
-        return alphatoken([*words, *more])
+        return lab([*words, *more])
     finally:
         synchronise(work)
 
 
 def write_costs(name: str | None = None) -> None:
-    """The file that ``alphatoken paper --list`` reads: anew, or one exhibit's part of it."""
-    from alphatoken.cli.paper_list import COSTS, every_cost
-    from alphatoken.compare.folder import read_json
+    """The file that ``alphatoken-lab paper --list`` reads: anew, or one exhibit's part of it."""
+    from alphatoken_lab.commands.paper_list import COSTS, every_cost
+    from alphatoken_lab.compare.folder import read_json
 
     found: dict[str, Any] = (read_json(COSTS) or {}) if name else {}
     with tempfile.TemporaryDirectory() as place:

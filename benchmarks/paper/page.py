@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken.compare.tables import markdown
-from alphatoken.paper.exhibits import Column, Exhibit, every, find
-from alphatoken.paper.layout import Filled, Row, filled, shown
+from alphatoken_lab.compare.tables import markdown
+from alphatoken_lab.paper.exhibits import Column, Exhibit, every, find
+from alphatoken_lab.paper.layout import Filled, Row, filled, shown
 from benchmarks.paper.store import RESULTS, kept_records, synchronise, work_of
 from benchmarks.paper.texts import CARRIES, FIGURES, INTRODUCTION, LAST
 
@@ -34,7 +34,10 @@ def write_page(work: Path, docs: Path = DOCS) -> Path:
     for label in TABLES:
         exhibit = find(label)
         table = filled(exhibit, "laptop", kept_records(work_of(exhibit, work)))
-        text += [f"## {exhibit.title}\n", f"`alphatoken paper {label}`. {_sentences(exhibit)}\n"]
+        text += [
+            f"## {exhibit.title}\n",
+            f"`alphatoken-lab paper {label}`. {_sentences(exhibit)}\n",
+        ]
         text += [beside(table), CARRIES.get(label, "")]
     for label in FIGURES:
         text += _figure(find(label), work, docs)
@@ -127,7 +130,10 @@ def keep_figure(exhibit: Exhibit, work: Path) -> None:
 
 def _figure(exhibit: Exhibit, work: Path, docs: Path) -> list[str]:
     keep_figure(exhibit, work)
-    text = [f"## {exhibit.title}\n", f"`alphatoken paper {exhibit.label}`. {_sentences(exhibit)}\n"]
+    text = [
+        f"## {exhibit.title}\n",
+        f"`alphatoken-lab paper {exhibit.label}`. {_sentences(exhibit)}\n",
+    ]
     kept = RESULTS / f"{exhibit.name}.json"
     if not kept.is_file():
         return [*text, "Not run at this scale yet.\n"]

@@ -1,4 +1,4 @@
-"""Real rows for the laptop scale, as files that ``alphatoken paper`` takes: never kept here.
+"""Real rows for the laptop scale, as files that ``alphatoken-lab paper`` takes: never kept here.
 
 sft        MBPP: trained on its training file, measured on its test file
 metamath   GSM8K, likewise

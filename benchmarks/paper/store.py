@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.paper import PaperOptions
-from alphatoken.cli.paper_plan import Work
-from alphatoken.compare.folder import Status
-from alphatoken.compare.grid import Cell
-from alphatoken.compare.tables import Record, records
-from alphatoken.paper.exhibits import LAPTOP, Exhibit, every
-from alphatoken.paper.rows import LETTERS, OTHER, SIZES
+from alphatoken_lab.commands.paper import PaperOptions
+from alphatoken_lab.commands.paper_plan import Work
+from alphatoken_lab.compare.folder import Status
+from alphatoken_lab.compare.grid import Cell
+from alphatoken_lab.compare.tables import Record, records
+from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
+from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
 from benchmarks.paper.sources import GENERAL, STORIES
 from benchmarks.selection.store import keep, lines_of, restore
 

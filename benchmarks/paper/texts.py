@@ -7,9 +7,10 @@ __all__ = ["CARRIES", "FIGURES", "INTRODUCTION", "LAST"]
 INTRODUCTION = """\
 # The paper, table by table
 
-Written by `python -m benchmarks.paper page`. `alphatoken paper --list` names every table and figure
-of the paper with what it needs and costs; `alphatoken paper NAME` makes it as the paper has it,
-`--scale laptop` the same in small. Below stand the paper's numbers beside those of the small scale:
+Written by `python -m benchmarks.paper page`. `alphatoken-lab paper --list` names every table and
+figure of the paper with what it needs and costs; `alphatoken-lab paper NAME` makes it as the paper
+has it, `--scale laptop` the same in small. Below stand the paper's numbers beside those of the
+small scale:
 
 - **SmolLM2-135M-Instruct with four-bit weights**, all parameters trained, one thread, bf16
   arithmetic.
@@ -100,7 +101,8 @@ a folder `paper-evaluation` (`--evaluation_dir`) with
 
 and a judge's endpoint (`--judge_url`, `--judge_model`). Then
 
-    alphatoken paper tab:main_rq1_sft --devices 0,1,2,3 --devices_per_cell 4 --allow_code_execution
+    alphatoken-lab paper tab:main_rq1_sft --devices 0,1,2,3 --devices_per_cell 4 \\
+        --allow_code_execution
 
 What is not here is named before anything runs. Cells are processes of their own and are resumed;
 tables share cells. The layout (FSDP2, or ZeRO-2 for label values) and the paper's global batches

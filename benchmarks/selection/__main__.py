@@ -7,8 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from alphatoken.compare.folder import GridFolder
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
+from alphatoken_lab.compare.folder import GridFolder
 from benchmarks.selection.report import MODELS, write_report
 from benchmarks.selection.rows import write_rows, write_task
 from benchmarks.selection.store import RESULTS, synchronised
@@ -48,14 +48,14 @@ def main() -> None:
         grid = synchronised(work / folder)
         keep(grid, GridFolder(work / folder), model, rows, RESULTS / f"kept-{folder}.json")
         return
-    from alphatoken.cli import main as alphatoken
+    from alphatoken_lab.commands import main as lab
 
     config = str(HERE / f"{options.grid}.yaml")
     words = ["compare", "--config", config, "--output_dir", str(work / folder)]
     words += ["--dry_run"] if options.command == "list" else [f"--processes={options.processes}"]
     synchronised(work / folder)
     try:
-        raise SystemExit(alphatoken([*words, *more]))
+        raise SystemExit(lab([*words, *more]))
     finally:
         synchronised(work / folder)
 

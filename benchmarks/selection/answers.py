@@ -7,9 +7,9 @@ from typing import Any
 
 from scipy.stats import binomtest
 
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Grid, all_cells
-from alphatoken.compare.tables import markdown
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Grid, all_cells
+from alphatoken_lab.compare.tables import markdown
 from benchmarks.selection.rows import ANSWERS, PROBLEMS
 
 __all__ = ["solved", "table"]

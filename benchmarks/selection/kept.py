@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Grid, all_cells
 from alphatoken.data import Example, batches
 from alphatoken.support.storage import write_json
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Grid, all_cells
 from benchmarks.selection.finding import (
     BATCH,
     DRAWS,

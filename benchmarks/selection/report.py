@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, all_cells
-from alphatoken.compare.methods import PLAIN, START
-from alphatoken.compare.page import collect
-from alphatoken.compare.tables import Line, lines_of, markdown
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, Grid, all_cells
+from alphatoken_lab.compare.methods import PLAIN, START
+from alphatoken_lab.compare.page import collect
+from alphatoken_lab.compare.tables import Line, lines_of, markdown
 from benchmarks.selection.answers import solved, table
 from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import Effect, effects

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.compare import parse
-from alphatoken.cli.compare_grid import read_grid
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, all_cells
 from alphatoken.support.storage import replacing, write_json
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, Grid, all_cells
 from benchmarks.selection.rows import (
     ANSWERS,
     DIRT,

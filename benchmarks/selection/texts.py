@@ -82,7 +82,7 @@ python -m benchmarks.selection find smollm2              # likewise kept
 python -m benchmarks.selection report
 ```
 
-`run` is `alphatoken compare --config benchmarks/selection/GRID.yaml` on rows that it writes
+`run` is `alphatoken-lab compare --config benchmarks/selection/GRID.yaml` on rows that it writes
 first; what it measured is kept in benchmarks/selection/results, so that a grid goes on where it
 was, also on another machine. A run takes 16 steps of AdamW, 4 rows (of at most 160 tokens) a
 step, with 2 steps of warm-up and a linearly falling rate; arithmetic in bf16, weights in float32,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from alphatoken.compare.page import rounded
+from alphatoken_lab.compare.page import rounded
 from benchmarks.training.grid import CAUSES, NOISES, SENSITIVITY, TASKS, main_grid
 from benchmarks.training.plots import TITLES, draw_differences, draw_policies
 from benchmarks.training.tables import (

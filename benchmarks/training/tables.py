@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from alphatoken.compare.tables import markdown
+from alphatoken_lab.compare.tables import markdown
 from benchmarks.training.grid import POLICIES
 from benchmarks.training.statistics import Mean
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from alphatoken.compare.launchers import PARENT
+from alphatoken_lab.compare.launchers import PARENT
 
 __all__ = ["ForkedLauncher", "forked_cells"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["alphatoken.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]
+    ["alphatoken_lab.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]
 )
 _COMMAND = [sys.executable, "-m", "alphatoken.cli"]
 
@@ -81,7 +81,7 @@ def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from alphatoken.cli import main
+    from tests.both_programs import main
 
     torch.set_num_threads(1)
     sys.exit(main(words))
@@ -90,7 +90,7 @@ def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
 @contextmanager
 def forked_cells() -> Iterator[None]:
     """Inside, grids that are started in this process fork their cells."""
-    from alphatoken.cli import compare
+    from alphatoken_lab.commands import compare
 
     with pytest.MonkeyPatch.context() as within:
         within.setattr(compare, "_launcher", lambda options, _: ForkedLauncher(options.processes))

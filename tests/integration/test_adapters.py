@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.cli import main
 from alphatoken.cli.common import ModelOptions
 from alphatoken.cli.reading import read_model, read_tokenizer
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ConfigError, ModelError, quoted
 from alphatoken.train.loading import load_causal_model
+from tests.both_programs import main
 
 pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
 # peft still asks transformers by the old name.

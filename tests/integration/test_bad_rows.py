@@ -9,7 +9,6 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from alphatoken.cli import main
 from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
@@ -18,6 +17,7 @@ from alphatoken.cli.training_options import RowArguments
 from alphatoken.data import EncodeOptions, Row, Turn, encode_prompt, encode_row
 from alphatoken.errors import DataError
 from alphatoken.train.loading import find_limits, find_parts
+from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 
 KINDS = [ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, RowArguments]

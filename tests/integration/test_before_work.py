@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError
 from alphatoken.fidelity.budget import parse_budget
+from tests.both_programs import main
 from tests.integration.tiny_training import saved
 
 ROW = {"prompt": "one and two", "response": "three"}
@@ -160,7 +160,7 @@ def test_the_plan_of_an_exhibit_says_once_that_its_model_is_not_here(
 
 def test_a_full_disk_is_no_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch says of one is a number; the command's status is that of a file's error."""
-    from alphatoken.cli import _guarded
+    from alphatoken.cli.program import Program
     from alphatoken.cli.training import _save
     from alphatoken.train.checkpoint import RunCheckpoints
 
@@ -178,7 +178,8 @@ def test_a_full_disk_is_no_wrong_input(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(DataError, match="no space left on the disk: .*unexpected pos"):
         save()
-    assert _guarded(save, False) == 1
+    guarded = Program("alphatoken", "", "", {})._guarded
+    assert guarded(save, False) == 1
 
     def last(_: str) -> None:
         raise OSError(28, "No space left on device")
@@ -189,4 +190,4 @@ def test_a_full_disk_is_no_wrong_input(tmp_path: Path, monkeypatch: pytest.Monke
 
     with pytest.raises(DataError, match="trained model could not be written"):
         save_model()
-    assert _guarded(save_model, False) == 1
+    assert guarded(save_model, False) == 1

@@ -1,4 +1,4 @@
-"""``alphatoken compare``: a real grid of processes, killed outright and gone on with; crashes."""
+"""``alphatoken-lab compare``: a real grid of processes, killed and gone on with; crashes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ import yaml
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from alphatoken.cli import main
-from alphatoken.cli.compare import _for_processes
-from alphatoken.compare.evaluate import (
+from alphatoken.demo.model import make_tokenizer
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import write_json
+from alphatoken.train.loading import load_with_tokenizer
+from alphatoken.train.policies import policy_names
+from alphatoken_lab.commands.compare import _for_processes
+from alphatoken_lab.compare.evaluate import (
     mean_response_loss,
     measure,
     preference_losses,
     read_examples,
     read_pair_examples,
 )
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
-from alphatoken.compare.harness import load_tasks, task_scores
-from alphatoken.compare.launchers import PORT, LocalLauncher, SubmititLauncher
-from alphatoken.compare.measures import Measures
-from alphatoken.compare.methods import Method, custom_method, known_methods
-from alphatoken.compare.plots import draw_cost, draw_quality, upper_limit
-from alphatoken.compare.running import run_grid
-from alphatoken.compare.scores import prepare
-from alphatoken.compare.tables import (
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
+from alphatoken_lab.compare.harness import load_tasks, task_scores
+from alphatoken_lab.compare.launchers import PORT, LocalLauncher, SubmititLauncher
+from alphatoken_lab.compare.measures import Measures
+from alphatoken_lab.compare.methods import Method, custom_method, known_methods
+from alphatoken_lab.compare.plots import draw_cost, draw_quality, upper_limit
+from alphatoken_lab.compare.running import run_grid
+from alphatoken_lab.compare.scores import prepare
+from alphatoken_lab.compare.tables import (
     cost_table,
     lines_of,
     problem_table,
@@ -45,11 +49,7 @@ from alphatoken.compare.tables import (
     settings_text,
     to_csv,
 )
-from alphatoken.demo.model import make_tokenizer
-from alphatoken.errors import ConfigError, DataError
-from alphatoken.policies import POLICIES
-from alphatoken.support.storage import write_json
-from alphatoken.train.loading import load_with_tokenizer
+from tests.both_programs import main
 from tests.integration.forked_cells import forked_cells
 from tests.integration.small_world import saved_model
 from tests.rows import jsonl
@@ -96,7 +96,7 @@ def grid_file(folder: Path, model: Path, **changes: Any) -> Path:
 
 
 def compare(*words: str) -> list[str]:
-    return [sys.executable, "-m", "alphatoken.cli", "compare", *words]
+    return [sys.executable, "-m", "alphatoken_lab.commands", "compare", *words]
 
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -438,7 +438,7 @@ def test_every_policy_has_its_cells() -> None:
     pairs = TaskSpec("p", "dpo", {"model_name_or_path": "m"}, TARGET)
     references = tuple(Reference(n, "sft", {}) for n in ("curated", "oracle"))
     cells = all_cells(Grid((task(), pairs), methods, references=references))
-    for name in POLICIES:
+    for name in policy_names():
         seeds = [c.seed for c in cells if c.policy == name and c.mode == "budget"]
         seeds = seeds or [c.seed for c in cells if c.policy == name]
         assert sorted(set(seeds)) == [0, 1, 2], name
@@ -651,7 +651,9 @@ def task_files(folder: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
 def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
     one, tokenizer = load_with_tokenizer(library_decoder)
     path = str(task_files(tmp_path))
     tasks = load_tasks(["tiny_choice", "tiny_written"], include_path=path)
@@ -682,7 +684,9 @@ def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path)
 @pytest.mark.filterwarnings("ignore")
 def test_shots_are_shown_before_each_question(library_decoder: Path, tmp_path: Path) -> None:
     """What the model is given holds so many examples: asked for, of the file, of the paper."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
     one, tokenizer = load_with_tokenizer(library_decoder)
     path = task_files(tmp_path)
     shown = [{"question": f"example {i}", "choices": [" a", " b"], "gold": 0} for i in range(9)]

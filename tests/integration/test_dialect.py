@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from alphatoken.cli import main
-from alphatoken.cli.compare import CompareOptions
 from alphatoken.cli.diagnose_options import DiagnoseOptions
-from alphatoken.cli.evaluate import EvaluateOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.merge import MergeOptions
 from alphatoken.cli.options import flag_of
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.training_help import USUAL, short_help
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError
-from alphatoken.policies import find_policy
-from alphatoken.policies.preference import PreferencePolicy
 from alphatoken.train.fields import AlphaFields, documentation
+from alphatoken.train.policies import find_policy
+from alphatoken_lab.commands.compare import CompareOptions
+from alphatoken_lab.commands.evaluate import EvaluateOptions
+from alphatoken_lab.commands.merge import MergeOptions
+from alphatoken_lab.methods.preference import PreferencePolicy
+from tests.both_programs import main
 from tests.options_page import arguments, every_method, page
 from tests.property.claims import EQUATIONS
 

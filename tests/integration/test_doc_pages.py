@@ -96,7 +96,7 @@ def test_no_message_is_missing_from_the_page() -> None:
     assert all(f"\n## {kind}\n" in page for kind in shown)
     assert {one.room for one in found} == set(MESSAGES.ROOMS)
     looked = 0
-    for path in sorted((ROOT / "alphatoken").rglob("*.py")):
+    for path in sorted(p for folder in MESSAGES.PACKAGES for p in folder.rglob("*.py")):
         for kind, words in _raised(path):
             if kind in shown:
                 looked += 1
@@ -124,7 +124,7 @@ def test_a_new_message_is_found(tmp_path: Path) -> None:
         "    raise DataError(f'{n} rows are ' + ('odd' if n else 'even'), why='they are')\n"
         "def g(n):\n    _no('no row', remedy='give `one`')\n"
     )
-    found = {(m.kind, m.what, m.why, m.remedy) for m in MESSAGES._messages(tmp_path)}
+    found = {(m.kind, m.what, m.why, m.remedy) for m in MESSAGES._messages((tmp_path,))}
     assert found == {
         ("DataError", "… rows are odd", "they are", ""),
         ("OddError", "no row", "", "give `one`"),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from alphatoken.cli import main
 from alphatoken.errors import ConfigError, InputError
+from tests.both_programs import main
 
 SFT = ["--validation_rows", "4", "--validation_batch_size", "2", "--retention", "none"]
 DPO = [*SFT, "--beta", "0.1"]

@@ -1,4 +1,4 @@
-"""``alphatoken evaluate``: a trained folder measured for real, and what is refused before that."""
+"""``alphatoken-lab evaluate``: a trained folder measured for real, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import yaml
 from tokenizers.normalizers import Lowercase
 
-from alphatoken.cli import main
-from alphatoken.compare.cell import run_cell
-from alphatoken.compare.evaluate import mean_response_loss, read_examples
-from alphatoken.compare.measures import Measures
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
+from alphatoken_lab.compare.cell import run_cell
+from alphatoken_lab.compare.evaluate import mean_response_loss, read_examples
+from alphatoken_lab.compare.measures import Measures
+from tests.both_programs import main
 from tests.places import data_folder
 from tests.rows import jsonl
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from alphatoken.cli import evaluate_run
+    from alphatoken_lab.commands import evaluate_run
 
     monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
     more, said = REFUSED[name]
@@ -370,7 +370,9 @@ def test_smollm2_on_questions_of_the_benchmarks(
     smollm2: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
     """ARC and 5-shot MMLU of real rows, with a stored opponent: every mean of the paper's table."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
     data = data_folder()
     dev = [json.loads(line) for line in (data / "mmlu" / "dev.jsonl").open()][:5]
     test = [json.loads(line) for line in (data / "mmlu" / "test.jsonl").open()][:4]
@@ -413,8 +415,10 @@ def test_unknown_tasks_are_refused_before_the_model_is_loaded(
     library_decoder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
-    from alphatoken.cli import evaluate_run
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
+    from alphatoken_lab.commands import evaluate_run
 
     monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
     for task, said in (("no_such_task", "knows no such task"), ("no.yaml", "file is not there")):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alphatoken.cli import main
 from alphatoken.report import read_values
+from tests.both_programs import main
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -78,7 +78,7 @@ def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_p
 def run_line(line: str) -> None:
     """A line for the shell, as it is printed; what installs is for the package matrix."""
     words = shlex.split(line, comments=True)
-    if words[:1] == ["alphatoken"]:
+    if words[:1] in (["alphatoken"], ["alphatoken-lab"]):
         assert main(words[1:]) == 0, line
     elif words[:1] == ["python"]:
         subprocess.run([sys.executable, *words[1:]], check=True)

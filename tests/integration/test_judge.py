@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alphatoken.compare.evaluate import _headline, measure
-from alphatoken.compare.judge import (
+from alphatoken.errors import ConfigError, DataError
+from alphatoken_lab.compare.evaluate import _headline, measure
+from alphatoken_lab.compare.judge import (
     EndpointJudge,
     LikelihoodJudge,
     make_judge,
     preferences,
     win_rate,
 )
-from alphatoken.compare.judge_prompt import OWN, read_judge_prompt
-from alphatoken.compare.measures import Measures, Score
-from alphatoken.compare.opponents import Question, read_questions, stored_answers
-from alphatoken.errors import ConfigError, DataError
+from alphatoken_lab.compare.judge_prompt import OWN, read_judge_prompt
+from alphatoken_lab.compare.measures import Measures, Score
+from alphatoken_lab.compare.opponents import Question, read_questions, stored_answers
 from tests.rows import jsonl
 
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from alphatoken import FisherDrift
-from alphatoken.cli import main
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.policies.merge import (
+from alphatoken_lab.methods.merge import (
     Fishers,
     interpolate,
     merge_folders,
     merge_models,
     merge_states,
 )
+from tests.both_programs import main
 
 
 def model(seed: int, *, tied: bool = False) -> LlamaForCausalLM:

@@ -46,22 +46,34 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both, made as a release makes them: the wheel of what the sdist holds."""
     folder = tmp_path_factory.mktemp("dist")
     # Elsewhere than in the tree, whose git-ignored folder "build" Python would take for the module.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    for place in (ROOT, ROOT / "lab"):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, place, cwd=folder)
     return folder
+
+
+def files_of(root: Path, package: str) -> set[str]:
+    """Of a package in the tree."""
+    return {
+        str(path.relative_to(root))
+        for path in (root / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def held_by(built: Path, package: str) -> set[str]:
+    """Files of the package's wheel, but those about itself."""
+    (wheel,) = built.glob(f"{package}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wheel_and_sdist_hold_all_files(built: Path) -> None:
-    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    source = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "alphatoken").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    assert {name for name in names if ".dist-info/" not in name} == source
+    (sdist,) = built.glob("alphatoken-*.tar.gz")
+    source = files_of(ROOT, "alphatoken")
+    assert held_by(built, "alphatoken") == source
+    assert held_by(built, "alphatoken_lab") == files_of(ROOT / "lab", "alphatoken_lab")
     assert {"alphatoken/py.typed", "alphatoken/report/page.html.j2"} <= source
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
@@ -73,10 +85,11 @@ def test_wheel_and_sdist_hold_all_files(built: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Path) -> None:
     """What it needs is read from the environment of the tests: nothing is downloaded."""
-    (wheel,) = built.glob("*.whl")
+    wheels = sorted(built.glob("*.whl"))
+    assert len(wheels) == 2
     run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    install = ("install", "--quiet", "--no-deps", "--no-index", wheel)
+    install = ("install", "--quiet", "--no-deps", "--no-index", *wheels)
     run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path)
     own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
                    cwd=tmp_path).strip())  # fmt: skip
@@ -85,5 +98,5 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Pat
     (own / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
     said = run(python, "-P", ROOT / "tests" / "smoke.py", cwd=tmp_path)
     found = json.loads(said.splitlines()[-1])
-    assert found["seen"] == ["import", "help", "scorer", "report", "train"]
+    assert found["seen"] == ["import", "help", "scorer", "report", "train", "lab"]
     assert Path(found["place"]) == own.resolve() / "alphatoken"

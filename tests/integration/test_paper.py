@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alphatoken.cli import main
-from alphatoken.cli.compare import parse as parse_compare
-from alphatoken.cli.compare_grid import read_grid
-from alphatoken.cli.paper import PaperOptions
-from alphatoken.cli.paper_list import COSTS, cost_of
-from alphatoken.cli.paper_plan import Work
-from alphatoken.compare.grid import all_cells
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.paper.exhibits import SCALES, Exhibit, every, find
-from alphatoken.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
-from alphatoken.paper.rows import OTHER, SIZES, write_rows
 from alphatoken.train.selection_cost import measured_selection, selecting
+from alphatoken_lab.commands.compare import parse as parse_compare
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.commands.paper import PaperOptions
+from alphatoken_lab.commands.paper_list import COSTS, cost_of
+from alphatoken_lab.commands.paper_plan import Work
+from alphatoken_lab.compare.grid import all_cells
+from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
+from alphatoken_lab.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
+from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
+from tests.both_programs import main
 from tests.integration.forked_cells import forked_cells
 from tests.integration.library_decoder import make_tokenizer
 from tests.rows import jsonl
@@ -408,7 +408,7 @@ def test_rows_are_drawn_from_the_whole_file_the_same_each_time(tmp_path: Path) -
 
 def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
     """Nor those of a user's file for the standard library's; what is there can be laid out."""
-    from alphatoken.cli.paper_run import _prepare_rows
+    from alphatoken_lab.commands.paper_run import _prepare_rows
 
     mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
     rows = [{"prompt": f"What is {i}?", "response": f"{i}, no more."} for i in range(260)]
@@ -452,7 +452,7 @@ def test_rows_for_validation_are_no_training_rows(
 ) -> None:
     import datasets
 
-    from alphatoken.cli.paper_figures import _export
+    from alphatoken_lab.commands.paper_figures import _export
 
     here = work(find("fig:component_attribution"), "full", tmp_path)
     (task,) = here.grid.tasks
@@ -474,7 +474,7 @@ def test_a_diagnostic_is_given_the_models_of_the_methods(tmp_path: Path) -> None
     asked = here.exhibit.diagnosis
     assert asked is not None
     assert asked.others
-    from alphatoken.cli.paper_figures import words_of
+    from alphatoken_lab.commands.paper_figures import words_of
 
     words = words_of(here, asked, here.grid.tasks[0], tmp_path / "out")
     given = {flag: words[i + 1] for i, flag in enumerate(words) if flag.startswith("--")}
@@ -573,7 +573,7 @@ def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
 @pytest.mark.pictures
 @pytest.mark.parametrize("label", ["fig:intervention_rq2", "fig:sensitivity"])
 def test_figures_of_a_grid_are_drawn(label: str) -> None:
-    from alphatoken.paper.pictures import drawn
+    from alphatoken_lab.paper.pictures import drawn
 
     exhibit = find(label)
     methods = {line.method for group in exhibit.groups_of("laptop") for line in group.lines}
@@ -592,8 +592,8 @@ def test_figures_of_a_grid_are_drawn(label: str) -> None:
 
 
 def test_a_bar_is_the_mean_and_reaches_over_the_seeds() -> None:
-    from alphatoken.paper.layout import Row
-    from alphatoken.paper.pictures import _over_seeds
+    from alphatoken_lab.paper.layout import Row
+    from alphatoken_lab.paper.pictures import _over_seeds
 
     row = Row("a", "a", ((1.0, 1.0, 4.0), (2.0,), ()), (), (3, 3))
     found = _over_seeds(row, 0)
@@ -711,7 +711,7 @@ def test_the_page_is_what_its_command_writes(tmp_path: Path) -> None:
     written = write_page(tmp_path / "work", tmp_path).read_text()
     assert written == (DOCS / "paper.md").read_text(), "python -m benchmarks.paper page"
     for label in TABLES:
-        assert f"`alphatoken paper {label}`" in written
+        assert f"`alphatoken-lab paper {label}`" in written
     assert "43.98 ± 0.40" in written  # Llama's HumanEval under AlphaToken, as printed
     for name in re.findall(r"\]\((paper-\S+\.svg)\)", written):
         assert (tmp_path / name).read_text() == (DOCS / name).read_text()

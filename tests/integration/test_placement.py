@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenWarning
-from alphatoken.policies.stm import STM
 from alphatoken.train import fisher_cache, policy_weigher, records
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.records import RunRecords
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken_lab.methods.stm import STM
 from tests.integration import tiny_training as tiny
 from tests.integration.test_ledger import Doc, add, visit
 

@@ -17,10 +17,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.protocol import find_adapter
-from alphatoken.policies.alphatoken import AlphaToken
-from alphatoken.policies.sstoken import prompt_attention, prompt_tokens
-from alphatoken.policies.standard import DPO, Random, Standard
-from alphatoken.policies.talr import TALR
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -29,7 +25,11 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
+from alphatoken.train.policies.by_value import AlphaToken
+from alphatoken.train.policies.standard import DPO, Random, Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
+from alphatoken_lab.methods.talr import TALR
 from tests.integration import policy_examples as examples
 from tests.integration.distributed.compare import same_weights
 from tests.integration.distributed.launch import launch

@@ -23,13 +23,13 @@ from trl import DPOConfig, DPOTrainer
 
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.model.batch import label_mask
-from alphatoken.policies.attribution import gradient_attribution
-from alphatoken.policies.confpo import ConfPO
-from alphatoken.policies.preference import PreferencePolicy
-from alphatoken.policies.sepo import SePO
-from alphatoken.policies.ti_dpo import TIDPO
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.policy import PolicyBatch
+from alphatoken_lab.methods.attribution import gradient_attribution
+from alphatoken_lab.methods.confpo import ConfPO
+from alphatoken_lab.methods.preference import PreferencePolicy
+from alphatoken_lab.methods.sepo import SePO
+from alphatoken_lab.methods.ti_dpo import TIDPO
 from tests.integration.tiny_training import (
     furthest,
     lora,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.cli import main
+from tests.both_programs import main
 from tests.page_numbers import MARK, ROOT, value_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -195,7 +195,7 @@ def test_a_bare_shell_has_what_the_lines_after_make_demo_call(page: str, tmp_pat
     assert first.startswith("make demo")
     assert second == "source .venv/bin/activate"
     called = {line.split()[0] for line in others}
-    assert called <= {"python", "alphatoken"}
+    assert called <= {"python", "alphatoken", "alphatoken-lab"}
     here = Path(sys.prefix)
     if not (here / "bin/activate").is_file():
         pytest.skip("these tests do not run in an environment with a script that enters it")
@@ -216,7 +216,7 @@ def test_an_extra_that_a_message_names_is_one_of_the_package() -> None:
         for path in (ROOT / "alphatoken").rglob("*.py")
         for extra in re.findall(r"pip install '?alphatoken\[(\w+)\]", path.read_text("utf-8"))
     }
-    assert {"report", "train", "diagnose", "eval"} <= named <= declared
+    assert {"report", "train", "diagnose"} <= named <= declared
 
 
 def test_no_page_promises_the_package_on_a_registry() -> None:

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alphatoken
-from alphatoken.cli import main
-from alphatoken.compare import code_tasks, crossing, sandbox
-from alphatoken.compare.code_tasks import complete_function, pass_at_1
-from alphatoken.compare.sandbox import Limits, require_isolation, run_program
-from alphatoken.compare.verdict import judge_function
 from alphatoken.errors import ConfigError, DataError, UnsupportedError
+from alphatoken_lab.compare import code_tasks, crossing, sandbox
+from alphatoken_lab.compare.code_tasks import complete_function, pass_at_1
+from alphatoken_lab.compare.sandbox import Limits, require_isolation, run_program
+from alphatoken_lab.compare.verdict import judge_function
+from tests.both_programs import main
 
 QUICK = Limits(seconds=5.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alphatoken.compare.verdict import judge_function
+from alphatoken_lab.compare.verdict import judge_function
 from benchmarks.selection.answers import solved, table
 from benchmarks.selection.choices import answered, read_questions
 from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
@@ -236,7 +236,9 @@ def test_the_number_after_the_marks_is_the_answer(
     rows: Path,
 ) -> None:
     """lm-eval reads the task, and finds right and wrong in what a model could have written."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install alphatoken[eval]")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
     from lm_eval.tasks import TaskManager
 
     problems = lines(rows / "answers.jsonl")
@@ -267,10 +269,10 @@ def test_the_number_after_the_marks_is_the_answer(
 
 
 def test_solved_problems_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from alphatoken.cli.compare import parse
-    from alphatoken.cli.compare_grid import read_grid
-    from alphatoken.compare.folder import GridFolder
-    from alphatoken.compare.grid import all_cells
+    from alphatoken_lab.commands.compare import parse
+    from alphatoken_lab.commands.compare_grid import read_grid
+    from alphatoken_lab.compare.folder import GridFolder
+    from alphatoken_lab.compare.grid import all_cells
 
     for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
         monkeypatch.setenv(name, str(tmp_path))
@@ -298,9 +300,9 @@ def test_solved_problems_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_grid_can_be_read_and_every_try_is_counted(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alphatoken.cli.compare import parse
-    from alphatoken.cli.compare_grid import read_grid
-    from alphatoken.compare.grid import all_cells
+    from alphatoken_lab.commands.compare import parse
+    from alphatoken_lab.commands.compare_grid import read_grid
+    from alphatoken_lab.compare.grid import all_cells
 
     for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
         monkeypatch.setenv(name, str(tmp_path))
@@ -313,9 +315,9 @@ def test_a_grid_can_be_read_and_every_try_is_counted(
 
 
 def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    from alphatoken.cli.compare import parse
-    from alphatoken.cli.compare_grid import read_grid
-    from alphatoken.compare.grid import all_cells
+    from alphatoken_lab.commands.compare import parse
+    from alphatoken_lab.commands.compare_grid import read_grid
+    from alphatoken_lab.compare.grid import all_cells
 
     for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
         monkeypatch.setenv(name, "anywhere")
@@ -346,9 +348,9 @@ def test_drawn_rows_are_weighted_by_tokens_too() -> None:
 
 def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a base that takes values, the estimator and the rows are the base's."""
-    from alphatoken.cli.compare import parse
-    from alphatoken.cli.compare_grid import read_grid
-    from alphatoken.compare.grid import all_cells
+    from alphatoken_lab.commands.compare import parse
+    from alphatoken_lab.commands.compare_grid import read_grid
+    from alphatoken_lab.compare.grid import all_cells
 
     for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
         monkeypatch.setenv(name, "anywhere")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from alphatoken.cli.compare import parse
-from alphatoken.cli.compare_grid import read_grid
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, all_cells
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, all_cells
 from benchmarks.selection import kept, report, store
 
 GRID = """

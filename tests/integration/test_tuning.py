@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from alphatoken import ConfigError
-from alphatoken.cli import main
-from alphatoken.cli.compare import parse
-from alphatoken.cli.compare_grid import read_grid
-from alphatoken.compare.folder import GridFolder
-from alphatoken.compare.grid import Cell, all_cells
-from alphatoken.compare.page import collect
-from alphatoken.compare.tables import lines_of
 from alphatoken.support.storage import write_json
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import Cell, all_cells
+from alphatoken_lab.compare.page import collect
+from alphatoken_lab.compare.tables import lines_of
+from tests.both_programs import main
 from tests.integration.forked_cells import forked_cells
 from tests.integration.test_compare import grid_file, write
 

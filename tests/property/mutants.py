@@ -1229,13 +1229,13 @@ OWN = (
     mutant(
         "screen-of-the-likeliest",
         "the tokens go that the start model finds likeliest",
-        ("policies.screen._highest", "losses.argsort(", "(-losses).argsort("),
+        ("methods.screen._highest", "losses.argsort(", "(-losses).argsort("),
         SCREENED,
     ),
     mutant(
         "token-before-the-screened-one",
         "the label before the one that is screened goes",
-        ("policies.screen._without", "places[gone]]", "places[gone] - 1]"),
+        ("methods.screen._without", "places[gone]]", "places[gone] - 1]"),
         claim(screening.check_screen, st.integers(0, 99), 0.25, "token", examples=3),
     ),
     mutant(

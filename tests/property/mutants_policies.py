@@ -56,7 +56,8 @@ def by(test: str, *values: Any) -> Claim:
     return replace(claim(check, examples=1, needs=("trl", "peft")), late=late)
 
 
-_policy = partial(mutant, room="policies.")
+_policy = partial(mutant, room="methods.")
+_own = partial(mutant, room="train.policies.")
 
 
 STM_BY_HAND = by("test_policies_static::test_stm_by_hand")
@@ -189,19 +190,19 @@ MUTANTS = (
         ("rho_1.Rho1.scores", "-batch.log_probs - batch", "-batch.log_probs + batch"),
         RHO_1,
     ),
-    _policy(
+    _own(
         "a-reference-of-other-options",
         "a reference is read that was trained with other options",
         ("trained_weights.trained_copy", "{**stage.run, **options}", "dict(stage.run)"),
         TRAINED_ONCE,
     ),
-    _policy(
+    _own(
         "a-reference-of-the-runs-options",
         "the options of the run go before those of the reference's own training",
         ("trained_weights.trained_copy", "{**stage.run, **options}", "{**options, **stage.run}"),
         TRAINED_ONCE,
     ),
-    _policy(
+    _own(
         "validation-first-not-at-all",
         "the model that was trained on the validation rows is not the one that is trained on",
         (
@@ -211,7 +212,7 @@ MUTANTS = (
         ),
         FIRST,
     ),
-    _policy(
+    _own(
         "training-rows-first",
         "it is the training rows that come first",
         (
@@ -221,7 +222,7 @@ MUTANTS = (
         ),
         FIRST,
     ),
-    _policy(
+    _own(
         "validation-first-at-the-runs-rate",
         "the learning rate of the first training is not read",
         (
@@ -231,13 +232,13 @@ MUTANTS = (
         ),
         FIRST,
     ),
-    _policy(
+    _own(
         "validation-first-by-the-runs-schedule",
         "the rate of the first training falls as the run's does",
         ("trained_weights.validation_schedule", '"lr_scheduler_type": "constant",', ""),
         by(SCHEDULE, FOLDER, {"lr_scheduler_type": "cosine", "max_steps": 2}),
     ),
-    _policy(
+    _own(
         "validation-first-accumulates",
         "the first training takes a step for as many micro-batches as the run does",
         ("trained_weights.validation_schedule", '"gradient_accumulation_steps": 1,', ""),
@@ -261,7 +262,7 @@ MUTANTS = (
         ("rho_1.Rho1._reference", "self.reference_learning_rate)", "None)"),
         OWN_REFERENCE,
     ),
-    _policy(
+    _own(
         "rho-1-reference-as-long-as-the-run",
         "the reference is trained for the run's steps",
         ("trained_weights.validation_schedule", '"max_steps": -1,', ""),
@@ -376,7 +377,7 @@ MUTANTS = (
         ),
         FILLING,
     ),
-    _policy(
+    _own(
         "random-without-the-runs-generator",
         "the draw does not come from the run's seed",
         (
@@ -386,7 +387,7 @@ MUTANTS = (
         ),
         RANDOM,
     ),
-    _policy(
+    _own(
         "standard-with-a-budget",
         "training on everything leaves tokens out",
         (

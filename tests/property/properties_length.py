@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 from hypothesis import strategies as st
 
-from alphatoken.compare.length_control import RIDGE, length_controlled_rate
+from alphatoken_lab.compare.length_control import RIDGE, length_controlled_rate
 
 MANY = 40
 """How often each comparison is made where the ridge must weigh little."""

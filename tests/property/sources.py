@@ -1,7 +1,7 @@
 """Where a function of the library stands in its sources; nothing is imported.
 
 A function is named by its dotted path without the package: "select.masks.keep_count",
-"train.dpo.AlphaDPOTrainer.compute_loss".
+"train.dpo.AlphaDPOTrainer.compute_loss"; those of the lab by its rooms: "methods.stm.STM.scores".
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import functools
 import textwrap
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "alphatoken"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "alphatoken"
+LAB = ROOT / "lab" / "alphatoken_lab"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -23,7 +25,8 @@ def _parsed(file: Path) -> tuple[str, ast.Module]:
 
 def place(target: str) -> tuple[Path, str, list[str]]:
     """(file, module, names inside) of a dotted path, found without importing anything."""
-    parts, here = target.split("."), PACKAGE
+    parts = target.split(".")
+    here = package = LAB if (LAB / parts[0]).is_dir() else PACKAGE
     for index, part in enumerate(parts):
         if (here / part).is_dir():
             here = here / part
@@ -32,7 +35,7 @@ def place(target: str) -> tuple[Path, str, list[str]]:
             file, used = here / f"{part}.py", index + 1
         else:
             file, used = here / "__init__.py", index
-        return file, ".".join(["alphatoken", *parts[:used]]), parts[used:]
+        return file, ".".join([package.name, *parts[:used]]), parts[used:]
     raise LookupError(f"{target} is a package, not a function")
 
 

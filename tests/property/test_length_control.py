@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.compare.length_control import length_controlled_rate
 from alphatoken.errors import DataError
+from alphatoken_lab.compare.length_control import length_controlled_rate
 from tests.property import properties_length as claims
 from tests.property.profiles import budget
 

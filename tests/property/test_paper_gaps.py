@@ -592,7 +592,7 @@ def test_gap_23_one_template_for_all_methods_of_a_backbone() -> None:
 
 
 def test_gap_24_published_ratios_or_one_budget_for_all() -> None:
-    from alphatoken.policies import policy
+    from alphatoken.train.policies import policy
     from alphatoken.train.policy import PolicySettings
 
     assert PolicySettings().mode == "native"
@@ -607,7 +607,7 @@ def test_gap_24_published_ratios_or_one_budget_for_all() -> None:
 
 
 def test_gap_25_ti_dpo_has_its_triplet_and_runs_on_the_recipes() -> None:
-    from alphatoken.policies.ti_dpo import TIDPO
+    from alphatoken_lab.methods.ti_dpo import TIDPO
 
     assert (TIDPO().triplet_gamma, TIDPO().tdpo_alpha) == (0.1, 0.0)
     for name in PAIRS:
@@ -620,7 +620,7 @@ def test_gap_25_ti_dpo_has_its_triplet_and_runs_on_the_recipes() -> None:
 
 
 def test_gap_26_adapters_in_attention_and_mlp() -> None:
-    from alphatoken.compare.methods import known_methods
+    from alphatoken_lab.compare.methods import known_methods
 
     options = known_methods()["lora"].options
     assert options["lora_target_modules"] == ["all-linear"]
@@ -656,7 +656,7 @@ def test_gap_28_the_validation_gradient_does_not_grow_with_its_batch() -> None:
 
 
 def test_gap_29_one_seed_a_recipe_three_a_grid() -> None:
-    from alphatoken.compare.grid import Grid
+    from alphatoken_lab.compare.grid import Grid
 
     assert Grid.seeds == (0, 1, 2)
     assert recipe_values("seed") == {0}
@@ -749,7 +749,7 @@ def test_gap_30_data_sets_of_the_papers_size(tmp_path: Path) -> None:
 
 
 def test_gap_31_shots_are_those_asked_for_else_the_tasks_own_else_the_papers() -> None:
-    from alphatoken.compare.harness import PUBLISHED, settle_shots
+    from alphatoken_lab.compare.harness import PUBLISHED, settle_shots
 
     def shots(name: str, own: int | None, asked: int | None = None) -> int:
         said = {"num_fewshot": own}
@@ -811,7 +811,7 @@ def test_gap_34_a_row_is_a_row_of_the_batch() -> None:
 def test_gap_35_the_compared_fisher_is_fitted_anew() -> None:
     from alphatoken.cli.diagnose_options import PROMPTS
     from alphatoken.fidelity.fisher import Options
-    from alphatoken.paper.exhibits import find
+    from alphatoken_lab.paper.exhibits import find
 
     assert (PROMPTS, Options().max_new_tokens) == (200, 48)
     asked = find("fig:fisher_proxy_fidelity").diagnosis
@@ -824,7 +824,7 @@ def test_gap_35_the_compared_fisher_is_fitted_anew() -> None:
 
 
 def test_gap_36_the_papers_value_is_on_each_assumed_axis() -> None:
-    from alphatoken.paper.exhibits import find
+    from alphatoken_lab.paper.exhibits import find
 
     axes = {
         group.title.split()[-1]: [float(line.name) for line in group.lines]
@@ -877,7 +877,7 @@ GAINS = {
 
 @pytest.mark.parametrize("label", GAINS)
 def test_gap_38_gains_in_the_text_are_differences_of_its_tables(label: str) -> None:
-    from alphatoken.paper.exhibits import find
+    from alphatoken_lab.paper.exhibits import find
 
     exhibit = find(label)
     keys = [column.key for column in exhibit.columns["full"]]

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
-from alphatoken.policies import POLICIES, find_policy, policy, register_policy
-from alphatoken.policies.dft import DFT
-from alphatoken.policies.eaft import EAFT
-from alphatoken.policies.flow import Flow
-from alphatoken.policies.rho_1 import Rho1
-from alphatoken.policies.sstoken import SsToken, prompt_attention
-from alphatoken.policies.standard import Random, Standard
-from alphatoken.policies.talr import TALR
 from alphatoken.select.masks import keep_count, select_random, select_top
 from alphatoken.train.fused_head import top_entropy
+from alphatoken.train.policies import find_policy, policy, policy_names
+from alphatoken.train.policies.standard import Random, Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.statistics import ValueSums, summary
+from alphatoken_lab.methods.dft import DFT
+from alphatoken_lab.methods.eaft import EAFT
+from alphatoken_lab.methods.flow import Flow
+from alphatoken_lab.methods.rho_1 import Rho1
+from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
+from alphatoken_lab.methods.talr import TALR
+from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 
 NAMES = (
@@ -445,7 +445,8 @@ class Surprising(TokenPolicy):
 
 
 def test_names_in_order() -> None:
-    assert tuple(POLICIES)[: len(NAMES)] == NAMES
+    assert {*policy_names()} == {*NAMES}
+    assert policy_names()[0] == "standard"
     for name in NAMES:
         kind = find_policy(name)
         assert kind.name == name
@@ -460,16 +461,25 @@ def test_a_policy_of_ones_own() -> None:
     place = f"{__name__}:Surprising"
     for made in (policy(Surprising, BUDGET), policy(place, BUDGET)):
         assert on_tokens(made.weights(of), of) == [[0, 1, 1]]
-    register_policy("surprising-test", Surprising)
-    register_policy("surprising-test", Surprising)  # the same one again
-    try:
-        assert type(policy("surprising-test")) is Surprising
-        with pytest.raises(ConfigError, match="there already"):
-            register_policy("surprising-test", Standard)
-    finally:
-        del POLICIES["surprising-test"]
-    with pytest.raises(ConfigError, match="there already"):
-        register_policy("stm", Surprising)
+
+
+def test_a_policy_of_another_package_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry point gives it one; a name of the library's own cannot be taken."""
+    about = tmp_path / "strangers-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
+    place = f"{__name__}:Surprising"
+    names = f"[alphatoken.policies]\nsurprising-test = {place}\nstandard = {place}\n"
+    (about / "entry_points.txt").write_text(names)
+    assert "surprising-test" not in policy_names()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "surprising-test" in policy_names()
+    assert type(policy("surprising-test")) is Surprising
+    assert find_policy("standard") is Standard
+    with pytest.raises(ConfigError, match="did you mean surprising-test"):
+        find_policy("surprising-tests")
 
 
 def test_settings_are_the_trainers_unless_given() -> None:
@@ -523,7 +533,7 @@ def test_weights_must_be_weights(bad: float) -> None:
 def test_list_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1 : 1 + len(NAMES)]] == list(NAMES)
+    assert {line.split()[0] for line in lines[1 : 1 + len(NAMES)]} == {*NAMES}
     assert main(["policies", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in found][: len(NAMES)] == list(NAMES)

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.model.protocol import find_adapter
-from alphatoken.policies import attribution, ti_dpo_terms
-from alphatoken.policies.confpo import ConfPO, below_mean_probability
-from alphatoken.policies.preference import (
+from alphatoken.train.policies import attribution, ti_dpo_terms
+from alphatoken.train.policy import PolicyBatch, PolicySettings
+from alphatoken_lab.methods.confpo import ConfPO, below_mean_probability
+from alphatoken_lab.methods.preference import (
     PreferencePolicy,
     both_sides,
     weighted_dpo_losses,
     weighted_simpo_losses,
 )
-from alphatoken.policies.sepo import SePO, without_first
-from alphatoken.policies.ti_dpo import TIDPO, importance_weights
-from alphatoken.train.policy import PolicyBatch, PolicySettings
+from alphatoken_lab.methods.sepo import SePO, without_first
+from alphatoken_lab.methods.ti_dpo import TIDPO, importance_weights
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.tolerance import close

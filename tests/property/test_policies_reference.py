@@ -11,8 +11,8 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
-from alphatoken.policies.rho_1 import Rho1
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken_lab.methods.rho_1 import Rho1
 from tests.integration import tiny_training as tiny
 
 OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
@@ -134,7 +134,7 @@ def test_two_references_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["rows", "model", "kind"])
 def test_a_reference_of_something_else_is_trained_anew(tmp_path: Path, what: str) -> None:
-    from alphatoken.policies.trained_weights import weights_folder
+    from alphatoken.train.policies.trained_weights import weights_folder
     from alphatoken.train.policy import PolicyStage
 
     stage = PolicyStage(

@@ -23,21 +23,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses as oracle_losses
-from alphatoken.policies.attention_received import receiving
-from alphatoken.policies.less import LESS, adam_update, fill_tokens
-from alphatoken.policies.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
-from alphatoken.policies.otsu import multi_otsu
-from alphatoken.policies.projection import Projection
-from alphatoken.policies.static import keep_best, measure_losses, model_losses, static_pass
-from alphatoken.policies.static_mask import GivenTable, StaticMask
-from alphatoken.policies.stm import STM
-from alphatoken.policies.token_cleaning import TokenCleaning
-from alphatoken.policies.trained_weights import trainable
-from alphatoken.policies.xtf import XTF, low_outliers, task_relevance
 from alphatoken.train.documents import split_batch
+from alphatoken.train.policies.trained_weights import trainable
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
 from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint
+from alphatoken_lab.methods.attention_received import receiving
+from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens
+from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
+from alphatoken_lab.methods.otsu import multi_otsu
+from alphatoken_lab.methods.projection import Projection
+from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
+from alphatoken_lab.methods.static_mask import GivenTable, StaticMask
+from alphatoken_lab.methods.stm import STM
+from alphatoken_lab.methods.token_cleaning import TokenCleaning
+from alphatoken_lab.methods.xtf import XTF, low_outliers, task_relevance
 from tests.property.profiles import budget
 from tests.property.tolerance import close
 

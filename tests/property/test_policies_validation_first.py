@@ -11,8 +11,8 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
-from alphatoken.policies.validation_first import ValidationFirst
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.policies.validation_first import ValidationFirst
 from tests.integration import tiny_training as tiny
 from tests.property.test_policies_reference import OPTIONS, furthest, reference_by_hand
 

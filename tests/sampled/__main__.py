@@ -38,7 +38,7 @@ def rooms() -> dict[str, list[str]]:
         return [f"{room}.{f.stem}" for f in sorted((PACKAGE / room).glob("[!_]*.py"))]
 
     core = ["scorer", "values", "support.precision", *itertools.chain(*map(modules, _CORE))]
-    return {"core": core, "train": modules("train"), "policies": modules("policies")}
+    return {"core": core, "train": modules("train"), "policies": modules("train/policies")}
 
 
 def sample(modules: list[str], count: int, seed: int) -> list[Site]:

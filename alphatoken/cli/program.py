@@ -1,0 +1,137 @@
+"""A command line of several commands, each loaded only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from alphatoken.cli.options import spelled
+from alphatoken.errors import AlphaTokenError
+
+__all__ = ["Program"]
+
+_WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""What the system says of a name that the user got wrong, and not of a disk or of permissions."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and its commands.
+
+    Attributes:
+        name: of the program, which is also that of its distribution.
+        about: one line for ``--help``.
+        examples: the last lines of ``--help``.
+        commands: by name: "module:function", and a line in the help. The function takes the words
+            after the command's name and returns the exit status. Nothing is imported before it is
+            asked for.
+    """
+
+    name: str
+    about: str
+    examples: str
+    commands: Mapping[str, tuple[str, str]]
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run one command and return its exit status."""
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if not words or words[0] not in self.commands:
+            self._parser().parse_args(words)  # --help, --version, or no such command: it ends here
+            words = [word for word in words if word != "--"]
+        name, *rest = words
+        rest = spelled(rest)
+
+        def command() -> int:
+            module, _, function = self.commands[name][0].partition(":")
+            status: int = getattr(import_module(module), function)(rest)
+            return status
+
+        # Most commands take abbreviations of their flags; this one is read before they are.
+        asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
+        with _said_what_is_read("--quiet" in rest):
+            return self._guarded(command, asked)
+
+    def _parser(self) -> argparse.ArgumentParser:
+        """Knows the names of the commands only."""
+        parser = argparse.ArgumentParser(
+            prog=self.name,
+            description=self.about,
+            epilog=self.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--version", action="version", version=f"{self.name} {self._version()}")
+        commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        for name, (_, text) in self.commands.items():
+            commands.add_parser(name, help=text)
+        return parser
+
+    def _version(self) -> str:
+        try:
+            return version(self.name)
+        except PackageNotFoundError:
+            return "(not installed)"
+
+    def _guarded(self, command: Callable[[], int], traceback: bool) -> int:
+        """Run it; an error becomes one line and a status."""
+        try:
+            return command()
+        except KeyboardInterrupt as interrupt:
+            self._say(f"interrupted: {interrupt}" if str(interrupt) else "interrupted")
+            return 130
+        except AlphaTokenError as error:
+            if traceback:
+                raise
+            self._say(str(error))
+            cause = error.__cause__
+            return 1 if isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATH) else 2
+        except OSError as error:
+            if traceback:
+                raise
+            if not (isinstance(error, BrokenPipeError) and _nobody_listens()):
+                self._say(str(error))
+            return 1
+
+    def _say(self, message: str) -> None:
+        rank = os.environ.get("RANK", "0")
+        process = "" if rank == "0" else f" (process {rank})"
+        print(f"{self.name}{process}: {' '.join(message.split())}", file=sys.stderr)
+
+
+class _Notes(logging.Handler):
+    """What the library logs of the rows, as any other note of a command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"note: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _said_what_is_read(quiet: bool) -> Iterator[None]:
+    """Inside, the first process says what was read of each file as what."""
+    log = logging.getLogger("alphatoken.data")
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate = [_Notes()], False
+    first = os.environ.get("RANK", "0") == "0"
+    log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
+
+
+def _nobody_listens() -> bool:
+    """Whether who read the output has read enough and gone, as ``head`` does."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # a lost reader is reported unasked
+    if not any(event & select.POLLERR for _, event in pipe.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+    return True

@@ -1,0 +1,230 @@
+"""Weights of models that a policy trains on the way, in folders named by all they depend on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import (
+    read_json,
+    read_tensors,
+    weights_digest,
+    write_json,
+    write_tensors,
+)
+from alphatoken.train.policy import PolicyStage
+from alphatoken.train.token_table import rows_fingerprint
+
+__all__ = [
+    "Trained",
+    "copied",
+    "copy_weights",
+    "has_weights",
+    "load_copy",
+    "load_weights",
+    "save_weights",
+    "trainable",
+    "trained_copy",
+    "validation_schedule",
+    "weights_folder",
+]
+
+_FILE, _LOG = "trained.safetensors", "log.json"
+_LEAST_STEPS = 24
+_ROW = ("input_ids", "labels", "seq_lengths")
+
+
+def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settings: Any) -> Path:
+    """Where the weights of a training are kept: the name holds a digest of all it depends on.
+
+    Args:
+        stage: its folder, and the trainer's options.
+        kind: of training, the readable part of the name.
+        model: digest of the weights that it starts from.
+        data: digest of its rows.
+        *settings: what else it depends on, as JSON values.
+    """
+    made_of = [model, data, settings, dict(stage.run)]
+    digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return Path(stage.folder) / f"{kind}-{digest}"
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters by name, sorted: one order for gradients, moments and files."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(sorted(found.items()))
+
+
+@torch.no_grad()
+def copy_weights(
+    weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor], remedy: str = ""
+) -> None:
+    """Set each parameter to the weight of its name.
+
+    Raises:
+        DataError: other names: weights would go to the wrong parameter.
+    """
+    if weights.keys() != parameters.keys():
+        raise DataError(
+            "the weights that were kept have other parameters than the model",
+            got=", ".join(sorted(weights.keys() ^ parameters.keys())[:3]),
+            remedy=remedy,
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Write the trainable parameters, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / _FILE, {n: p.detach() for n, p in trainable(model).items()}, {})
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a training that leaves its weights here was finished."""
+    return (folder / _FILE).exists()
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Set the trainable parameters to those of a folder.
+
+    Raises:
+        DataError: a file that cannot be read, or is of another model.
+    """
+    weights, _ = read_tensors(folder / _FILE)
+    copy_weights(weights, trainable(model), f"remove the folder '{folder.parent}'")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that was trained on the way.
+
+    Attributes:
+        model: a copy of the stage's, with the trained weights.
+        log: one entry a step: "step", "loss" and what else the trainer logged.
+    """
+
+    model: nn.Module
+    log: Sequence[Mapping[str, float]]
+
+
+def validation_schedule(
+    stage: PolicyStage, epochs: float, learning_rate: float | None
+) -> dict[str, Any]:
+    """Arguments of a training on the validation rows: few rows, so a schedule of their own.
+
+    A constant rate without warm-up, one micro-batch a step, and micro-batches so small that there
+    are at least 24 steps where there are as many rows: what the run's own warm-up and accumulation
+    would leave of a few dozen rows is hardly a step.
+
+    Args:
+        stage: of the run.
+        epochs: of the validation rows.
+        learning_rate: None for the run's.
+    """
+    most = int(len(stage.validation) * epochs) // _LEAST_STEPS
+    found: dict[str, Any] = {
+        "max_steps": -1,
+        "num_train_epochs": epochs,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": max(
+            1, min(int(stage.run.get("per_device_train_batch_size", 8)), most)
+        ),
+        "lr_scheduler_type": "constant",  # which has no warm-up either
+        "lr_scheduler_kwargs": None,
+    }
+    return found if learning_rate is None else {**found, "learning_rate": learning_rate}
+
+
+def trained_copy(
+    stage: PolicyStage,
+    rows: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    kind: str,
+    asked: str,
+) -> Trained:
+    """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
+
+    It is announced before, and its first and last loss are said afterwards.
+
+    Args:
+        stage: of the run.
+        rows: tokenised, {input_ids, labels}.
+        options: arguments of the run that differ in this training.
+        kind: of training, for the folder's name.
+        asked: the option that asks for it, for the message.
+
+    Raises:
+        ConfigError: this trainer cannot train a copy.
+    """
+    if stage.train is None:
+        raise ConfigError(
+            "this trainer cannot train a reference model first",
+            got=asked,
+            why="only supervised fine-tuning in one process can",
+            remedy="train one with 'alphatoken sft --policy all' and name it with policy_reference",
+        )
+    rows = [{name: row[name] for name in _ROW if row.get(name) is not None} for row in rows]
+    # What an option is in the run itself does not matter where this training sets it.
+    run = replace(stage, run={**stage.run, **options})
+    folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
+    if has_weights(folder):
+        _say(f"{asked}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
+    else:
+        _say(f"{asked}: training on {len(rows)} rows first, {_schedule(run.run)}")
+        log: list[dict[str, float]] = []
+        trained = stage.train(rows, options, log=log)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _LOG, {"log": log})
+        save_weights(trained, folder)
+        if log:
+            first, last = log[0]["loss"], log[-1]["loss"]
+            _say(
+                f"{asked}: {len(log)} steps, loss {first:.4g} at the first, {last:.4g} at the last"
+            )
+    return Trained(load_copy(stage, folder), (read_json(folder / _LOG) or {"log": []})["log"])
+
+
+def _schedule(options: Mapping[str, Any]) -> str:
+    """Of a training, in a few words, as far as it is known."""
+    named = {
+        "num_train_epochs": "{:g} epochs",
+        "per_device_train_batch_size": "batches of {}",
+        "learning_rate": "rate {:g}",
+        "lr_scheduler_type": "{}",
+    }
+    return ", ".join(how.format(options[n]) for n, how in named.items() if n in options)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def load_copy(stage: PolicyStage, folder: Path) -> nn.Module:
+    """A copy of the stage's model with the weights of a folder."""
+    model = copied(stage.model)
+    load_weights(model, folder)
+    return model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy that can be trained by itself."""
+    twin = copy.deepcopy(model)
+    # TRL puts its fused head on an instance as ``forward``. The copy's would still be bound to the
+    # model that it was copied from, so the copy goes back to the forward of its class.
+    for module in twin.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(getattr(forward, "__func__", forward), "__wrapped__", None) is not None:
+            del module.__dict__["forward"]
+    return twin

@@ -1,0 +1,59 @@
+"""The command ``alphatoken-lab``: ``policies``, ``compare``, ``evaluate``, ``merge``, ``paper``.
+
+- ``compare`` (``compare_grid``: its file), ``merge``, ``policies``; ``evaluate``: options in the
+  module of that name, the work in ``evaluate_run``.
+- ``paper``: ``paper_plan`` says which cells, ``paper_run`` runs them and lays a table out,
+  ``paper_figures`` hands their models to a diagnostic, ``paper_list`` names everything.
+
+Options, errors and exit status are as those of ``alphatoken`` (:mod:`alphatoken.cli`).
+**Tests**: ``tests/integration/test_compare.py``, ``test_evaluate.py``, ``test_paper.py``.
+"""
+
+from __future__ import annotations
+
+from alphatoken.cli.program import Program
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "policies": (
+        "alphatoken_lab.commands.policies:run",
+        "list the methods that can choose or weigh tokens",
+    ),
+    "compare": (
+        "alphatoken_lab.commands.compare:run",
+        "train and measure a grid of policies and seeds",
+    ),
+    "evaluate": (
+        "alphatoken_lab.commands.evaluate:run",
+        "measure a trained model: losses, tasks, code, judged answers",
+    ),
+    "merge": (
+        "alphatoken_lab.commands.merge:run",
+        "a model between two: before and after training (WiSE-FT)",
+    ),
+    "paper": (
+        "alphatoken_lab.commands.paper:run",
+        "make a table or figure of the paper, in full or on a laptop",
+    ),
+}
+
+_EXAMPLES = """\
+examples
+  the methods that --policy takes:
+    alphatoken-lab policies
+  three methods and three seeds on one model and data:
+    alphatoken-lab compare --recipe laptop-sft --policies standard random stm --seeds 0 1 2 \\
+        --model_name_or_path MODEL --train_file rows.jsonl --validation_file clean.jsonl \\
+        --output_dir runs/grid
+  every table and figure of the paper, with what each needs:
+    alphatoken-lab paper --list
+
+alphatoken-lab COMMAND --help explains one command."""
+
+main = Program(
+    "alphatoken-lab",
+    "Published token selection methods, grids, evaluation, and the AlphaToken paper.",
+    _EXAMPLES,
+    _COMMANDS,
+).main

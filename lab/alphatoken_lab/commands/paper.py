@@ -1,0 +1,118 @@
+"""``alphatoken-lab paper``: its options; ``paper_run`` does the work, and loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+from alphatoken.cli.common import CellOptions
+from alphatoken.cli.options import CommandParser, add_options, option
+from alphatoken.errors import ConfigError
+
+__all__ = ["PaperOptions", "parse", "run"]
+
+_ABOUT = """\
+Make a table or figure of the paper: train what it compares, measure it, and lay it out as there,
+with the spread over three seeds. Tables share their cells: what one has trained another one finds.
+The same command again goes on with what is missing.
+
+usage: alphatoken-lab paper --list
+       alphatoken-lab paper NAME [--scale full|laptop] [--dry_run] [options] [trainer's options]"""
+
+_MORE = """\
+scales
+  full     the paper's backbones and data sets, four GPUs: --devices 0,1,2,3 --devices_per_cell 4.
+           What benchmarks and judges need lies in --evaluation_dir; docs/paper.md says what.
+  laptop   SmolLM2-135M-Instruct from $ALPHATOKEN_MODELS (`make models`), one thread; rows of the
+           Python standard library, or of the files named; losses in place of benchmarks.
+
+output
+  OUT/SCALE/NAME.md, .html, .csv   the table, or the figure's numbers; NAME.svg the figure
+  OUT/SCALE/GRID/                  cells, as `alphatoken-lab compare` keeps them
+
+examples
+  alphatoken-lab paper tab:main_rq1_sft --scale laptop
+  alphatoken-lab paper ablation_rq3 --devices 0,1,2,3 --devices_per_cell 4 --allow_code_execution
+  alphatoken-lab paper ablation_rq3 --scale laptop --train_file mine.jsonl --max_steps 40"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _What:
+    """What to make."""
+
+    scale: Literal["full", "laptop"] = option("full", "as in the paper, or in small")
+    dry_run: bool = option(False, "say what would be trained and what is missing, and stop")
+    report: bool = option(False, "lay out what is there, train nothing")
+    seeds: list[int] | None = option(None, "default: 0 1 2")
+    output_dir: str = option("runs/paper", "folder for cells, tables and figures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """Where models and rows are."""
+
+    evaluation_dir: str = option("paper-evaluation", "full: files of benchmarks and judges")
+    judge_url: str | None = option(None, "full: the judge's endpoint, OpenAI's protocol")
+    judge_model: str | None = option(None, "full: its name there")
+    model: str | None = option(None, "laptop: another model than SmolLM2-135M-Instruct")
+    train_file: str | None = option(None, "laptop: rows (pairs) to train on, cut into all parts")
+    target_file: str | None = option(None, "laptop: held-out rows (pairs); else cut from those")
+    warm_file: str | None = option(None, "laptop: rows of the warm-up before preferences")
+    retention_file: str | None = option(None, "laptop: rows that must not be forgotten")
+    probes_file: str | None = option(None, "laptop: rows whose states are looked at")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running(CellOptions):
+    """How to run."""
+
+    budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
+    allow_code_execution: bool = option(False, "execute generated code, sandboxed (HumanEval)")
+    quiet: bool = option(False, "no progress")
+    traceback: bool = option(False, "show the whole traceback of an error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperOptions(_What, _Inputs, _Running):
+    """Everything that ``alphatoken-lab paper`` itself is told."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Do what ``words``, the arguments after ``alphatoken-lab paper``, ask for; the exit status.
+
+    1 where cells have no result, and the table says which.
+
+    Raises:
+        AlphaTokenError: wrong arguments; models, rows or files that are not there.
+    """
+    if list(words) == ["--list"]:
+        print("\n".join(import_module("alphatoken_lab.commands.paper_list").lines()))
+        return 0
+    name, options, more = parse(words)
+    if name is None:
+        raise ConfigError(
+            "the name of a table or figure comes first",
+            got="nothing",
+            remedy="alphatoken-lab paper --list names them",
+        )
+    from alphatoken_lab.paper.exhibits import find
+
+    exhibit = find(name)
+    if exhibit.kind == "none":
+        print(f"{exhibit.label}: {exhibit.title}. {exhibit.note}")
+        return 0
+    status: int = import_module("alphatoken_lab.commands.paper_run").run(exhibit, options, more)
+    return status
+
+
+def parse(words: Sequence[str]) -> tuple[str | None, PaperOptions, list[str]]:
+    """The name, the options of the command, and the words that are options of the trainer."""
+    parser = CommandParser(
+        "paper", "alphatoken-lab", description=_ABOUT, epilog=_MORE, allow_abbrev=False
+    )
+    add_options(parser, PaperOptions)
+    name = words[0] if words and not words[0].startswith("-") else None
+    known, more = parser.parse_known_args(list(words[1:] if name else words))
+    return name, PaperOptions(**vars(known)), more

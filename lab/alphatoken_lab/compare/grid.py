@@ -1,0 +1,396 @@
+"""Which cells there are: methods, modes and seeds of every task, and the models they need first.
+
+A value ``@NAME`` in the options of a cell stands for the model that the reference NAME leaves; the
+cell waits for it. So do merges for the cell whose model they merge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from alphatoken.errors import ConfigError, require_choice
+from alphatoken.train.policy_names import unread_options
+from alphatoken_lab.compare.measures import Measures
+from alphatoken_lab.compare.methods import PLAIN, Method, reference_option
+
+__all__ = ["ON_ALL", "Cell", "Grid", "Reference", "TaskSpec", "all_cells", "resolved"]
+
+_FAMILY = {"sft": "sft", "dpo": "preference"}
+SECOND = {"sft": "curated", "dpo": "oracle"}
+"""The reference that methods score with which need a second model and name none."""
+
+_LOADING = (
+    "model_revision", "dtype", "attn_implementation", "trust_remote_code", "model_init_kwargs",
+    "chat_template_path", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
+    "use_bnb_nested_quant", "use_cpu", "bf16", "fp16", "beta",
+)  # fmt: skip
+"""Options of the trainer that matter to a model that is not trained: how it is loaded, and read."""
+
+_SHARED: dict[str, Any] = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "export_values": False,
+    "disable_tqdm": True,
+}
+"""What cells set unless the grid says otherwise."""
+
+
+ON_ALL: dict[str, Any] = {
+    "policy": "all", "seed": 0, "validation_rows": 0, "validation_file": None, "retention": "none",
+    "fisher_data": None, "fisher_file": None,
+}  # fmt: skip
+"""What references set, over the options of all cells: all tokens of all their rows."""
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One data set: how it is trained on, and what is measured.
+
+    Attributes:
+        name: of the task.
+        command: "sft" or "dpo".
+        options: of the trainer.
+        measures: of a trained model.
+        tuned_on: task whose tries decide a tuned option here; None for its own.
+        policies: of the grid's methods those that take part here; None for all.
+    """
+
+    name: str
+    command: str
+    options: Mapping[str, Any]
+    measures: Measures
+    tuned_on: str | None = None
+    policies: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
+        if not self.measures.target:
+            raise ConfigError(
+                "nothing says how well a model learnt",
+                got="no target_file, target_tasks, code_file, questions_file or judge_sets",
+                remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
+            )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that cells need first: trained like a cell, with seed 0 unless it says another."""
+
+    name: str
+    command: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All that is compared.
+
+    Attributes:
+        tasks: each with all methods that its kind of data allows.
+        methods: by name, in the order of the tables.
+        seeds: of training; rows, their order and the start are shared by all methods of a seed.
+        modes: "native" and "budget", or one of them.
+        keep_ratio: of budget cells.
+        references: models that are trained first.
+        about: one line for the page.
+        variants: axis -> names of methods that are variants of one another, for the ablation table.
+        tune: one option of the trainer and the values that every method tries at the first seed;
+            the one with the lowest loss on ``choosing_file`` is taken, there and at other seeds. A
+            method that sets the option itself is not tuned.
+        keep: names of methods whose models of the first seed stay, for whoever looks at them later.
+    """
+
+    tasks: tuple[TaskSpec, ...]
+    methods: tuple[Method, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    modes: tuple[str, ...] = ("native", "budget")
+    keep_ratio: float = 0.5
+    references: tuple[Reference, ...] = ()
+    about: str = ""
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_tune()
+        for what, given in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):
+            if not given:
+                raise ConfigError(f"the grid has no {what}")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError("a seed is named twice", got=str(list(self.seeds)))
+        for mode in self.modes:
+            require_choice("modes", mode, ("native", "budget"))
+
+    def _check_tune(self) -> None:
+        if not self.tune:
+            return
+        values = list(self.tune.values())
+        first = values[0] if isinstance(values[0], (list, tuple)) else ()
+        numbers = [v for v in first if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        several = len(numbers) == len(first) and len(set(numbers)) == len(numbers) >= 2
+        if len(values) > 1 or not several:
+            raise ConfigError(
+                "tune is one option with at least two different numbers",
+                got=str(dict(self.tune)),
+                remedy="tune: {learning_rate: [1.0e-5, 3.0e-5]}; YAML reads 1e-5 as text",
+            )
+        own = {task.name: task.command for task in self.tasks if task.tuned_on is None}
+        there = {task.name: task.policies for task in self.tasks}
+        for task in self.tasks:
+            if task.tuned_on is not None and own.get(task.tuned_on) != task.command:
+                raise ConfigError(
+                    "a task takes what was tuned on another one of its kind",
+                    got=f"{task.name}: tuned_on: {task.tuned_on}",
+                    remedy=f"one of {', '.join(own) or 'none'} with the same command",
+                )
+            tried = there[task.tuned_on] if task.tuned_on else None
+            untried = set(task.policies or [m.name for m in self.methods]) - set(tried or ())
+            tuned = {m.name for m in self.methods if _tuned(self, m)}
+            if task.tuned_on and tried is not None and untried & tuned:
+                raise ConfigError(
+                    "a task takes what was tuned on another one, where some methods do not run",
+                    got=f"{task.name}: {', '.join(sorted(untried & tuned))} not in {task.tuned_on}",
+                    remedy=f"add them to the policies of {task.tuned_on}, or leave them out here",
+                )
+        blind = [
+            task.name
+            for task in self.tasks
+            if task.tuned_on is None and task.measures.choosing_file is None
+        ]
+        if blind:
+            raise ConfigError(
+                "a tuned option needs rows by whose loss it is chosen",
+                got=f"no choosing_file in {', '.join(blind)}",
+                why="chosen by the target rows themselves, every method would look better than "
+                "it is",
+            )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One process: one model made and measured.
+
+    Attributes:
+        task: name of the task; "references" for a model that others need.
+        policy: name of the method, or of the reference.
+        mode: "native" or "budget".
+        seed: of training.
+        kind: "train", "start" or "merge".
+        command: "sft" or "dpo".
+        options: of the trainer, or of the merge.
+        needs: names of cells that must be there before.
+        keep_model: whether the model is saved; others need it.
+        measures: None for references, which are measured by nobody.
+        tried: the tuned option and the value that this cell tries; empty outside tuning.
+        tries: cells of the first seed, and what each of them tries; the best decides here.
+    """
+
+    task: str
+    policy: str
+    mode: str
+    seed: int
+    kind: str
+    command: str
+    options: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+    keep_model: bool = False
+    measures: Mapping[str, Any] | None = field(default=None)
+    tried: Mapping[str, Any] = field(default_factory=dict)
+    tries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Of ``needs``, cells whose models are loaded; of the others results are read."""
+        return tuple(n for n in self.needs if self.kind == "merge" or n not in self.tries)
+
+    def ready(self, finished: Set[str], lost: Set[str]) -> bool:
+        """Whether all that it needs is there; of the tries some may be lost."""
+        return all(n in finished or (n in self.tries and n in lost) for n in self.needs)
+
+    def hopeless(self, lost: Set[str]) -> tuple[str, ...]:
+        """What of its needs is lost for good: of the tries only all of them together."""
+        gone = tuple(name for name in self.needs if name in lost)
+        others = tuple(name for name in gone if name not in self.tries)
+        return gone if len(gone) - len(others) == len(self.tries) else others
+
+    @property
+    def name(self) -> str:
+        """Unique, and a path below the output folder."""
+        if self.task == "references":
+            return f"references/{self.policy}"
+        tried = "".join(f"-{value}" for value in self.tried.values())
+        return f"{self.task}/{self.policy}-{self.mode}-seed{self.seed}{tried}"
+
+    def spec(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON holds it."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        # Left out where empty, as in results of before there was tuning.
+        return {k: v for k, v in found.items() if v or k not in ("tried", "tries")}
+
+
+def all_cells(grid: Grid) -> list[Cell]:
+    """Every cell once, those that others need before them; first all methods of the first seed.
+
+    Raises:
+        ConfigError: a reference that is not there or needs itself, a merge of a method that is no
+            part of the grid, or a task without any method.
+    """
+    cells = [
+        cell for seed in grid.seeds for task in grid.tasks for cell in _cells(grid, task, seed)
+    ]
+    for task in grid.tasks:
+        if not any(cell.task == task.name for cell in cells):
+            raise ConfigError("no method of the grid is made for a task", got=task.name)
+    references = {one.name: _reference_cell(one) for one in grid.references}
+    wanted = [name for cell in cells for name in cell.needs if name.startswith("references/")]
+    first: list[Cell] = []
+    for name in dict.fromkeys(wanted):
+        _with_needs(name, references, first, ())
+    needed = {name for cell in cells for name in cell.models}
+    needed |= {
+        cell.name
+        for cell in cells
+        if cell.kind == "train" and cell.policy in grid.keep and cell.seed == grid.seeds[0]
+    }
+    cells = [replace(cell, keep_model=cell.keep_model or cell.name in needed) for cell in cells]
+    return [*first, *cells]
+
+
+def _cells(grid: Grid, task: TaskSpec, seed: int) -> Iterator[Cell]:
+    for method in grid.methods:
+        asked = task.policies is None or method.name in task.policies
+        if not asked or method.family not in (_FAMILY[task.command], "both"):
+            continue
+        modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
+        for mode in modes:
+            yield from _of_method(grid, task, method, mode, seed)
+
+
+def _of_method(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> list[Cell]:
+    """The cell of a method; at the first seed one for each value that it tries."""
+    cell = _cell(grid, task, method, mode, seed)
+    if not _tuned(grid, method):
+        return [cell]
+    ((name, values),) = grid.tune.items()
+    if seed == grid.seeds[0] and task.tuned_on is None:
+        return [
+            replace(cell, tried={name: value}, options={**cell.options, name: value})
+            for value in values
+        ]
+    decides = next(one for one in grid.tasks if one.name == (task.tuned_on or task.name))
+    first = _of_method(grid, decides, method, mode, grid.seeds[0])
+    tries = {one.name: one.tried for one in first}
+    return [replace(cell, tries=tries, needs=(*cell.needs, *tries))]
+
+
+def _tuned(grid: Grid, method: Method) -> bool:
+    return method.kind == "train" and bool(grid.tune) and not set(grid.tune) & set(method.options)
+
+
+def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> Cell:
+    model = task.options.get("model_name_or_path")
+    own = {k: _named_after(task, value) for k, value in method.options.items()}
+    options: dict[str, Any] = {**_SHARED, **task.options, **own}
+    needs: list[str] = []
+    tries: Mapping[str, Mapping[str, Any]] = {}
+    if method.kind == "train":
+        options |= {"seed": seed, "value_seed": seed, "keep_ratio": grid.keep_ratio}
+        options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
+        if len(method.modes) > 1:
+            options["policy_mode"] = mode
+        # What the task's recipe says of its own policy gives way to another method's rule.
+        neutral = unread_options(options, _FAMILY[task.command])
+        options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
+        if "policy_reference" not in options and reference_option(method):
+            options["policy_reference"] = _second_model(grid, method, task.command)
+    else:
+        loading = {name: task.options[name] for name in _LOADING if name in task.options}
+        options = {**loading, **method.options, "model_name_or_path": model}
+    if method.kind == "merge":
+        wanted = method.merges or PLAIN[task.command]
+        merged = next((one for one in grid.methods if one.name == wanted), None)
+        if merged is None:
+            raise ConfigError(
+                "a merge needs the method whose model it merges",
+                got=f"{method.name} merges {wanted}",
+                remedy=f"add {wanted} to --policies",
+            )
+        merging = _of_method(grid, task, merged, merged.modes[0], seed)
+        needs += [one.name for one in merging]
+        tries = {one.name: one.tried for one in merging if one.tried}
+    needs += [f"references/{name}" for name in _mentioned(options)]
+    return Cell(
+        task.name, method.name, mode, seed, method.kind, task.command, options,
+        tuple(dict.fromkeys(needs)), measures=task.measures.spec(), tries=tries,
+    )  # fmt: skip
+
+
+def _named_after(task: TaskSpec, value: Any) -> Any:
+    """``{task}`` in a method's option is the task's name: a file, or a reference, of each task."""
+    if isinstance(value, Mapping):
+        return {key: _named_after(task, one) for key, one in value.items()}
+    return value.replace("{task}", task.name) if isinstance(value, str) else value
+
+
+def _second_model(grid: Grid, method: Method, command: str) -> str:
+    name = SECOND[command]
+    if not any(one.name == name for one in grid.references):
+        raise ConfigError(
+            "a method needs a second model, and the grid trains none",
+            got=method.name,
+            remedy=f"a reference named {name} in the grid's file, or policy_reference in the "
+            "method's options, or --policies without it",
+        )
+    return f"@{name}"
+
+
+def _reference_cell(reference: Reference) -> Cell:
+    options = {**_SHARED, **ON_ALL, **reference.options}
+    needs = tuple(f"references/{name}" for name in _mentioned(options))
+    return Cell(
+        "references", reference.name, "native", int(options["seed"]), "train", reference.command,
+        options, needs, keep_model=True,
+    )  # fmt: skip
+
+
+def _with_needs(
+    name: str, references: Mapping[str, Cell], found: list[Cell], above: Sequence[str]
+) -> None:
+    cell = references.get(name.removeprefix("references/"))
+    if cell is None or name in above:
+        raise ConfigError(
+            "there is no such reference" if cell is None else "a reference needs itself",
+            got=" -> ".join([*above, name]),
+            remedy="define it under references in the grid's file",
+        )
+    if cell in found:
+        return
+    for need in cell.needs:
+        _with_needs(need, references, found, (*above, name))
+    found.append(cell)
+
+
+def _mentioned(value: Any) -> Iterator[str]:
+    """Names behind an @, wherever they stand."""
+    if isinstance(value, str) and value.startswith("@"):
+        yield value[1:]
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _mentioned(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _mentioned(one)
+
+
+def resolved(value: Any, models: Mapping[str, str]) -> Any:
+    """The same with ``@NAME`` replaced by the folder of its model."""
+    if isinstance(value, str) and value.startswith("@"):
+        return models[value[1:]]
+    if isinstance(value, Mapping):
+        return {key: resolved(one, models) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [resolved(one, models) for one in value]
+    return value

@@ -1,0 +1,263 @@
+"""lm-eval's tasks on a model in memory: of a local folder, offline, or of the hub.
+
+A thin adapter: tasks, prompts and metrics are lm-eval's (``pip install 'alphatoken-lab[eval]'``).
+How many examples stand before each question is, in this order: what ``shots`` says of the task,
+what its own YAML file says, what the paper says of a task of this name (``PUBLISHED``), none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.capture import evaluation_mode
+from alphatoken_lab.compare.measures import Score
+
+__all__ = ["PUBLISHED", "Tasks", "load_tasks", "settle_shots", "task_scores"]
+
+PUBLISHED = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
+"""Shots of the paper's table of benchmarks, by lm-eval's names."""
+
+_METRICS = (
+    "acc", "exact_match", "pass@1", "acc_norm", "f1", "bleu",
+)  # fmt: skip
+"""Of a task that names none: the first that it reports. ``acc`` is what the paper's tables hold."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks that are known and whose data are read.
+
+    Attributes:
+        wanted: metric of each task that was asked for; None for the first that it reports.
+        objects: lm-eval's own, with their number of shots.
+        shots: of each task; of a group's parts, which may differ, all of them.
+        questions: how many each task asks.
+        manager: of lm-eval.
+    """
+
+    wanted: Mapping[str, str | None]
+    objects: Sequence[Any]
+    shots: Mapping[str, tuple[int, ...]]
+    questions: Mapping[str, tuple[int, ...]]
+    manager: Any
+
+
+def load_tasks(
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    shots: Mapping[str, int] | None = None,
+) -> Tasks:
+    """Find tasks, read their data and settle their shots, before any model is loaded.
+
+    Args:
+        tasks: names of lm-eval, or ``name:metric``; instead of a name, the path of a YAML file.
+        include_path: folder with YAML files of local tasks.
+        shots: by name of the task; of others nothing is done.
+
+    Raises:
+        ConfigError: lm-eval is not installed, no such task, or shots that it cannot have.
+        DataError: a task's data cannot be read, as hub tasks without a network.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "tasks need lm-eval, which is not installed",
+            remedy="pip install 'alphatoken-lab[eval]'",
+        )
+    from lm_eval.tasks import TaskManager
+
+    pairs = [(name, metric or None) for name, _, metric in (one.partition(":") for one in tasks)]
+    manager = _manager(TaskManager, include_path, [name for name, _ in pairs])
+    wanted: dict[str, str | None] = {}
+    objects, said, asked = [], {}, {}
+    for given, metric in pairs:
+        name, top, parts = _load(manager, given)
+        if name in wanted:
+            raise ConfigError("a task is named twice", got=name)
+        wanted[name] = metric
+        objects.append(top)
+        said[name] = tuple(settle_shots(part, name, (shots or {}).get(name)) for part in parts)
+        asked[name] = tuple(len(list(part.eval_docs)) for part in parts)
+    return Tasks(wanted, objects, said, asked, manager)
+
+
+def task_scores(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: Tasks,
+    *,
+    limit: int | None = None,
+    batch_size: int = 16,
+    chat: bool = False,
+) -> dict[str, Score]:
+    """Score of each task, in percent.
+
+    Args:
+        model: a causal model of transformers.
+        tokenizer: of the model.
+        tasks: as ``load_tasks`` gives them. One that executes code is refused by lm-eval.
+        limit: documents of each task; None for all.
+        batch_size: of a forward.
+        chat: put prompts into the chat template, shots as turns of their own.
+
+    Raises:
+        ConfigError: a metric that a task does not report.
+        DataError: lm-eval could not run them.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    try:
+        with evaluation_mode(model):
+            found = simple_evaluate(
+                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                tasks=list(tasks.objects),
+                limit=limit,
+                task_manager=tasks.manager,
+                bootstrap_iters=0,
+                log_samples=False,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+            )
+    except (OSError, ConnectionError, ValueError) as error:
+        raise _unusable("could not run the tasks", ", ".join(tasks.wanted), error) from error
+    scores = {}
+    for name, metric in tasks.wanted.items():
+        key, value = _score(name, metric, found["results"])
+        counts = [n if limit is None else min(n, limit) for n in tasks.questions[name]]
+        scores[name] = Score(
+            value,
+            {
+                "shots": "/".join(map(str, sorted(set(tasks.shots[name])))),
+                "chat_template": chat,
+                "metric": key.removesuffix(",none"),
+                "questions": sum(counts),
+            },
+        )
+    return scores
+
+
+# --- finding them -------------------------------------------------------------------------------
+
+
+def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
+    """Knows the tasks. lm-eval's own, of which there are thousands, are read only if needed."""
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigError("task_path is no folder", got=include_path)
+    files = [name for name in names if _is_file(name)]
+    for name in files:
+        if not Path(name).is_file():
+            raise ConfigError("the task's file is not there", got=name)
+    plain = set(names) - set(files)
+    local = kind(include_path=include_path, include_defaults=False)
+    if plain <= set(local.all_tasks):
+        return local
+    manager = _all_tasks(kind) if include_path is None else kind(include_path=include_path)
+    unknown = [name for name in names if name in plain and name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(
+            "lm-eval knows no such task",
+            got=", ".join(unknown),
+            remedy="task_path: FOLDER with its YAML file, or the path of that file",
+        )
+    return manager
+
+
+@cache
+def _all_tasks(kind: Any) -> Any:
+    """lm-eval's own, read once: each group of tasks asks for them, and they take ten seconds."""
+    return kind()
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _load(manager: Any, given: str) -> tuple[str, Any, list[Any]]:
+    """A task or group: its name, lm-eval's object, and the tasks that it consists of."""
+    try:
+        found = manager.load([given])
+    except Exception as error:  # data sets raise whatever their files and servers raise
+        raise _unusable("could not read a task", given, error) from error
+    tasks, groups = found["tasks"], found.get("groups", {})
+    below = {child for names in found.get("group_map", {}).values() for child in names}
+    tops = [name for name in (*groups, *tasks) if name not in below]
+    if len(tops) != 1 or (not _is_file(given) and tops[0] != given):
+        raise ConfigError(
+            "this names several tasks", got=given, remedy=f"some of {', '.join(tops)}"
+        )
+    (name,) = tops
+    return name, groups.get(name, tasks.get(name)), list(tasks.values())
+
+
+def _unusable(what: str, names: str, error: BaseException) -> DataError:
+    while error.__cause__ is not None:  # data sets say last that "an error occurred"
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return DataError(
+        f"lm-eval {what}",
+        got=f"{names}: {type(error).__name__}: {text[:300]}",
+        remedy="tasks of the hub need the network or its cache; local ones task_path",
+    )
+
+
+def settle_shots(task: Any, name: str, asked: int | None) -> int:
+    """Give one task of lm-eval its number of shots (see above), and return it."""
+    own = task.config.num_fewshot
+    if asked and own == 0:
+        raise ConfigError(
+            "a task fixes its shots at 0",
+            got=f"{name}: num_fewshot: 0 in its file, {asked} asked for",
+            why="lm-eval reads a 0 as: not to be changed, such as where shots are in the prompt",
+            remedy=f"shots: {{{name}: 0}}, or a file without num_fewshot",
+        )
+    number = next((n for n in (asked, own, PUBLISHED.get(name)) if n is not None), 0)
+    if number and not _has_examples(task):
+        raise ConfigError(
+            "a task has no examples to show",
+            got=f"{name}: {number} shots, and the questions themselves as the only rows",
+            why="a question could be shown with its answer before it is asked",
+            remedy=f"fewshot_split in its file, or shots: {{{name}: 0}}",
+        )
+    if own != number:
+        task.set_config(key="num_fewshot", value=number)
+    return int(number)
+
+
+def _has_examples(task: Any) -> bool:
+    """Whether shots come from other rows, or lm-eval leaves the question itself out."""
+    config = task.config
+    named = config.fewshot_split
+    for part in ("samples", "split"):
+        named = named or getattr(config.fewshot_config, part, None)
+    held = task.has_validation_docs() and task.has_test_docs()
+    return bool(named or task.has_training_docs() or held)
+
+
+def _score(
+    name: str, metric: str | None, results: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, float]:
+    """The metric, or the first known one, and its value; lm-eval writes ``metric,filter``."""
+    reported = {
+        key: value
+        for key, value in results.get(name, {}).items()
+        if isinstance(value, (int, float)) and "stderr" not in key and "," in key
+    }
+    for wanted in (metric,) if metric else _METRICS:
+        for key, value in reported.items():
+            if key == wanted or key.split(",")[0] == wanted:
+                return key, 100.0 * float(value)
+    known = ", ".join(sorted(reported)) or "those that it reports"
+    raise ConfigError(
+        "the task does not report such a metric",
+        got=f"{name}: {metric or 'none of the usual ones'}",
+        remedy=f"{name}:METRIC with one of {known}",
+    )

@@ -1,0 +1,17 @@
+"""Token selection and weighting methods that people compare with, one file each.
+
+- From one forward over the rows before training (``static`` keeps it, cached and resumable):
+  ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
+  rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
+- From continuations of the model, once: ``cft``.
+- From a second model (``alphatoken.train.second_model``): ``rho_1``, ``token_cleaning``, ``sepo``.
+- From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs
+  (``preference``): ``ti_dpo``.
+- Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,
+  ``projection``).
+- After training: ``merge`` (WiSE-FT: weights between start and end).
+
+Trainers find them by the entry points in ``lab/pyproject.toml``. **Formulas and sources**: each
+class's docstring, and docs/policies. **Oracle**: values computed by hand in
+``tests/property/test_policies_*.py`` and ``tests/integration``.
+"""

@@ -1,0 +1,142 @@
+"""Policies whose mask is fixed before training: a static pass, a rule, one column of 0 and 1.
+
+What they share: the rule in the mode that was asked for, over the tokens that are ranked together,
+and the shares that it came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken.errors import ConfigError
+from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken.train.token_table import TokenTable
+from alphatoken_lab.methods.static import keep_best, require_selection
+
+__all__ = ["GivenTable", "StaticMask", "require_model"]
+
+Array = NDArray[Any]
+
+
+class StaticMask(TokenPolicy):
+    """Base of policies that decide on all training tokens before the first step.
+
+    A subclass measures (``measured``), scores (``static_scores``, higher = keep) and, where the
+    published rule is not a budget, has a rule of its own (``native_keep``).
+    """
+
+    scope: ClassVar[str] = "dataset"
+    denominator: ClassVar[str] = "kept"
+    needs: ClassVar[Needs] = Needs(columns=("score", "keep"), model=True)
+    static = True
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        self._summary: dict[str, float] = {}
+
+    @property
+    def summary(self) -> Mapping[str, float]:
+        """After ``prepare``: tokens, ``kept_share``, and what else the policy reports."""
+        return self._summary
+
+    def measured(self, stage: PolicyStage) -> TokenTable:
+        """What the static passes say of every training token."""
+        raise NotImplementedError
+
+    def static_scores(self, table: TokenTable) -> Array:
+        """(N,), higher = keep."""
+        raise NotImplementedError
+
+    def native_keep(self, table: TokenTable) -> Array:
+        """(N,) True where the published rule keeps a token; its budget where that is the rule."""
+        ratio = self.native_ratio or self.settings.keep_ratio
+        return self.best_tokens(table, ratio, dataset=True)
+
+    def best_tokens(self, table: TokenTable, ratio: float, *, dataset: bool = False) -> Array:
+        """(N,) the best ``ratio``, in scope and rounding; ``dataset`` where a batch has no say."""
+        scope = self.settings.scope or self.scope
+        rounding = self.settings.rounding or self.rounding
+        scope = "dataset" if dataset and scope == "batch" else scope
+        return keep_best(table, self.static_scores(table), ratio, scope, rounding)
+
+    def by_batch(self) -> bool:
+        """The tokens of a batch are ranked together: the mask is made at each batch."""
+        return self.settings.mode == "budget" and (self.settings.scope or self.scope) == "batch"
+
+    def prepare(self, stage: PolicyStage) -> TokenTable:
+        """Measure, decide, and keep both as columns ``score`` and ``keep``.
+
+        Raises:
+            what the pass raises; DataError where nothing is kept.
+        """
+        table = self.measured(stage)
+        scores = self.static_scores(table)
+        keep = np.ones(table.tokens, bool)
+        if self.settings.mode == "native":
+            keep = require_selection(self.native_keep(table), f"the rule of {self.name}")
+        elif not self.by_batch():
+            keep = self.best_tokens(table, self.settings.keep_ratio)
+        self._summary |= {"tokens": float(table.tokens), "kept_share": float(keep.mean())}
+        return table.with_columns(score=scores, keep=keep)
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        """The static score of each token, for a budget of the batch."""
+        return batch.columns["score"]
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        """The mask that was fixed before training."""
+        return batch.columns["keep"].to(batch.log_probs.dtype)
+
+    def budget_weights(self, batch: PolicyBatch) -> Tensor:
+        """The mask that was fixed before training; the batch's best where those were asked for."""
+        return super().budget_weights(batch) if self.by_batch() else self.native_weights(batch)
+
+
+class GivenTable(StaticMask):
+    """The weights of a table that is handed over: a column ``keep``, in [0, 1] or any numbers.
+
+    For masks that were made elsewhere, and for the rounds of self-evolving Token Cleaning.
+
+    Args:
+        table: with the column ``keep``, over the training rows.
+        settings: the mode plays no part.
+    """
+
+    name: ClassVar[str] = "given"
+    needs: ClassVar[Needs] = Needs(columns=("keep",))
+    direction: ClassVar[str] = "as the table says"
+
+    def __init__(self, table: TokenTable, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        self.table = table
+
+    def prepare(self, stage: PolicyStage) -> TokenTable:
+        """The table, as it was given."""
+        keep = require_selection(self.table.columns["keep"], "the given table")
+        self._summary |= {"tokens": float(self.table.tokens), "kept_share": float(keep.mean())}
+        return self.table
+
+    def by_batch(self) -> bool:
+        """Never."""
+        return False
+
+
+def require_model(stage: PolicyStage, policy: str) -> Any:
+    """The stage's reference model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if stage.reference_model is None:
+        raise ConfigError(
+            f"the policy {policy} needs a reference model, and none was given",
+            why="its score is a difference between two models",
+            remedy="name one with policy_reference (a folder or a hub name), with the same "
+            "tokenizer as the model",
+        )
+    return stage.reference_model

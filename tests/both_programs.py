@@ -1,0 +1,16 @@
+"""``alphatoken`` and ``alphatoken-lab`` as one, for tests that go over commands of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import alphatoken.cli
+import alphatoken_lab.commands
+
+LAB = ("policies", "compare", "evaluate", "merge", "paper")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command by its name; its exit status."""
+    program = alphatoken_lab.commands if words[0] in LAB else alphatoken.cli
+    return program.main(words)
