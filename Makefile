@@ -147,7 +147,7 @@ coverage: $(READY) models-if-reachable
 
 random: $(READY)
 	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"
-	HYPOTHESIS_PROFILE=random $(RUN) $(PYTEST) tests/property -m hypothesis --hypothesis-seed=$(SEED)
+	HYPOTHESIS_PROFILE=random $(RUN) $(PYTEST) tests/property tests/lab -m hypothesis --hypothesis-seed=$(SEED)
 
 # Two tutorials are run while the pages are built, with SmolLM2; without a registry they are not.
 docs: $(READY_DOCS) models-if-reachable

@@ -121,10 +121,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def unit_of_work(nodeid: str) -> str:
     """What one process runs: a test, or a whole file whose tests share what they have made.
 
-    That is an integration file (a saved model, a finished run) and one about a diagnosis.
+    That is an integration file or one of the lab (a saved model, a finished run) and one about a
+    diagnosis.
     """
     file = nodeid.partition("::")[0]
-    return file if "/integration/" in file or "/test_fidelity_" in file else nodeid
+    whole = any(part in file for part in ("/integration/", "/lab/", "/test_fidelity_"))
+    return file if whole else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed

@@ -2,7 +2,7 @@
 
 A policy says what it needs, and gets it; its scores say which tokens go first (higher = keep);
 its weights act on the update of supervised fine-tuning, or enter the loss of a preference pair.
-The methods that people compare with are in ``alphatoken.policies``, and one's own takes ten lines:
+The methods that people compare with are in ``alphatoken-lab``, and one's own takes ten lines:
 
     class Surprising(TokenPolicy):
         name = "surprising"

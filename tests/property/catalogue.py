@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from tests.lab import mutants_compare, mutants_policies
 from tests.property import (
     mutants,
     mutants_adapters,
-    mutants_compare,
     mutants_corpus,
     mutants_delta,
     mutants_experts,
     mutants_kernels,
-    mutants_policies,
     mutants_proofs,
     mutants_rules,
     mutants_train,
@@ -18,6 +17,10 @@ from tests.property import (
 )
 
 LISTED = mutants.LISTED
+OF_LAB = {
+    "Errors in the other methods": mutants_policies.MUTANTS,
+    "Errors in how models are compared": mutants_compare.MUTANTS,
+}
 ROOMS = {
     "Errors in further steps of the core": (*mutants.OWN, *mutants.WEIGHTS),
     "Errors in proofs that run on the user's model, and in the Fisher drift": (
@@ -28,8 +31,7 @@ ROOMS = {
     "Errors in what trainers promise beside their steps, and in what is refused": (
         mutants_rules.MUTANTS
     ),
-    "Errors in the other methods": mutants_policies.MUTANTS,
-    "Errors in how models are compared": mutants_compare.MUTANTS,
+    **OF_LAB,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,

@@ -52,7 +52,7 @@ class _Source:
 
 @functools.cache
 def _sources() -> dict[str, _Source]:
-    paths = [*HERE.glob("*.py"), HERE.parent / "integration" / "test_merge.py"]
+    paths = [*HERE.glob("*.py"), *(HERE.parent / "lab").glob("*.py")]
     return {path.stem: _read(path) for path in sorted(paths)}
 
 

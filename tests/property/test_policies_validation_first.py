@@ -8,16 +8,47 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.validation_first import ValidationFirst
 from tests.integration import tiny_training as tiny
-from tests.property.test_policies_reference import OPTIONS, furthest, reference_by_hand
 
+OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
 EPOCHS, RATE = 2.0, 0.3
 POLICY = {"epochs": EPOCHS, "learning_rate": RATE}
+
+
+def reference_by_hand(folder: Path) -> torch.nn.Module:
+    """TRL's own trainer on the validation rows: eight rows twice, one a step."""
+    prepared = AlphaSFTTrainer(
+        model=tiny.model(layers=2),
+        args=AlphaSFTConfig(**tiny.options(folder / "rows", policy="all", export_values=False)),
+        train_dataset=tiny.sft_rows(24).select(range(16, 24)),
+        processing_class=tiny.tokenizer(),
+    )
+    rows = [
+        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+        for row in prepared.train_dataset
+    ]
+    options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
+    options["per_device_train_batch_size"] = 1
+    torch.manual_seed(11)
+    trainer = SFTTrainer(
+        model=tiny.model(layers=2),
+        args=SFTConfig(**tiny.options(folder / "hand", **options)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    found: torch.nn.Module = trainer.model
+    return found
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def run(folder: Path, policy: ValidationFirst, **more: Any) -> AlphaSFTTrainer:

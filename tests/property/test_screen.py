@@ -46,7 +46,7 @@ def test_a_row_without_a_response_is_not_screened(monkeypatch: pytest.MonkeyPatc
 
     import datasets
 
-    from alphatoken.train.policies import screen
+    from alphatoken_lab.methods import screen
 
     losses = [torch.tensor(x) for x in ([], [1.0, 2.0], [3.0], [0.0])]
     monkeypatch.setattr(screen, "_losses", lambda *_: losses)

@@ -6,7 +6,7 @@
   ``paper_figures`` hands their models to a diagnostic, ``paper_list`` names everything.
 
 Options, errors and exit status are as those of ``alphatoken`` (:mod:`alphatoken.cli`).
-**Tests**: ``tests/integration/test_compare.py``, ``test_evaluate.py``, ``test_paper.py``.
+**Tests**: ``tests/lab/test_compare.py``, ``test_evaluate.py``, ``test_paper.py``.
 """
 
 from __future__ import annotations

@@ -13,5 +13,5 @@ with nothing of the host but an interpreter; ``verdict`` and ``crossing`` keep t
 program under test from writing its own verdict.
 
 **May import** ``policies``, ``train`` and the rooms below, not ``cli``. **Tests**:
-``tests/integration/test_compare.py``, ``test_sandbox.py``, ``test_judge.py``.
+``tests/lab/test_compare.py``, ``test_sandbox.py``, ``test_judge.py``.
 """

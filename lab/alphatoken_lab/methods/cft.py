@@ -80,7 +80,7 @@ class CFT(StaticMask):
         UnsupportedError: rows without padding in one batch (``padding_free``).
 
     Source: arXiv 2510.10974, whose rows are the model's own greedy answers that are right. Oracle:
-    one continuation at a time, in tests/property/test_policies_cft.py.
+    one continuation at a time, in tests/lab/test_policies_cft.py.
     """
 
     name: ClassVar[str] = "cft"

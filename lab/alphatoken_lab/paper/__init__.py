@@ -5,5 +5,5 @@ numbers that the paper prints. ``exhibits`` reads them, ``layout`` fills them wi
 grid measured, ``pictures`` draws those that are figures of such numbers, ``rows`` makes the rows of
 the laptop scale.
 
-**May import** ``compare`` and what is below it. **Tests**: ``tests/integration/test_paper.py``.
+**May import** ``compare`` and what is below it. **Tests**: ``tests/lab/test_paper.py``.
 """

@@ -28,8 +28,8 @@ from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
 from alphatoken_lab.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
 from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
 from tests.both_programs import main
-from tests.integration.forked_cells import forked_cells
 from tests.integration.library_decoder import make_tokenizer
+from tests.lab.forked_cells import forked_cells
 from tests.rows import jsonl
 
 LABELS = {

@@ -50,8 +50,8 @@ from alphatoken_lab.compare.tables import (
     to_csv,
 )
 from tests.both_programs import main
-from tests.integration.forked_cells import forked_cells
 from tests.integration.small_world import saved_model
+from tests.lab.forked_cells import forked_cells
 from tests.rows import jsonl
 
 pytestmark = pytest.mark.slow  # grids of runs

@@ -40,7 +40,7 @@ from tests.integration import tiny_training as tiny
 from tests.property.tolerance import allowed, close
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.integration.test_static_passes"])
+_SERVER.set_forkserver_preload(["tests.lab.test_static_passes"])
 PATIENCE = 240.0
 Row = dict[str, Any]
 

@@ -17,8 +17,8 @@ from alphatoken_lab.compare.grid import Cell, all_cells
 from alphatoken_lab.compare.page import collect
 from alphatoken_lab.compare.tables import lines_of
 from tests.both_programs import main
-from tests.integration.forked_cells import forked_cells
-from tests.integration.test_compare import grid_file, write
+from tests.lab.forked_cells import forked_cells
+from tests.lab.test_compare import grid_file, write
 
 RATES = [1e-3, 1e-2]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.model.protocol import find_adapter
-from alphatoken.train.policies import attribution, ti_dpo_terms
 from alphatoken.train.policy import PolicyBatch, PolicySettings
+from alphatoken_lab.methods import attribution, ti_dpo_terms
 from alphatoken_lab.methods.confpo import ConfPO, below_mean_probability
 from alphatoken_lab.methods.preference import (
     PreferencePolicy,

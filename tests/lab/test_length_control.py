@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alphatoken.errors import DataError
 from alphatoken_lab.compare.length_control import length_controlled_rate
-from tests.property import properties_length as claims
+from tests.lab import properties_length as claims
 from tests.property.profiles import budget
 
 QUARTERS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=4)

@@ -42,7 +42,8 @@ def few_examples(test: Any) -> Iterator[Any]:
 def by(test: str, *values: Any) -> Claim:
     """A claim by "file::test", with the values of its parameters; a drawn test draws by itself."""
     file, _, name = test.partition("::")
-    late = f"tests.{'integration' if file == 'test_merge' else 'property'}.{file}"
+    here = Path(__file__).parent
+    late = f"tests.{'lab' if (here / f'{file}.py').is_file() else 'property'}.{file}"
 
     def check() -> None:
         module = importlib.import_module(late)
@@ -75,24 +76,24 @@ CLEANING = by("test_policies_static::test_token_cleaning_by_hand")
 ADAM = by("test_policies_static::test_adam_update_by_hand")
 FILLING = by("test_policies_static::test_filling_by_tokens")
 LESS = by("test_policies_static::test_less_against_autograd_by_hand", FOLDER, "mean_of_cosines")
-RHO_1 = by("test_policies::test_rho_1_by_hand")
+RHO_1 = by("test_methods::test_rho_1_by_hand")
 OWN_REFERENCE = by("test_policies_reference::test_rho_1_trains_its_reference", FOLDER)
 TRAINED_ONCE = by("test_policies_reference::test_a_reference_is_trained_once", FOLDER)
 FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FOLDER)
 SCHEDULE = "test_policies_validation_first::test_the_first_training_has_a_schedule_of_its_own"
-TALR = by("test_policies::test_talr_by_hand")
-DFT = by("test_policies::test_dft_by_hand")
-EAFT = by("test_policies::test_eaft_by_hand")
+TALR = by("test_methods::test_talr_by_hand")
+DFT = by("test_methods::test_dft_by_hand")
+EAFT = by("test_methods::test_eaft_by_hand")
 CFT = by(
     "test_policies_cft::test_critical_tokens_are_those_of_one_continuation_at_a_time", FOLDER, 2, 7
 )
 CFT_MASK = by("test_policies_cft::test_the_mask_is_kept_and_found_in_any_batch", FOLDER)
 CFT_ANSWER = by("test_policies_cft::test_the_last_answer_counts", "3 + 4 = 7", r"\d", "7")
 CUT = by("test_paper_gaps::test_gap_17_prompt_and_response_are_cut_apart")
-SSTOKEN = by("test_policies::test_sstoken_by_hand")
-HEADS = by("test_policies::test_prompt_attention_averages_heads")
-FLOW = by("test_policies::test_flow_by_hand", FOLDER, False)
-FLOW_BY_TOKEN = by("test_policies::test_flow_by_token_and_temperature", FOLDER)
+SSTOKEN = by("test_methods::test_sstoken_by_hand")
+HEADS = by("test_methods::test_prompt_attention_averages_heads")
+FLOW = by("test_methods::test_flow_by_hand", FOLDER, False)
+FLOW_BY_TOKEN = by("test_methods::test_flow_by_token_and_temperature", FOLDER)
 RANDOM = by("test_policies::test_random_is_select_random")
 STANDARD = by("test_policies::test_standard_keeps_all")
 CONFPO = by("test_policies_preference::test_confpo_by_hand")
@@ -248,7 +249,7 @@ MUTANTS = (
         "rho-1-responses-by-their-tokens",
         "whole responses are asked for, and single tokens are ranked",
         ("rho_1.Rho1.scores", 'self.unit == "response"', 'self.unit == "row"'),
-        by("test_policies::test_rho_1_by_response"),
+        by("test_methods::test_rho_1_by_response"),
     ),
     _policy(
         "rho-1-reference-of-the-training-rows",

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken_lab.methods.rho_1 import Rho1
 from tests.integration import tiny_training as tiny
-
-OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
-EPOCHS, RATE = 2.0, 0.3
+from tests.property.test_policies_validation_first import (
+    EPOCHS,
+    OPTIONS,
+    RATE,
+    furthest,
+    reference_by_hand,
+)
 
 
 def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> AlphaSFTTrainer:
@@ -36,32 +38,6 @@ def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> Alpha
     return trainer
 
 
-def reference_by_hand(folder: Path) -> torch.nn.Module:
-    """TRL's own trainer on the validation rows: eight rows twice, one a step."""
-    prepared = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(folder / "rows", policy="all", export_values=False)),
-        train_dataset=tiny.sft_rows(24).select(range(16, 24)),
-        processing_class=tiny.tokenizer(),
-    )
-    rows = [
-        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
-        for row in prepared.train_dataset
-    ]
-    options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
-    options["per_device_train_batch_size"] = 1
-    torch.manual_seed(11)
-    trainer = SFTTrainer(
-        model=tiny.model(layers=2),
-        args=SFTConfig(**tiny.options(folder / "hand", **options)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    found: torch.nn.Module = trainer.model
-    return found
-
-
 POLICY = {"reference_epochs": EPOCHS, "reference_learning_rate": RATE}
 
 
@@ -74,10 +50,6 @@ def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
     ends = [tiny.weights(trainer.model) for trainer in (own, given, untrained)]
     assert furthest(ends[0], ends[1]) < 1e-6
     assert furthest(ends[0], ends[2]) > 1e-3, "the reference matters"
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def test_a_reference_is_trained_once(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import properties_length as length
+from tests.lab import properties_length as length
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 MAXIMUM = claim(length.check_against_bisection, length.comparisons())

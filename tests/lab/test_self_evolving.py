@@ -17,8 +17,9 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
 from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig, AlphaSFTTrainer
-from alphatoken.train.policies import self_evolving, trained_weights
+from alphatoken.train.policies import trained_weights
 from alphatoken.train.policy import PolicySettings
+from alphatoken_lab.methods import self_evolving
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from tests.integration import tiny_training as tiny
 from tests.places import nightly

@@ -1,0 +1,385 @@
+"""Policies of supervised fine-tuning: numbers by hand, directions, budgets, invariances."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.protocol import AttentionCall
+from alphatoken.select.masks import keep_count
+from alphatoken.train.fused_head import top_entropy
+from alphatoken.train.policies import find_policy, policy, policy_names
+from alphatoken.train.policies.standard import Random
+from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken.train.sft import padded_batch
+from alphatoken_lab.methods.dft import DFT
+from alphatoken_lab.methods.eaft import EAFT
+from alphatoken_lab.methods.flow import Flow
+from alphatoken_lab.methods.rho_1 import Rho1
+from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
+from alphatoken_lab.methods.talr import TALR
+from tests.both_programs import main
+from tests.integration import tiny_training as tiny
+from tests.property.test_policies import batch, on_tokens
+
+NAMES = (
+    "standard", "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken",
+    "rho-1", "flow", "talr", "dft", "eaft", "cft", "dpo", "confpo", "sepo", "ti-dpo", "alphatoken",
+    "label",
+)  # fmt: skip
+SIDES = ("left", "right")
+
+
+def attention_of(query: Tensor, key: Tensor, mask: Tensor | None = None) -> AttentionStatistics:
+    return AttentionStatistics(AttentionCall(torch.nn.Identity(), query, key, key, mask, scale=1.0))
+
+
+def test_rho_1_by_hand() -> None:
+    """Excess losses 2, -1, 0.5 | -3, 1; the best ceil(0.6 * 5) = 3 of the batch, signed."""
+    of = batch(
+        [[3.0, 1.0, 2.5], [0.5, 2.0]],
+        columns={"reference_losses": [[1.0, 2.0, 2.0], [3.5, 1.0]]},
+    )
+    assert on_tokens(Rho1().scores(of), of) == [[2.0, -1.0, 0.5], [-3.0, 1.0]]
+    assert on_tokens(Rho1().weights(of), of) == [[1, 0, 1], [0, 1]]
+    assert on_tokens(Rho1(ratio=0.2).weights(of), of) == [[1, 0, 0], [0, 0]]
+    assert float(Rho1().kept_tokens(of)) == 3  # known before the forward
+
+
+def test_rho_1_by_response() -> None:
+    """Means 1, 2 and -1 of three responses: the second whole, then the first, up to the budget."""
+    of = batch(
+        [[3.0, 1.0, 2.0], [2.0, 4.0], [5.0]],
+        columns={"reference_losses": [[0.0, 2.0, 1.0], [1.0, 1.0], [6.0]]},
+    )
+    policy = Rho1(ratio=0.5, unit="response")
+    assert on_tokens(policy.scores(of), of) == [[1.0, 1.0, 1.0], [2.0, 2.0], [-1.0]]
+    assert on_tokens(policy.weights(of), of) == [[1, 0, 0], [1, 1], [0]]
+    assert float(policy.kept_tokens(of)) == 3
+    assert on_tokens(Rho1(ratio=0.8, unit="response").weights(of), of) == [[1, 1, 1], [1, 1], [0]]
+    with pytest.raises(ConfigError, match="unit of Rho-1"):
+        Rho1(unit="row")
+
+
+def test_talr_by_hand() -> None:
+    """Sequence means 2 and 1, tau 1.5: weights exp(-l / 1.5), at least 0.01."""
+    of = batch([[1.0, 3.0], [0.5, 0.5, 2.0], [9.0]])
+    policy = TALR()
+    assert float(policy.temperature(of)) == 2.0  # the median of 2, 1 and 9
+    expected = [[math.exp(-x / 2) for x in row] for row in ([1.0, 3.0], [0.5, 0.5, 2.0], [9.0])]
+    expected[2][0] = max(expected[2][0], 0.01)
+    for row, wanted in zip(on_tokens(policy.weights(of), of), expected, strict=True):
+        assert row == pytest.approx(wanted, abs=1e-6)
+    low = TALR(tau=0.5).weights(of)
+    assert on_tokens(low, of)[2] == pytest.approx([0.01])
+    assert on_tokens(low, of)[0] == pytest.approx([math.exp(-2), 0.01])
+    token = TALR(tau="token_median", w_min=0.0)
+    assert float(token.temperature(of)) == pytest.approx(1.5)  # of .5 .5 1 2 3 9
+    assert float(TALR().temperature(batch([[0.0, 0.0]]))) == 1e-6
+
+
+def test_dft_by_hand() -> None:
+    of = batch([[1.0, 3.0], [0.5]])
+    assert on_tokens(DFT().weights(of), of) == [
+        pytest.approx([math.exp(-1), math.exp(-3)]),
+        pytest.approx([math.exp(-0.5)]),
+    ]
+    kept = on_tokens(DFT(PolicySettings("budget", 0.3)).weights(of), of)
+    assert kept == [[0, 0], [1]]
+
+
+def test_eaft_by_hand() -> None:
+    """Of two tokens at 1/4 and 3/4 and others far below, of three alike, and of one alone."""
+    rare = -80.0
+    logits = torch.tensor([
+        [0.0, math.log(3), rare, rare],
+        [0.0, 0.0, 0.0, rare],
+        [9.0, rare, rare, rare],
+    ], dtype=torch.float64)  # fmt: skip
+    two = math.log(4) - 0.75 * math.log(3)
+    assert top_entropy(logits, 2).tolist() == pytest.approx([two, math.log(2), 0.0])
+    assert top_entropy(logits, 3).tolist() == pytest.approx([two, math.log(3), 0.0])
+    assert torch.equal(top_entropy(logits, 9), top_entropy(logits, 4))
+
+    def entropy(k: int) -> Tensor:
+        # At the prompt there is some as well: it has no weight.
+        return torch.cat([torch.full((2,), 7.0), top_entropy(logits, k)])[None]
+
+    of = batch([[1.0, 2.0, 9.0]], entropy=entropy)
+    found = on_tokens(EAFT(k=3).weights(of), of)[0]
+    assert found == pytest.approx([two / math.log(3), 1.0, 0.0])
+    square = on_tokens(EAFT(k=3, alpha=2.0).weights(of), of)[0]
+    assert square == pytest.approx([x**2 for x in found])
+    # Of the three alike two count: an entropy of all three, over log 2, would be above 1.
+    assert on_tokens(EAFT(k=2).weights(of), of)[0] == pytest.approx([two / math.log(2), 1.0, 0.0])
+    kept = EAFT(PolicySettings("budget", 0.3), k=3).weights(of)
+    assert on_tokens(kept, of) == [[0, 1, 0]]
+    assert EAFT().k == 20
+    assert float(EAFT().weights(of)[0, 2]) == pytest.approx(two / math.log(20), rel=1e-6)
+
+
+def test_sstoken_by_hand() -> None:
+    """Uniform causal attention: token t gives 2 / (t + 1) to the two prompt tokens."""
+    query, key = torch.zeros(1, 2, 5, 3), torch.zeros(1, 1, 5, 3)
+    of = batch(
+        [[0.5, 1.5, 1.0]],
+        columns={"initial_losses": [[1.0, 1.0, 1.25]]},
+        attention=attention_of(query, key),
+    )
+    seen = prompt_attention(attention_of(query, key), torch.tensor([[1, 1, 0, 0, 0]]).bool())
+    assert seen[0].tolist() == pytest.approx([1, 1, 2 / 3, 2 / 4, 2 / 5])
+    # REL = 0.5, -0.5, 0.25: scaled by the sample to 1, 0, 0.75.
+    expected = [0.5 + 1 / 3, 0.25, 0.375 + 0.2]
+    found = SsToken().scores(of)
+    assert found[0, 2:].tolist() == pytest.approx(expected, abs=1e-6)
+    assert on_tokens(SsToken(ratio=0.5).weights(of), of) == [[1, 0, 1]]
+    only = SsToken(gamma=0.5, attention_only_steps=1, ratio=0.5)
+    assert on_tokens(only.weights(of), of) == [[1, 1, 0]]
+
+
+def test_prompt_attention_averages_heads() -> None:
+    """Two query heads on one key head, against a dense softmax."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 4, 7, 5, generator=generator, dtype=torch.float64)
+    key = torch.randn(2, 2, 7, 5, generator=generator, dtype=torch.float64)
+    prompt = torch.tensor([[1, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0]]).bool()
+    logits = torch.einsum("bhkd,bhtd->bhkt", query, key.repeat_interleave(2, 1))
+    dense = torch.softmax(logits.masked_fill(~torch.ones(7, 7).bool().tril(), -torch.inf), -1)
+    expected = (dense * prompt[:, None, None]).sum(-1).mean(1)
+    assert torch.allclose(prompt_attention(attention_of(query, key), prompt), expected, atol=1e-12)
+
+
+def stage(folder: Path) -> PolicyStage:
+    rows = []
+    generator = torch.Generator().manual_seed(5)
+    for i in range(7):
+        ids = torch.randint(4, 40, (5 + i,), generator=generator).tolist()
+        labels = [-100, -100, *ids[2:]]
+        if i == 3:  # two turns
+            labels[4] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return PolicyStage(
+        model=tiny.model().double(),
+        rows=rows,
+        validation=(),
+        row_batch=lambda chosen: padded_batch(chosen, 0, "cpu"),
+        reference_model=None,
+        folder=folder,
+        batch_size=3,
+        progress=False,
+    )
+
+
+def losses_of(found: PolicyStage) -> list[Tensor]:
+    """-log p of the response tokens of each row, read off the logits."""
+    every = []
+    for row in found.rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        with torch.no_grad():
+            logits = found.model(input_ids=ids).logits[0]
+        chosen = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+        every.append(chosen[labels[1:] != -100])
+    return every
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_flow_by_hand(tmp_path: Path, normalize: bool) -> None:
+    """w_i = exp(-f_i / median f), read back for a batch in another order and padding."""
+    found = stage(tmp_path)
+    losses = losses_of(found)
+    means = [float(row.mean()) for row in losses]
+    tau = sorted(means)[3]
+    weights = [math.exp(-f / tau) for f in means]
+    assert weights[means.index(tau)] == pytest.approx(math.exp(-1))
+    if normalize:
+        counts = [len(row) for row in losses]
+        mean = sum(w * n for w, n in zip(weights, counts, strict=True)) / sum(counts)
+        weights = [w / mean for w in weights]
+    flow = Flow(normalize_weights=normalize)
+    table = flow.prepare(found)
+    order = [5, 3, 0]
+    inputs = padded_batch([found.rows[i] for i in order], 0, "cpu")
+    mask = inputs["labels"] != -100
+    columns = table.columns_of(inputs, mask, flow.needs.columns)
+    of = PolicyBatch(inputs, inputs["labels"], mask, -mask.double(), [slice(0, 3)], columns)
+    for i, row in zip(order, on_tokens(flow.weights(of), of), strict=True):
+        assert row == pytest.approx([weights[i]] * len(losses[i]), abs=1e-6)
+    assert float(flow.kept_tokens(of)) == pytest.approx(float(flow.weights(of).sum()))
+
+
+def test_flow_by_token_and_temperature(tmp_path: Path) -> None:
+    found = stage(tmp_path)
+    table = Flow(level="token", tau=2.0).prepare(found)
+    expected = torch.cat(losses_of(found)).div(-2).exp()
+    assert torch.allclose(torch.as_tensor(table.columns["flow_weights"]), expected, atol=1e-6)
+
+
+def test_flow_budget_over_the_data_set(tmp_path: Path) -> None:
+    found = stage(tmp_path)
+    flow = Flow(PolicySettings(mode="budget", keep_ratio=0.35))
+    table = flow.prepare(found)
+    assert int(table.columns["flow_kept"].sum()) == keep_count(0.35, table.tokens)
+    means = [float(row.mean()) for row in losses_of(found)]
+    kept = table.sums(table.columns["flow_kept"])
+    assert kept[means.index(min(means))] == len(losses_of(found)[means.index(min(means))])
+    assert kept[means.index(max(means))] == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "first"),
+    [
+        (TALR, 0),  # likely
+        (Rho1, 1),  # behind the reference
+        (lambda s: SsToken(s, gamma=1.0), 0),  # improved since the start: Rho-1's opposite
+    ],
+)
+def test_signs(chosen: Any, first: int) -> None:
+    """Token 0 has a low loss now, token 1 a high one; everything else is equal."""
+    of = batch(
+        [[0.1, 4.0]], columns={"reference_losses": [[1.0, 1.0]], "initial_losses": [[1.0, 1.0]]}
+    )
+    kept = on_tokens(chosen(PolicySettings(mode="budget", keep_ratio=0.5)).weights(of), of)[0]
+    assert kept == [float(i == first) for i in range(2)]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    ratio=st.sampled_from([0.1, 0.3, 0.5, 0.55, 1.0]),
+    rounding=st.sampled_from(["ceil", "floor"]),
+    scope=st.sampled_from(["batch", "sequence"]),
+    seed=st.integers(0, 99),
+)
+def test_budget_is_met_exactly(
+    sizes: list[int], ratio: float, rounding: str, scope: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.rand(n, generator=generator).tolist() for n in sizes]
+    of = batch(rows, columns={"reference_losses": [[0.5] * n for n in sizes]})
+    settings = PolicySettings("budget", ratio, scope, rounding)
+    groups = [sum(sizes)] if scope == "batch" else sizes
+    wanted = sum(keep_count(ratio, n, rounding=rounding) for n in groups)
+    for made in (TALR(settings), Rho1(settings), Random(settings)):
+        assert float(made.weights(of).sum()) == wanted
+        assert float(made.kept_tokens(of)) == wanted
+
+
+ROWS = [[0.3, 2.0, 1.1, 0.2], [2.5, 0.4], [0.7, 0.6, 1.9]]
+COLUMNS = {
+    "reference_losses": [[1.0, 0.2, 1.5, 0.1], [0.6, 0.9], [0.6, 1.6, 0.3]],
+    "initial_losses": [[2.0, 2.2, 1.5, 0.9], [2.6, 0.1], [1.6, 0.6, 2.3]],
+}
+SEQUENCE = PolicySettings(scope="sequence")
+
+
+def with_attention(of: PolicyBatch) -> PolicyBatch:
+    """Attention that depends on a token's place in its row, not in the batch."""
+    width = of.mask.shape[1]
+    real = of.inputs["attention_mask"].bool()
+    place = (real.long().cumsum(-1) * real).double()
+    query = torch.stack([place, place.sqrt()], -1)[:, None]
+    key = torch.stack([place.cos(), place.sin()], -1)[:, None]
+    causal = torch.ones(width, width).bool().tril()
+    mask = causal & real[:, None, None, :]
+    return PolicyBatch(**{**vars(of), "attention": attention_of(query, key, mask)})
+
+
+@pytest.mark.parametrize("made", [TALR(), Rho1(), Rho1(SEQUENCE), SsToken()])
+def test_padding_moves_nothing(made: TokenPolicy) -> None:
+    """Left or right, and three columns more."""
+    found = []
+    for side in SIDES:
+        for extra in (0, 3):
+            of = with_attention(batch(ROWS, columns=COLUMNS, side=side, extra=extra))
+            found.append(on_tokens(made.weights(of), of))
+    for other in found[1:]:
+        for row, wanted in zip(other, found[0], strict=True):
+            assert row == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("made", [TALR(tau=1.3), Rho1(SEQUENCE), SsToken()])
+def test_batch_split_moves_nothing(made: TokenPolicy) -> None:
+    """Rules of one sequence; those of a batch (TALR's tau, Rho-1's rank) are the batch's."""
+    whole = with_attention(batch(ROWS, columns=COLUMNS))
+    expected = on_tokens(made.weights(whole), whole)
+    for i, row in enumerate(ROWS):
+        part = {name: [column[i]] for name, column in COLUMNS.items()}
+        of = with_attention(batch([row], columns=part))
+        assert on_tokens(made.weights(of), of)[0] == pytest.approx(expected[i], abs=1e-12)
+
+
+def test_later_prompts_count_in_sstoken() -> None:
+    """Two turns: the second prompt is a prompt to the second response, and not to the first."""
+    query, key = torch.zeros(1, 1, 6, 2), torch.zeros(1, 1, 6, 2)
+    mask = torch.tensor([[0, 1, 0, 0, 1, 1]]).bool()
+    of = PolicyBatch(
+        inputs={"input_ids": mask.long()},
+        labels=torch.where(mask, 1, -100),
+        mask=mask,
+        log_probs=-mask.double(),
+        pools=[slice(0, 1)],
+        columns={"initial_losses": mask.double()},
+        attention=attention_of(query, key),
+    )
+    found = SsToken(gamma=0.0).scores(of)[0]
+    assert found[[1, 4, 5]].tolist() == pytest.approx([1 / 2, 3 / 5, 3 / 6])
+
+
+def test_names_in_order() -> None:
+    assert {*policy_names()} == {*NAMES}
+    assert policy_names()[0] == "standard"
+    for name in NAMES:
+        kind = find_policy(name)
+        assert kind.name == name
+        assert kind.direction
+        assert kind.source
+        assert kind.family in ("sft", "preference", "both")
+        assert kind.published_loss in ("cross_entropy", "dpo", "simpo")
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: policy("rho1"), "did you mean rho-1"),
+        (lambda: policy("talr", threshold=1), "does not take"),
+        (lambda: policy("talr", tau=0.0), "tau"),
+        (lambda: policy("talr", w_min=2.0), "w_min"),
+        (lambda: policy("eaft", alpha=0), "alpha"),
+        (lambda: policy("eaft", k=1), "k must be"),
+        (lambda: policy("rho-1", ratio=0.0), "ratio"),
+        (lambda: policy("sstoken", gamma=1.5), "gamma"),
+        (lambda: policy("sstoken", ratio=2.0), "ratio"),
+        (lambda: policy("sstoken", attention_only_steps=-1), "attention_only_steps"),
+        (lambda: policy("flow", level="word"), "level"),
+        (lambda: policy("flow", tau=-1.0), "tau"),
+    ],
+)
+def test_bad_input(call: Any, match: str) -> None:
+    with pytest.raises(AlphaTokenError, match=match):
+        call()
+
+
+def test_list_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[1 : 1 + len(NAMES)]} == {*NAMES}
+    assert main(["policies", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in found][: len(NAMES)] == list(NAMES)
+    assert all(entry["about"] for entry in found)
+    assert main(["policies", "talr"]) == 0
+    text = capsys.readouterr().out
+    assert "p_t^(1/tau)" in text
+    assert "tau='sequence_median'" in text
+    assert main(["policies", "nonesuch"]) == 2
+    assert "no such policy" in capsys.readouterr().err
