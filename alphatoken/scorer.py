@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from alphatoken.support.progress import ProgressSink
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
-    from alphatoken.fidelity.certificate import Certificate
+    from alphatoken.certificate.certify import Certificate
 
 __all__ = ["AlphaTokenWarning", "CoverageReport", "Given", "Observed", "Scorer"]
 
@@ -495,9 +494,9 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
-        # By name, because the certificate imports the scorer that it certifies.
-        module = importlib.import_module("alphatoken.fidelity.certificate")
-        certificate: Certificate = module.certify(
+        from alphatoken.certificate.certify import certify  # with it come the oracles
+
+        return certify(
             self,
             batch,
             tokens=tokens,
@@ -507,4 +506,3 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
-        return certificate

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.fidelity.metrics import spearman, top_overlap
+from alphatoken.certificate.metrics import spearman, top_overlap
 from alphatoken.fidelity.per_row import absolute_terms
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle

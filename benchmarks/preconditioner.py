@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Row, Turn, collate, encode_rows
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
-from alphatoken.fidelity.metrics import spearman
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
 BEGIN, END = "<!-- errors: begin -->\n", "<!-- errors: end -->\n"

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (ROOT / "lab" / "alphatoken_lab", ROOT / "alphatoken")  # no room has the name of another
 MARK = re.compile(r"<!-- messages: (\w+) -->")
 ROOMS = {
+    "certificate": "The certificate",
     "cli": "The command line",
     "commands": "The command line of the lab",
     "compare": "Comparisons of methods",
@@ -29,7 +30,7 @@ ROOMS = {
     "direction": "Validation gradient, Fisher and optimizer",
     "errors": "Options with a list of choices",
     "estimate": "Estimators",
-    "fidelity": "Diagnostics and the certificate",
+    "fidelity": "Diagnostics",
     "methods": "Methods of others (policies)",
     "model": "Models and batches",
     "oracle": "Oracles",

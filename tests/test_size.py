@@ -11,13 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_101,
-    "cli": 6_961,
+    ".": 1_099,
+    "certificate": 1_422,
+    "cli": 6_996,
     "data": 2_819,
     "demo": 865,
-    "direction": 3_891,
+    "direction": 3_892,
     "estimate": 1_926,
-    "fidelity": 15_507,
+    "fidelity": 14_034,
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_648,
@@ -30,7 +31,7 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_517,
+    "commands": 2_516,
     "compare": 4_619,
     "methods": 4_586,
     "paper": 832,
@@ -62,6 +63,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_571), ("tests", 77_050)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_571), ("tests", 77_092)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

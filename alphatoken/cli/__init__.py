@@ -25,24 +25,37 @@ in processes of their own.
 
 from __future__ import annotations
 
-from alphatoken.cli.program import Program
+from alphatoken.cli.program import Command, Program
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "score": ("alphatoken.cli.score:run", "value the response tokens of a training file"),
-    "filter": ("alphatoken.cli.filter:run", "value whole rows, and say which to keep"),
-    "fisher": ("alphatoken.cli.fisher:run", "fit and save the Fisher of the reference model"),
-    "sft": (
-        "alphatoken.cli.training:run_sft",
+    "score": Command(
+        "value the response tokens of a training file",
+        "alphatoken.cli.score_run:run",
+        "alphatoken.cli.score:read",
+    ),
+    "filter": Command(
+        "value whole rows, and say which to keep",
+        "alphatoken.cli.filter_run:run",
+        "alphatoken.cli.filter:read",
+    ),
+    "fisher": Command(
+        "fit and save the Fisher of the reference model",
+        "alphatoken.cli.fisher_run:run",
+        "alphatoken.cli.fisher:read",
+    ),
+    "sft": Command(
         "train on responses, weighted by token value (TRL's options)",
+        "alphatoken.cli.training:run_sft",
     ),
-    "dpo": ("alphatoken.cli.training:run_dpo", "the same on preference pairs"),
-    "diagnose": (
-        "alphatoken.cli.diagnose:run",
+    "dpo": Command("the same on preference pairs", "alphatoken.cli.training:run_dpo"),
+    "diagnose": Command(
         "show how far to trust the values on your own model",
+        "alphatoken.cli.diagnose_run:run",
+        "alphatoken.cli.diagnose:read",
     ),
-    "recipes": ("alphatoken.cli.recipes:run", "list the packaged recipes of sft and dpo"),
+    "recipes": Command("list the packaged recipes of sft and dpo", "alphatoken.cli.recipes:run"),
 }
 
 _EXAMPLES = """\

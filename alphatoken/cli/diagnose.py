@@ -6,12 +6,12 @@ Nothing heavy is imported here, so that ``--list`` and ``--help`` are quick.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from dataclasses import dataclass
 
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.fidelity.registry import DIAGNOSTICS, Entry, find
 
-__all__ = ["ALL", "overview", "run"]
+__all__ = ["ALL", "Asked", "overview", "read"]
 
 ALL = "all"
 
@@ -27,26 +27,35 @@ def overview() -> str:
         "",
         "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
         "           --validation_file FILE --output_dir DIR",
-        "           [--retention FILE] ...      drift and fisher need rows to retain",
+        "           [--retention_set FILE] ...      drift and fisher need rows to retain",
         "       alphatoken diagnose NAME --help    what one of them writes, and its options",
         "       alphatoken diagnose --list         the names, one a line",
     ]
     return "\n".join(lines)
 
 
-def run(words: Sequence[str]) -> int:
-    """Run what ``words``, the arguments after ``diagnose``, ask for; the exit status.
+@dataclass(frozen=True)
+class Asked:
+    """Which diagnostics are asked for, and the words after their name."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    words: tuple[str, ...]
+
+
+def read(words: Sequence[str]) -> Asked | None:
+    """What ``words``, the arguments after ``diagnose``, ask for; None where it is answered here.
 
     Raises:
-        AlphaTokenError: wrong arguments or input.
+        ConfigError: no name, or that of no diagnostic.
     """
     first = words[0] if words else ""
     if list(words) == ["--list"]:
         print("\n".join(entry.name for entry in DIAGNOSTICS))
-        return 0
+        return None
     if first in ("-h", "--help"):
         print(overview())
-        return 0
+        return None
     if not first or first.startswith("-"):
         raise ConfigError(
             "the name of a diagnostic comes first",
@@ -54,8 +63,4 @@ def run(words: Sequence[str]) -> int:
             remedy="alphatoken diagnose --list names them; or: all",
         )
     entries = DIAGNOSTICS if first == ALL else (find(first),)
-    request = import_module("alphatoken.cli.diagnose_options").read_request(
-        first, entries, words[1:]
-    )
-    status: int = import_module("alphatoken.cli.diagnose_run").run(request)
-    return status
+    return Asked(first, entries, tuple(words[1:]))

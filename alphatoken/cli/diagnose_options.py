@@ -57,7 +57,7 @@ _ROWS = """\
 rows
   JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
   question/answer), or chats under "messages". Plain text: --response_column text. Retention files
-  say their columns themselves: --retention code=mbpp.jsonl,prompt=text,response=code. Training
+  say their columns themselves: --retention_set code=mbpp.jsonl,prompt=text,response=code. Training
   rows that repeat a validation or retention row or prompt are removed and counted."""
 
 
@@ -82,7 +82,7 @@ class _Subject:
     validation_rows: int | None = option(
         None, "drawn from --validation_file (default: at most 32), or the training rows", least=1
     )
-    retention: list[str] = option(
+    retention_set: list[str] = option(
         [],
         "rows of what must not be forgotten; repeat it for several sets. Other columns: "
         "FILE,prompt=COLUMN,response=COLUMN",

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from alphatoken.cli.diagnose_options import DiagnoseOptions, Request
+from alphatoken.cli.diagnose import Asked
+from alphatoken.cli.diagnose_options import DiagnoseOptions, Request, read_request
 from alphatoken.cli.diagnose_plan import (
     BudgetError,
     measured_prices,
@@ -47,18 +48,19 @@ __all__ = ["run"]
 _MANIFEST, _PAGE = "run.json", "report.html"
 
 
-def run(request: Request) -> int:
+def run(asked: Asked) -> int:
     """Run what is asked for and is not finished yet; the exit status.
 
     Raises:
         AlphaTokenError: wrong input, or the one diagnostic asked for cannot run.
         KeyboardInterrupt: says how to go on.
     """
+    request = read_request(asked.name, asked.entries, asked.words)
     options = request.shared
     _check_libraries()
     check_files(options)
     if len(request.entries) == 1 and request.entries[0].needs_retention:
-        require_retention(options.retention)
+        require_retention(options.retention_set)
     _check_out(Path(options.output_dir), options)
     try:
         with nullcontext() if options.quiet else heartbeat():

@@ -56,7 +56,7 @@ _FIELDS = ("prompt", "response", "messages")
 
 @dataclass(frozen=True)
 class RetentionFile:
-    """One ``--retention``: what the set is called, its file, the names of its fields."""
+    """One ``--retention_set``: what the set is called, its file, the names of its fields."""
 
     name: str
     path: str
@@ -89,7 +89,7 @@ def retention_files(texts: Sequence[str]) -> list[RetentionFile]:
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(
-            "two retention sets have one name", got=repr(twice), remedy="--retention NAME=FILE"
+            "two retention sets have one name", got=repr(twice), remedy="--retention_set NAME=FILE"
         )
     return [
         RetentionFile(name, one.path, one.fields) for name, one in zip(named, found, strict=True)
@@ -130,7 +130,7 @@ def _retention_file(text: str) -> RetentionFile:
         field, equals, column = part.partition("=")
         if field not in _FIELDS or not (equals and column):
             raise ConfigError(
-                "--retention cannot be read",
+                "--retention_set cannot be read",
                 got=f"{part!r} in {text!r}",
                 remedy="[NAME=]FILE[,prompt=FIELD][,response=FIELD] or [NAME=]FILE,messages=FIELD",
             )
@@ -157,7 +157,9 @@ def check_files(options: DiagnoseOptions) -> None:
     scorer_config(options)
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
-    named += [(f"retention ({one.name})", one.path) for one in retention_files(options.retention)]
+    named += [
+        (f"retention ({one.name})", one.path) for one in retention_files(options.retention_set)
+    ]
     named.append(("Fisher", options.fisher_file))
     for what, path in named:
         if path is not None and not Path(path).exists():
@@ -173,7 +175,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     config = scorer_config(options)
     tokenizer = read_tokenizer(options)
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
-    sets = retention_files(options.retention)
+    sets = retention_files(options.retention_set)
     pools, retention, prompts, notes = _read(options, sets, fisher)
     encode = _Encoder(tokenizer, encoding(options), notes)
     train = encode(pools.train, "training")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 from alphatoken.cli.common import (
     EarlierOptions,
@@ -17,7 +16,7 @@ from alphatoken.cli.common import (
 )
 from alphatoken.cli.options import option, read_options
 
-__all__ = ["FilterOptions", "run"]
+__all__ = ["FilterOptions", "read"]
 
 _ABOUT = """\
 Value whole rows: how much training on a response lowers the loss on the validation rows, how sure
@@ -91,12 +90,10 @@ class FilterOptions(
     """Everything that ``alphatoken filter`` is told."""
 
 
-def run(words: Sequence[str]) -> int:
-    """Run what ``words``, the arguments after ``alphatoken filter``, ask for; the exit status.
+def read(words: Sequence[str]) -> FilterOptions:
+    """The options that ``words``, the arguments after ``alphatoken filter``, stand for.
 
     Raises:
-        AlphaTokenError: wrong arguments or input, with what and where.
+        ConfigError: words that cannot be read.
     """
-    options = read_options("filter", FilterOptions, words, description=_ABOUT, epilog=_MORE)
-    import_module("alphatoken.cli.filter_run").run(options)
-    return 0
+    return read_options("filter", FilterOptions, words, description=_ABOUT, epilog=_MORE)

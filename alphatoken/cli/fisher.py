@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from alphatoken.cli.common import (
@@ -17,7 +16,7 @@ from alphatoken.cli.common import (
 )
 from alphatoken.cli.options import option, read_options
 
-__all__ = ["FisherOptions", "run"]
+__all__ = ["FisherOptions", "read"]
 
 _ABOUT = """\
 Fit the Fisher of the reference model (the one that training starts from) on responses that it
@@ -51,12 +50,10 @@ class FisherOptions(ModelOptions, _Fit, ReadingOptions, MemoryOptions, RunningOp
     """Everything that ``alphatoken fisher`` is told."""
 
 
-def run(words: Sequence[str]) -> int:
-    """Run what ``words``, the arguments after ``alphatoken fisher``, ask for; the exit status.
+def read(words: Sequence[str]) -> FisherOptions:
+    """The options that ``words``, the arguments after ``alphatoken fisher``, stand for.
 
     Raises:
-        AlphaTokenError: wrong arguments or input, with what and where.
+        ConfigError: words that cannot be read.
     """
-    options = read_options("fisher", FisherOptions, words, description=_ABOUT)
-    import_module("alphatoken.cli.fisher_run").run(options)
-    return 0
+    return read_options("fisher", FisherOptions, words, description=_ABOUT)

@@ -10,16 +10,45 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from alphatoken.cli.options import spelled
 from alphatoken.errors import AlphaTokenError
 
-__all__ = ["Program"]
+__all__ = ["Command", "Program"]
 
 _WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """What the system says of a name that the user got wrong, and not of a disk or of permissions."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, by the places of its code: nothing is imported before it is called.
+
+    Attributes:
+        about: its line in the help.
+        run: "module:function": takes what ``read`` returned; its exit status, or None for 0.
+        read: "module:function": takes the words after the command's name and makes a request of
+            them; None from it is the end, as after ``--list``. It needs no torch, so that help is
+            quick. Left out, ``run`` takes the words.
+    """
+
+    about: str
+    run: str
+    read: str | None = None
+
+    def __call__(self, words: Sequence[str]) -> int:
+        """The exit status."""
+        request = words if self.read is None else _at(self.read)(words)
+        return 0 if request is None else _at(self.run)(request) or 0
+
+
+def _at(place: str) -> Any:
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
 
 
 @dataclass(frozen=True)
@@ -30,15 +59,13 @@ class Program:
         name: of the program, which is also that of its distribution.
         about: one line for ``--help``.
         examples: the last lines of ``--help``.
-        commands: by name: "module:function", and a line in the help. The function takes the words
-            after the command's name and returns the exit status. Nothing is imported before it is
-            asked for.
+        commands: by name.
     """
 
     name: str
     about: str
     examples: str
-    commands: Mapping[str, tuple[str, str]]
+    commands: Mapping[str, Command]
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command and return its exit status."""
@@ -49,15 +76,10 @@ class Program:
         name, *rest = words
         rest = spelled(rest)
 
-        def command() -> int:
-            module, _, function = self.commands[name][0].partition(":")
-            status: int = getattr(import_module(module), function)(rest)
-            return status
-
         # Most commands take abbreviations of their flags; this one is read before they are.
         asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
         with _said_what_is_read("--quiet" in rest):
-            return self._guarded(command, asked)
+            return self._guarded(partial(self.commands[name], rest), asked)
 
     def _parser(self) -> argparse.ArgumentParser:
         """Knows the names of the commands only."""
@@ -69,8 +91,8 @@ class Program:
         )
         parser.add_argument("--version", action="version", version=f"{self.name} {self._version()}")
         commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-        for name, (_, text) in self.commands.items():
-            commands.add_parser(name, help=text)
+        for name, command in self.commands.items():
+            commands.add_parser(name, help=command.about)
         return parser
 
     def _version(self) -> str:

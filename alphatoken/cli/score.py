@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from alphatoken.cli.common import (
@@ -20,7 +19,7 @@ from alphatoken.cli.common import (
 )
 from alphatoken.cli.options import option, read_options
 
-__all__ = ["ScoreOptions", "run"]
+__all__ = ["ScoreOptions", "read"]
 
 _ABOUT = """\
 Value every response token of a training file: how much training on it lowers the loss on the
@@ -155,12 +154,10 @@ class ScoreOptions(
     """Everything that ``alphatoken score`` is told."""
 
 
-def run(words: Sequence[str]) -> int:
-    """Run what ``words``, the arguments after ``alphatoken score``, ask for; the exit status.
+def read(words: Sequence[str]) -> ScoreOptions:
+    """The options that ``words``, the arguments after ``alphatoken score``, stand for.
 
     Raises:
-        AlphaTokenError: wrong arguments or input, with what and where.
+        ConfigError: words that cannot be read.
     """
-    options = read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
-    import_module("alphatoken.cli.score_run").run(options)
-    return 0
+    return read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer
+from alphatoken.certificate.certify import Certificate
 from alphatoken.cli.notes import balance_by_layer, write_notes
 from alphatoken.cli.reading import on_device
 from alphatoken.cli.score import ScoreOptions
@@ -24,7 +25,6 @@ from alphatoken.cli.score_blocks import example_digest, read_facts
 from alphatoken.cli.score_job import Job
 from alphatoken.data import EncodeReport, Example, Row, collate, encode_rows, token_texts
 from alphatoken.errors import DataError, ModelError
-from alphatoken.fidelity.certificate import Certificate
 from alphatoken.report import (
     ScoredExample,
     read_values,

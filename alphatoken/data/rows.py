@@ -233,7 +233,7 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
     raise DataError(
         f"the row has no {kind} field",
         got=f"{columns.place} has {columns}",
-        remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention: "
+        remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention_set: "
         f"FILE,{kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
     )

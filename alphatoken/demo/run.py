@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from alphatoken import FisherDrift
+from alphatoken.certificate.metrics import auc
 from alphatoken.cli import main
 from alphatoken.data import collate, encode_rows, read_rows
 from alphatoken.demo.model import make_model, make_tokenizer, mean_loss, pretrain, text_examples
 from alphatoken.demo.train import STABILITY_WEIGHT, Recipe, fine_tune
 from alphatoken.demo.world import Exchange, draw_exchanges
 from alphatoken.errors import AlphaTokenError
-from alphatoken.fidelity.metrics import auc
 from alphatoken.report import ScoredExample, read_values
 from alphatoken.support.storage import write_jsonl
 from alphatoken.train.loading import no_progress_bar

@@ -5,7 +5,6 @@ A ``DirectionBuilder`` chooses the parameters, builds G and V, and knows when th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -635,4 +634,6 @@ def _optimizers() -> ModuleType:
     It handles sharded state and so imports torch's distributed tensors, which not every build of
     torch has.
     """
-    return importlib.import_module("alphatoken.direction.optimizers")
+    from alphatoken.direction import optimizers
+
+    return optimizers

@@ -6,7 +6,6 @@ docs/optimizers.md says how exact each one is; the tests take a real step of eve
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -333,7 +332,8 @@ def _blocks(held: Held, index: int) -> Tensor:
     fits = [size for size in (256, 2048) if -(-codes.numel() // size) == blocks]
     if not fits or codes.shape != held.parameter.shape:
         raise unreadable(held.optimizer, f"state{index}", codes)
-    functional = importlib.import_module("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     moment: Tensor = functional.dequantize_blockwise(
         codes, absmax=absmax, code=code, blocksize=fits[0]
     )

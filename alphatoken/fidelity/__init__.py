@@ -1,9 +1,4 @@
-"""Where oracle and estimators meet: certificate and diagnostics on the user's own model.
-
-**The certificate** (``Scorer.verify``): ``certificate`` compares what a scorer returns, number by
-number, with ``expected``, which builds labels, scope, G, V, P, lambda and M anew from what the user
-gave, by the oracles alone; ``entries`` says how far rounding may move each number, ``tolerances``
-how far right code may be off, and ``localise`` which linear map a wrong value comes from.
+"""Diagnostics: how far values can be trusted on the user's own model.
 
 **The diagnostics** (``alphatoken diagnose NAME``; ``registry`` lists them): one file each, with its
 pictures in ``NAME_figures``.
@@ -25,5 +20,5 @@ compute: directions and decisions (``per_row``, ``resampling``,
 
 **May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which
 otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases with known answers in
-``tests/property/test_fidelity_*.py``; mutants of the core that the certificate must notice.
+``tests/property/test_fidelity_*.py``.
 """

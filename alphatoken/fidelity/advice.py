@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate import metrics
 from alphatoken.errors import InputError
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.readings import Numbers, Setting
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example, batches
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.fidelity.decisions import Agreement, agreement, over_draws
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import absolute_terms
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.estimate.columns import Side, contract_columns
 from alphatoken.estimate.estimators import TokenErrors, token_errors
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.metrics import spearman
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.model.capture import record

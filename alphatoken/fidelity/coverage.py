@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.clouds import entropy, picture_of
 from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
 from alphatoken.fidelity.coverage_statistics import (
@@ -36,7 +36,6 @@ from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.states import TokenStates, token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw
@@ -316,7 +315,3 @@ def _notes(
             "Values are adaptation only: the model is its own reference, so stability is zero."
         )
     return tuple(notes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("coverage"))

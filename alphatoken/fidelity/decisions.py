@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate.metrics import kept, overlap, spearman
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.metrics import kept, overlap, spearman
 from alphatoken.select.masks import keep_count
 
 __all__ = [

@@ -27,7 +27,6 @@ from alphatoken.fidelity.drift_figures import layers_figure, map_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.similarity import (
     cka,
     cka_estimate,
@@ -489,7 +488,3 @@ def _notes(
     if few:
         notes.append(f"Too few probes for numbers ({FEWEST} needed): {', '.join(few)}.")
     return tuple(notes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("drift"))

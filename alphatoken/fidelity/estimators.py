@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
@@ -45,7 +45,6 @@ from alphatoken.fidelity.readings import (
     targets,
 )
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import (
     draw_short,
@@ -678,7 +677,3 @@ def _notes(
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]
     return tuple(notes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("estimators"))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
+from alphatoken.certificate.metrics import kendall, spearman, top_overlap
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError
@@ -35,7 +36,6 @@ from alphatoken.fidelity.fisher_figures import (
     scatter_figure,
 )
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
-from alphatoken.fidelity.metrics import kendall, spearman, top_overlap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.retention_scores import (
@@ -47,7 +47,6 @@ from alphatoken.fidelity.retention_scores import (
     unit_fisher,
     variants,
 )
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle.retention import retention_gradient, retention_loss
@@ -527,7 +526,3 @@ def _notes(
         fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
         notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")
     return notes + few_rows(len(rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module(NAME))

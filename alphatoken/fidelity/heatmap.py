@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearman
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
 from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
-from alphatoken.fidelity.metrics import kept, overlap, sign_agreement, spearman
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_page import heatmap_html
@@ -479,7 +478,3 @@ def _notes(
     if subject.tokenizer is None:
         notes.append("There is no tokenizer: tokens are shown by number.")
     return tuple(notes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("heatmap"))

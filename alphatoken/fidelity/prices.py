@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.fidelity.budget import Units, together
-from alphatoken.fidelity.metrics import spearman
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import inner
 from alphatoken.model.batch import LabelledBatch, read_batch, token_losses

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.fidelity.decisions import Agreement, agreement_over_draws, classify, over_draws
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.own_values import FEWEST_ROWS
 from alphatoken.fidelity.per_row import RowColumns
 

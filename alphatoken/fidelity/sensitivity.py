@@ -36,7 +36,6 @@ from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import row_columns, values_along
 from alphatoken.fidelity.readings import WINDOWED
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
     captured,
@@ -545,7 +544,3 @@ class _Findings:
 
 def _without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: cell for name, cell in record.items() if name not in names}
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("sensitivity"))

@@ -36,7 +36,6 @@ from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.resampling import Resampled, noise_by_size, noise_share, resample
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.scorer import Scorer
@@ -495,7 +494,3 @@ class _Findings:
             f"WARNING: values depend on what they must not depend on ({named}). Look at the "
             "model's attention mask and position ids, or score one row a batch."
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("stability"))

@@ -36,7 +36,7 @@ def require_retention(sets: Sized) -> None:
             "this diagnostic needs held-out retention rows",
             got="none",
             why="it compares the proxy with what is really forgotten",
-            remedy="--retention FILE (repeat it for several sets)",
+            remedy="--retention_set FILE (repeat it for several sets)",
         )
 
 

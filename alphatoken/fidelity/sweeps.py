@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.fidelity.decisions import agreement, agreement_over_draws, threshold
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.select.masks import keep_count
 

@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.certificate import metrics
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.estimate.matrices import Formed
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -41,7 +41,6 @@ from alphatoken.fidelity.prediction import (
     slope,
 )
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw_short, token_gradients
@@ -707,7 +706,3 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
     if subject.retention or subject.fisher is not None:
         notes.append("Predictions are of the validation side alone: no retention term.")
     return tuple(notes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module("utility"))

@@ -36,7 +36,6 @@ from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.pairs import PairValues, choose_positions, measure_pairs, see_calls
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.running import run_as_module
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.value_propagation_figures import (
     density_figure,
@@ -492,7 +491,3 @@ def _notes(
     if subject.config.head_reduction != "per_head":
         notes.append("Shares are per head; the scorer is set to head-mean attention weights.")
     return notes
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_module(NAME))

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alphatoken.certificate.metrics import spearman
 from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_rows
 from alphatoken.data.rows import Fields, Row
 from alphatoken.demo.models import SMOLLM2, models_folder
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.metrics import spearman
 from alphatoken.fidelity.retention_scores import TunedModel, scores_along, unit_fisher
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tuning import fine_tuned, usual_rate

@@ -46,7 +46,7 @@ class Subject:
         words += ["--train_file", f"$DATA/{self.train}", "--validation_rows", "32"]
         for name, place in _RETENTION.items():
             if place.split(",")[0] != self.train:
-                words += ["--retention", f"{name}=$DATA/{place}"]
+                words += ["--retention_set", f"{name}=$DATA/{place}"]
         words += ["--max_length", "256", "--on_empty", "skip", *self.more]
         return [*words, "--output_dir", out]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from alphatoken.certificate.metrics import spearman
 from alphatoken.fidelity.advice import front
-from alphatoken.fidelity.metrics import spearman
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.chosen import chosen
 from benchmarks.frontier.draws import Model

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate.metrics import spearman, top_overlap
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.metrics import spearman, top_overlap
 from alphatoken.support.progress import Tracker
 from benchmarks.floors import Shape
 from benchmarks.frontier.measure import Numbers, Shares

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.fidelity.metrics import spearman
+from alphatoken.certificate.metrics import spearman
 from alphatoken.model.batch import label_mask, read_batch, to_token_index
 from alphatoken.values import TokenValues
 from benchmarks.peers.peer import Peer, Work

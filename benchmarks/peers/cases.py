@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.fidelity.metrics import spearman
+from alphatoken.certificate.metrics import spearman
 from alphatoken.model.batch import label_mask
 from alphatoken.support.machine import timed
 from benchmarks.measure import alternate

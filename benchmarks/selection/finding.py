@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.certificate.metrics import auc
 from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_rows
-from alphatoken.fidelity.metrics import auc
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
 

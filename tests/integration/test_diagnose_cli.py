@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -112,20 +111,6 @@ def test_help_of_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> N
     for entry in DIAGNOSTICS:
         for one in fields(entry.load().Options):
             assert f"{entry.name}.{one.name}={shown(default_of(one))}\n" in text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_diagnostic_is_a_program(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As ``python -m`` runs it, though not in a process of its own."""
-    module = f"alphatoken.fidelity.{find(name).module}"
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
-    assert not ended.value.code
-    assert capsys.readouterr().out.startswith(find(name).question)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -330,7 +315,7 @@ class World(small_world.World):
 
     @property
     def retention(self) -> list[str]:
-        return [w for i in range(2) for w in ("--retention", str(self / f"held{i}.jsonl"))]
+        return [w for i in range(2) for w in ("--retention_set", str(self / f"held{i}.jsonl"))]
 
 
 @pytest.fixture(scope="session")
@@ -449,10 +434,10 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
     assert failed | done == set(NAMES)
     assert failed & done == set()
     for reason in (run["diagnostics"][name]["failure"] for name in failed):
-        assert "--retention" in reason
+        assert "--retention_set" in reason
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Could not run: " in page
-    assert "--retention FILE" in page
+    assert "--retention_set FILE" in page
 
 
 @pytest.mark.parametrize(
@@ -468,8 +453,8 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"validation": "nope.jsonl"}, (), "there is no validation file"),
         ("coverage", {"validation": None}, (), "there are no validation rows"),
         ("coverage", {"fisher": "nope.st"}, (), "there is no Fisher file"),
-        ("coverage", {"retention": "nope.jsonl"}, (), "there is no retention (nope) file"),
-        ("coverage", {"retention": "x.jsonl,nope=1"}, (), "--retention cannot be read"),
+        ("coverage", {"retention_set": "nope.jsonl"}, (), "there is no retention (nope) file"),
+        ("coverage", {"retention_set": "x.jsonl,nope=1"}, (), "--retention_set cannot be read"),
         ("fisher", {}, (), "needs held-out retention rows"),
         ("drift", {}, ("--dry_run",), "needs held-out retention rows"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
@@ -543,7 +528,7 @@ def test_bad_models_and_rows_are_one_line(
         ({"beside": str(tmp_path / "small")}, "--beside cannot be read"),
         ({"train": str(empty)}, "no training row is left"),
         ({"validation": str(empty)}, "no validation row is left"),
-        ({"retention": str(empty)}, "no retention (empty) row is left"),
+        ({"retention_set": str(empty)}, "no retention (empty) row is left"),
         ({"fisher": str(empty)}, "cannot be read"),
         ({"validation": str(world / "train.jsonl")}, "no training row is left"),
     ):

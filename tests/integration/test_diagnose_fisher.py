@@ -98,5 +98,5 @@ def test_what_was_compared_is_said(found: Diagnosis) -> None:
 
 
 def test_without_retention_rows_it_is_refused() -> None:
-    with pytest.raises(DataError, match="--retention"):
+    with pytest.raises(DataError, match="--retention_set"):
         diagnostic.diagnose(replace(quick(), retention={}), SMALL)

@@ -265,14 +265,15 @@ def test_the_page_says_that_intervals_of_few_rows_are_not_over_rows() -> None:
 def test_contents_say_each_question_and_its_first_answer() -> None:
     sections = [
         diagnosis(),
-        Section("fisher", "Is it so?", failure="there are no rows. Remedy: --retention FILE."),
+        Section("fisher", "Is it so?", failure="there are no rows. Remedy: --retention_set FILE."),
         Section("drift", "How far?"),
     ]
     text = render_page(sections, command="alphatoken diagnose all --out x")
     contents = Page(text[text.index("<nav") : text.index("</nav>")]).text
     for part in (
         "What is estimators?", "The first answer is 0.91 [0.87, 0.95].", "Is it so?",
-        "Could not run: there are no rows. Remedy: --retention FILE.", "How far?", "Not run yet.",
+        "Could not run: there are no rows. Remedy: --retention_set FILE.", "How far?",
+        "Not run yet.",
     ):  # fmt: skip
         assert part in contents
     assert "second is a dash" not in contents

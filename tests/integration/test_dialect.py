@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.options import flag_of
+from alphatoken.cli.options import default_of, flag_of
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.training_help import USUAL, short_help
 from alphatoken.cli.training_options import RowArguments, RunArguments
@@ -24,6 +25,7 @@ from alphatoken.train.policies import find_policy
 from alphatoken_lab.commands.compare import CompareOptions
 from alphatoken_lab.commands.evaluate import EvaluateOptions
 from alphatoken_lab.commands.merge import MergeOptions
+from alphatoken_lab.commands.paper import PaperOptions
 from alphatoken_lab.methods.preference import PreferencePolicy
 from tests.both_programs import main
 from tests.options_page import arguments, every_method, page
@@ -108,7 +110,7 @@ OF_COMMAND = {
 def printed_flags(text: str) -> list[tuple[str, str]]:
     """Command and flag of each line for the shell on a page."""
     lines = re.sub(r"\\+(\\n\",)?\s+", " ", text)  # joined where they go on
-    said = re.findall(r"alphatoken(?:\.cli)? ([a-z]+)\b([^`#|\n]*)", lines)
+    said = re.findall(r"alphatoken(?:-lab|\.cli)? ([a-z]+)\b([^`#|\n]*)", lines)
     return [
         (c, f.replace("-", "_")) for c, rest in said for f in re.findall(r"--([a-z][\w-]*)", rest)
     ]
@@ -138,6 +140,32 @@ def test_what_commands_share_has_one_name() -> None:
         assert columns <= known
     for kind in (ScoreOptions, FilterOptions, CompareOptions, AlphaFields):
         assert "keep_ratio" in flags(kind)
+
+
+EVERYWHERE = [*KINDS, EvaluateOptions, PaperOptions]
+OTHER = {
+    "budget": "paper: of each figure's diagnostic, ten minutes",
+    "fisher_samples": "diagnose: left out, what its budget allows",
+    "keep_ratio": "filter and compare: left out, no budget; all rows, the recipe's",
+    "max_new_tokens": "evaluate: left out, each task's own",
+    "model_name_or_path": "compare: may come from the grid's file",
+    "output_dir": "the lab's commands have a folder of their own",
+    "train_file": "trainers, compare and paper: may come from a recipe",
+}
+"""Flags whose type or default differs between commands, and why."""
+
+
+def test_a_flag_is_of_one_type_and_has_one_default() -> None:
+    """Trainers' fields are texts whose choices are checked later: transformers' parser asks so."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for kind in EVERYWHERE:
+        hints = typing.get_type_hints(kind)
+        for one in fields(kind):
+            choice = typing.get_origin(hints[one.name]) is typing.Literal
+            shown = "str" if choice else str(hints[one.name])
+            shown = shown.removeprefix("<class '").removesuffix("'>")
+            found.setdefault(flag_of(one), set()).add((shown, repr(default_of(one))))
+    assert {name for name, ways in found.items() if len(ways) > 1} == set(OTHER)
 
 
 def test_help_shows_three_examples_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

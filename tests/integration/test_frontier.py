@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
 from alphatoken.errors import ModelError, NumericalError
-from alphatoken.fidelity.metrics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter

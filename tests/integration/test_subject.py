@@ -203,7 +203,7 @@ def test_rows_without_response_are_refused() -> None:
 
 
 def test_missing_retention_names_the_option() -> None:
-    with pytest.raises(DataError, match="--retention FILE"):
+    with pytest.raises(DataError, match="--retention_set FILE"):
         subject(retention={}).retention_rows()
     with pytest.raises(DataError, match="empty"):
         subject(retention={"empty": []}).retention_rows()

@@ -66,9 +66,9 @@ def _read(path: Path) -> _Source:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 name = alias.asname or alias.name
-                if node.module in ("tests.property", "alphatoken.oracle"):
+                if node.module in ("tests.property", "tests.lab", "alphatoken.oracle"):
                     modules[name] = f"{node.module}.{alias.name}"
-                if node.module.startswith(("tests.property", "alphatoken.oracle")):
+                if node.module.startswith(("tests.property", "tests.lab", "alphatoken.oracle")):
                     imported[name] = (node.module, alias.name)
         for name in _defined(node):
             uses[name] = uses.get(name, frozenset()) | frozenset(_names(node))
@@ -164,7 +164,12 @@ def idle() -> list[str]:
 
 def cited() -> set[str]:
     """Equation labels that documents and docstrings cite: "eq. app_via_t", "eqs. a_b, c_d"."""
-    texts = [*DOCS.glob("*.md"), DOCS.parent / "README.md", *DOCS.parent.glob("alphatoken/**/*.py")]
+    texts = [
+        *DOCS.glob("*.md"),
+        DOCS.parent / "README.md",
+        *DOCS.parent.glob("alphatoken/**/*.py"),
+        *DOCS.parent.glob("lab/**/*.py"),
+    ]
     found: set[str] = set()
     for path in texts:
         if path == CLAIMS_PAGE:

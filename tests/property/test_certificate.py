@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.certificate.certify import Certificate
+from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.fidelity.certificate import Certificate
-from alphatoken.fidelity.tolerances import TOLERANCES
 from alphatoken.scoring.passes import Pass
 from tests.property import mutants_adapters, mutants_proofs
 from tests.property import properties_options as options
@@ -332,7 +332,7 @@ ELSEWHERE = {
     "select.confidence": "selection starts from values",
     "select.interaction": "products of token gradients are no part of a value",
     "train": "the trainer's own",
-    "policies": "other methods",
+    "methods": "other methods",
 }
 """Prefixes of what a mutant may change that no value of a scorer passes through."""
 

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from alphatoken.certificate import metrics
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, collate
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.fidelity import coverage, metrics
+from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import (
     clusters_of,
     entropy,

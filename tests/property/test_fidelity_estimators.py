@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.certificate import metrics
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import advise
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.noise import calibration, plant

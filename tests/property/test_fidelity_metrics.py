@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from alphatoken.certificate import metrics
 from alphatoken.errors import InputError, NumericalError
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity.advice import front
 from alphatoken.fidelity.cost import measure
 from alphatoken.select.masks import select_top

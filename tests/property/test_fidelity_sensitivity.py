@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
-from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.fidelity.sensitivity import Options, layer_choices
 from alphatoken.fidelity.subject import Subject

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, batches
 from alphatoken.direction.drift import FisherDrift
@@ -27,7 +28,6 @@ from alphatoken.fidelity.decisions import (
     threshold,
 )
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.metrics import kept
 from alphatoken.fidelity.per_row import RowColumns, absolute_terms, row_columns, values_along
 from alphatoken.fidelity.resampling import noise_by_size, resample
 from alphatoken.fidelity.subject import Subject

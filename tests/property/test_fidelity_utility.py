@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.certificate import metrics
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.fidelity import metrics
 from alphatoken.fidelity import utility as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.prediction import breakdown, first_order, relative_error, slope

@@ -11,30 +11,29 @@ Options, errors and exit status are as those of ``alphatoken`` (:mod:`alphatoken
 
 from __future__ import annotations
 
-from alphatoken.cli.program import Program
+from alphatoken.cli.program import Command, Program
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "policies": (
-        "alphatoken_lab.commands.policies:run",
-        "list the methods that can choose or weigh tokens",
+    "policies": Command(
+        "list the methods that can choose or weigh tokens", "alphatoken_lab.commands.policies:run"
     ),
-    "compare": (
-        "alphatoken_lab.commands.compare:run",
-        "train and measure a grid of policies and seeds",
+    "compare": Command(
+        "train and measure a grid of policies and seeds", "alphatoken_lab.commands.compare:run"
     ),
-    "evaluate": (
-        "alphatoken_lab.commands.evaluate:run",
+    "evaluate": Command(
         "measure a trained model: losses, tasks, code, judged answers",
+        "alphatoken_lab.commands.evaluate_run:run",
+        "alphatoken_lab.commands.evaluate:read",
     ),
-    "merge": (
-        "alphatoken_lab.commands.merge:run",
+    "merge": Command(
         "a model between two: before and after training (WiSE-FT)",
+        "alphatoken_lab.commands.merge:run",
     ),
-    "paper": (
-        "alphatoken_lab.commands.paper:run",
+    "paper": Command(
         "make a table or figure of the paper, in full or on a laptop",
+        "alphatoken_lab.commands.paper:run",
     ),
 }
 

@@ -51,7 +51,7 @@ class _Running(CellOptions):
     output_dir: str = option("runs/compare", "folder for cells and tables")
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells and stop")
-    report: bool = option(False, "write the tables of what is there, run nothing")
+    only_report: bool = option(False, "write the tables of what is there, run nothing")
     allow_code_execution: bool = option(False, "execute generated code, sandboxed")
     quiet: bool = option(False, "no progress is shown")
     traceback: bool = option(False, "show the whole traceback of an error")
@@ -83,7 +83,7 @@ def run(words: Sequence[str]) -> int:
     folder = GridFolder(Path(options.output_dir))
     if options.dry_run:
         return _show(cells, folder)
-    if not options.report:
+    if not options.only_report:
         require_writable(folder.path)
         check_named_files(cells)
         run_cells(options, cells, folder)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from alphatoken.cli.common import ColumnOptions, ModelOptions
 from alphatoken.cli.options import option, read_options
 
-__all__ = ["EvaluateOptions", "run"]
+__all__ = ["EvaluateOptions", "read"]
 
 _ABOUT = """\
 Measure a trained model: a folder, a LoRA adapter's folder (its base is loaded), or a name of the
@@ -96,16 +95,16 @@ class EvaluateOptions(ModelOptions, _Tasks, ColumnOptions, _Judging, _Reading):
     """Everything that ``alphatoken-lab evaluate`` is told."""
 
 
-def run(words: Sequence[str]) -> int:
-    """Run ``alphatoken-lab evaluate`` with ``words``, the arguments after it; the exit status.
+def read(words: Sequence[str]) -> EvaluateOptions:
+    """The options that ``words``, the arguments after ``alphatoken-lab evaluate``, stand for.
 
     Raises:
-        AlphaTokenError: wrong arguments or input, with what and where.
+        ConfigError: words that cannot be read.
     """
     named = list(words)
     if named and not named[0].startswith("-"):
         named = ["--model_name_or_path", *named]
-    options = read_options(
+    return read_options(
         "evaluate",
         EvaluateOptions,
         named,
@@ -114,5 +113,3 @@ def run(words: Sequence[str]) -> int:
         epilog=_MORE,
         allow_abbrev=False,
     )
-    import_module("alphatoken_lab.commands.evaluate_run").run(options)
-    return 0

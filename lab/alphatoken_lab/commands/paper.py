@@ -44,7 +44,7 @@ class _What:
 
     scale: Literal["full", "laptop"] = option("full", "as in the paper, or in small")
     dry_run: bool = option(False, "say what would be trained and what is missing, and stop")
-    report: bool = option(False, "lay out what is there, train nothing")
+    only_report: bool = option(False, "lay out what is there, train nothing")
     seeds: list[int] | None = option(None, "default: 0 1 2")
     output_dir: str = option("runs/paper", "folder for cells, tables and figures")
 

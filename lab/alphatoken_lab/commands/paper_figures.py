@@ -30,14 +30,17 @@ def diagnose(work: Work) -> int:
     Raises:
         AlphaTokenError: whatever the diagnostic refuses.
     """
-    from alphatoken.cli.diagnose import run
+    from alphatoken.cli.diagnose import read
+    from alphatoken.cli.diagnose_run import run
 
     asked = work.exhibit.diagnosis
     assert asked is not None
     status, lines = 0, [f"# {work.exhibit.label}\n", f"{work.exhibit.title}. {work.exhibit.note}\n"]
     for task in work.grid.tasks:
         out = work.root / work.exhibit.name / task.name
-        status = max(status, run(words_of(work, asked, task, out)))
+        diagnoses = read(words_of(work, asked, task, out))
+        assert diagnoses is not None
+        status = max(status, run(diagnoses))
         lines += _shown(work, asked, task.name, out)
     page = work.root / f"{work.exhibit.name}.md"
     write_text(page, "\n".join(lines))
@@ -62,7 +65,7 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
     for method in asked.others:
         words += ["--beside", f"{method}={model(method)}"]
     for name in asked.retention.get(work.scale, ()):
-        words += ["--retention", f"{name}={rows / f'{name}.jsonl'}"]
+        words += ["--retention_set", f"{name}={rows / f'{name}.jsonl'}"]
     if asked.collected:
         place = work.folder.of(_cell(work, task, asked.model)).path
         words += ["--collected", str(place / COLLECTED)]

@@ -35,7 +35,7 @@ def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
     require_writable(work.root)
     if options.scale == LAPTOP:
         _prepare_rows(work)
-    if not options.report:
+    if not options.only_report:
         require_all(work)
         _run_cells(work)
     if exhibit.diagnosis is not None:
@@ -199,7 +199,7 @@ def _prepare_rows(work: Work) -> None:
     record = work.rows / "sources.json"
     if work.rows.is_dir():
         before = read_json(record) or {}
-        if before != now and not work.options.report:
+        if before != now and not work.options.only_report:
             own = "the standard library"
             raise ConfigError(
                 "the rows of this folder are of other files",

@@ -7,14 +7,16 @@ so that the certificate can name the place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.estimate.columns import ColumnSums
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.scorer import Scorer
+
+if TYPE_CHECKING:
+    from alphatoken.scorer import Scorer
 
 __all__ = ["values_by_parameter"]
 

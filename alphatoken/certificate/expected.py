@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from alphatoken.fidelity.entries import Entry, loosened
-from alphatoken.fidelity.tolerances import Narrowest, tolerance_of
+from alphatoken.certificate.entries import Entry, loosened
+from alphatoken.certificate.tolerances import Narrowest, tolerance_of
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, readouts, scope
-from alphatoken.scorer import Given
+
+if TYPE_CHECKING:
+    from alphatoken.scorer import Given
 
 __all__ = ["SIDES", "Expected", "Oracle"]
 

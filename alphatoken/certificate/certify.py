@@ -1,9 +1,9 @@
 """A certificate on the user's own model: what a scorer returns, number by number, and an oracle.
 
 The oracle builds scope, labels, G, V, P, lambda and M anew from what the user gave
-(``fidelity.expected``). Every component of ``Scorer.score``, of its total alone and of
+(``certificate.expected``). Every component of ``Scorer.score``, of its total alone and of
 ``Scorer.observe`` is then compared entry by entry, relative to that entry's own absolute terms, by
-one table of tolerances (``fidelity.tolerances``). What is off is named: component, token, place.
+one table of tolerances (``certificate.tolerances``). What is off is named: component, token, place.
 
 What an estimator approximates is certified to be what its definition says; how far that lies from
 the exact causal value, and how the values rank beside the label values, is reported.
@@ -16,23 +16,25 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from alphatoken.certificate.entries import Entry
+from alphatoken.certificate.expected import SIDES, Expected, Oracle, evaluating
+from alphatoken.certificate.localise import values_by_parameter
+from alphatoken.certificate.metrics import sign_agreement, spearman, top_overlap
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.fidelity.entries import Entry
-from alphatoken.fidelity.expected import SIDES, Expected, Oracle, evaluating
-from alphatoken.fidelity.localise import values_by_parameter
-from alphatoken.fidelity.metrics import sign_agreement, spearman, top_overlap
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.oracle.composite import read_drift
-from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import TokenValues
+
+if TYPE_CHECKING:
+    from alphatoken.scorer import Scorer
 
 __all__ = ["Certificate", "Check", "certify"]
 
