@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from benchmarks import cases, exponent, layers, peers, precision, real, results, step
-from benchmarks import memory_model as predicted
 from benchmarks.measure import Ceiling, Run, ceiling, machine
 from benchmarks.page import write_page
 from benchmarks.real_peak import real_memory
@@ -68,12 +67,6 @@ def train_step(run: Run) -> Iterator[Row]:
 def train_peak_memory(run: Run) -> Iterator[Row]:
     """Peak memory of the same two trainers, each in a fresh process."""
     yield from step.train_peak_memory(_step_size(run))
-
-
-def memory_model(run: Run) -> Iterator[Row]:
-    """Peak memory as --dry-run predicts it against what fresh processes of the trainers took."""
-    if not run.quick:
-        yield from predicted.memory_model()
 
 
 def real_smollm2(run: Run) -> Iterator[Row]:
@@ -137,7 +130,6 @@ CASES = (
     Case(layers.layer_3b, 2.0),
     Case(train_step, 20.0, cpu_only=True),
     Case(train_peak_memory, 4.0, cpu_only=True),
-    Case(memory_model, 3.0, cpu_only=True),
     Case(peer_time, 2.0, cpu_only=True),
     Case(peer_memory, 1.5, cpu_only=True),
     Case(peer_limits, 4.0, cpu_only=True),

@@ -13,7 +13,6 @@ __all__ = [
     "BudgetOptions",
     "CellOptions",
     "EarlierOptions",
-    "MemoryOptions",
     "ModelOptions",
     "ReadingOptions",
     "RunningOptions",
@@ -110,13 +109,6 @@ class EarlierOptions:
 
     resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
     overwrite_output: bool = option(False, "replace what is there", either="earlier")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """What is refused before it starts."""
-
-    memory_check: bool = option(True, "refuse work that will not fit into memory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import Any
 from alphatoken.cli.common import (
     BudgetOptions,
     EarlierOptions,
-    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -143,7 +142,6 @@ class DiagnoseOptions(
     ReadingOptions,
     TrainingRowOptions,
     EarlierOptions,
-    MemoryOptions,
     RunningOptions,
 ):
     """What all diagnostics share."""

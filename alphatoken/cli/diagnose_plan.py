@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from alphatoken.cli.diagnose_options import Request
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.budget import Plan, Work, clock, fit, same_ahead
 from alphatoken.fidelity.prices import Counts, Prices, measured
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.workloads import WORKLOADS, resized
-from alphatoken.support.machine import require_memory, resident_memory
 
 __all__ = [
     "BudgetError",
@@ -22,7 +19,6 @@ __all__ = [
     "plan_settings",
     "planned",
     "plans_of",
-    "without_room",
 ]
 
 
@@ -90,31 +86,6 @@ def _plan_of(name: str, work: Work, request: Request, prices: Prices, sharers: i
             remedy=f"--budget {math.ceil(plan.seconds)}s, --budget none, or leave a size to it",
         )
     return plan
-
-
-def without_room(
-    records: Mapping[str, Mapping[str, Any]], device: torch.device
-) -> dict[str, ConfigError]:
-    """By name: why what a plan's record forecasts does not fit."""
-    found = {}
-    for name, record in records.items():
-        try:
-            _require_room(record, device)
-        except ConfigError as error:
-            found[name] = error
-    return found
-
-
-def _require_room(record: Mapping[str, Any], device: torch.device) -> None:
-    """Raise where it does not fit beside what this process holds already."""
-    on_cpu = device.type == "cpu"
-    held = resident_memory() if on_cpu else float(torch.cuda.memory_allocated(device))
-    require_memory(
-        held + record["memory"],
-        device,
-        peak="its largest stage runs",
-        remedy="a smaller --per_device_train_batch_size, --max_length or model",
-    )
 
 
 def planned(subject: Subject, options: Any, record: Mapping[str, Any]) -> tuple[Subject, Any]:

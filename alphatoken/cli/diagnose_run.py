@@ -22,7 +22,6 @@ from alphatoken.cli.diagnose_plan import (
     plan_settings,
     planned,
     plans_of,
-    without_room,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.cli.folder import (
@@ -95,9 +94,6 @@ def _say_plans(request: Request, subject: Subject) -> int:
     """What the request would take, on stdout; the folder is left alone."""
     names = [entry.name for entry in request.entries]
     plans, refused = plans_of(names, request, subject, measured_prices(subject))
-    if request.shared.memory_check:
-        records = {name: plan.record() for name, plan in plans.items()}
-        refused = {**without_room(records, subject.device), **refused}
     if refused and len(names) == 1:
         raise refused[names[0]]
     for name in names:
@@ -116,7 +112,7 @@ def _plan_each(
     """Plan what is neither finished nor planned by an earlier run, and say what it will take.
 
     Returns:
-        Why diagnostics are not run: sizes that do not fit the budget given, or memory too small.
+        Why diagnostics are not run: sizes that do not fit the budget given.
     """
     waiting = [entry for entry in request.entries if not folder.finished(entry.name)]
     not_run: dict[str, AlphaTokenError] = {}
@@ -134,9 +130,6 @@ def _plan_each(
     total = sum(folder.plans[e.name]["seconds"] for e in waiting if e.name in folder.plans)
     if len(waiting) > 1 and not request.shared.quiet:
         print(f"all of these: about {clock(total)} (a forecast)", file=sys.stderr)
-    if request.shared.memory_check:
-        records = {e.name: folder.plans[e.name] for e in waiting if e.name in folder.plans}
-        not_run |= without_room(records, subject.device)
     return not_run
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from alphatoken.cli.common import (
     EarlierOptions,
-    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -84,7 +83,6 @@ class FilterOptions(
     ReadingOptions,
     TrainingRowOptions,
     EarlierOptions,
-    MemoryOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken filter`` is told."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.cli.expecting import expect_scoring
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.folder import (
     check_output_file,
@@ -103,18 +102,6 @@ def run(options: FilterOptions) -> None:
         resume=options.resume,
         overwrite=options.overwrite_output,
     )
-    if left := examples[len(journal.found) :]:
-        expect_scoring(
-            model,
-            config,
-            left,
-            validation,
-            fisher,
-            batch_size=options.batch_size,
-            held_size=-(-len(validation) // parts),
-            check=options.memory_check,
-            quiet=options.quiet,
-        )
     found = _valued(scorer, examples, journal, options)
     verdicts = _verdicts(found, parts, options)
     # A record that gave no row cannot be read; what is said of rows takes its place.

@@ -9,7 +9,6 @@ from typing import Literal
 from alphatoken.cli.common import (
     LAYERS,
     PARAMETERS,
-    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -46,7 +45,7 @@ class _Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FisherOptions(ModelOptions, _Fit, ReadingOptions, MemoryOptions, RunningOptions):
+class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
     """Everything that ``alphatoken fisher`` is told."""
 
 

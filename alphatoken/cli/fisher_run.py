@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from alphatoken import fit_fisher
-from alphatoken.cli.expecting import expect_fisher
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.folder import check_output_file, require_writable
 from alphatoken.cli.notes import about_encoding
@@ -53,18 +52,6 @@ def run(options: FisherOptions) -> None:
     for note in () if options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     model = read_model(options)
-    expect_fisher(
-        model,
-        prompts,
-        layers=layers,
-        parameters=options.parameters,
-        structure=options.structure,
-        samples=options.samples,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,
-        check=options.memory_check,
-        quiet=options.quiet,
-    )
     fisher = fit_fisher(
         model,
         prompts,

@@ -11,7 +11,7 @@ from typing import Any
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.recipes import accelerate_config
 from alphatoken.errors import ConfigError
-from alphatoken.train.cost import Layout
+from alphatoken.train.plan import Layout
 
 __all__ = ["check_launch", "launch", "layout_of", "wants_launch"]
 

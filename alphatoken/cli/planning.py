@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_data import check_rows, count_rows, held_out
 from alphatoken.cli.training_rows import check_source
 from alphatoken.errors import ConfigError, ModelError, quoted
-from alphatoken.train.cost import Layout
 from alphatoken.train.loading import freeze_unreached
-from alphatoken.train.plan import Plan, make_plan
+from alphatoken.train.plan import Layout, Plan, make_plan
 
-__all__ = ["known_plan", "meta_model", "plan_run", "scope_line", "show_plan"]
+__all__ = ["check_known", "meta_model", "plan_run", "scope_line", "show_plan"]
 
 
 def plan_run(arguments: Arguments, layout: Layout) -> Plan:
@@ -40,7 +39,6 @@ def plan_run(arguments: Arguments, layout: Layout) -> Plan:
         layout,
         command=arguments.command,
         name=arguments.model.model_name_or_path or "",
-        dtype=_dtype(arguments, model),
         rows=None if given is None else max(given - drawn, 0),
         options=arguments.changed,
         given=has,
@@ -50,16 +48,16 @@ def plan_run(arguments: Arguments, layout: Layout) -> Plan:
     return plan
 
 
-def known_plan(arguments: Arguments, layout: Layout) -> Plan | None:
-    """The plan, or None where the model's shape is not here before the run has fetched it.
+def check_known(arguments: Arguments, layout: Layout) -> None:
+    """Refuse before weights are loaded what the run would refuse after.
+
+    Nothing is checked where the model's shape is not here before the run has fetched it.
 
     Raises:
         ConfigError, CoverageError, UnsupportedError: what the run itself would refuse.
     """
-    try:
-        return plan_run(arguments, layout)
-    except ModelError:
-        return None
+    with suppress(ModelError):
+        plan_run(arguments, layout)
 
 
 def show_plan(plan: Plan, *, as_json: bool) -> None:
@@ -210,18 +208,6 @@ def _with_adapters(model: nn.Module, arguments: Arguments) -> nn.Module:
     return adapted
 
 
-def _dtype(arguments: Arguments, model: nn.Module) -> str:
-    if arguments.model.load_in_4bit:
-        return "4bit"
-    if arguments.model.load_in_8bit:
-        return "8bit"
-    dtype = arguments.model.dtype or "float32"
-    if dtype == "auto":
-        found = getattr(model.config, "dtype", None) or torch.bfloat16
-        return str(found).removeprefix("torch.")
-    return dtype
-
-
 def _notes(arguments: Arguments, given: int | None) -> list[str]:
     notes = []
     if not check_source(arguments):
@@ -274,8 +260,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield _line("validation", _validation(plan.validation))
     yield _line("steps", _steps(plan.steps))
-    yield from _overhead(plan)
-    yield from _memory(plan)
     yield _line("options", f"{len(plan.options)} differ from their defaults:")
     for name, (value, default) in plan.options.items():
         yield _line("", f"{name}: {value!r} (default {default!r})")
@@ -338,44 +322,3 @@ def _steps(part: Mapping[str, Any]) -> str:
     if part["epochs"] is None:
         return f"{part['steps']:,} (max_steps)"
     return f"{part['steps']:,} in {part['epochs']:g} epochs of {part['rows']:,} rows"
-
-
-def _overhead(plan: Plan) -> Iterator[str]:
-    found = plan.overhead
-    if not found.parts:
-        yield _line("overhead", "none: no token is valued")
-        return
-    yield _line(
-        "overhead",
-        f"{found.expected:.2f}x the step without valuation, in FLOPs; floor {found.floor:.2f}x",
-    )
-    for name, share in found.parts.items():
-        yield _line("", f"{share:+.3f}  {name}")
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    memory = plan.memory
-    gib = 2.0**30
-    yield _line(
-        "memory",
-        f"about {memory.total / gib:.3g} GiB a process at most, when {memory.peak}; valuation "
-        f"keeps {memory.valuation / gib:.3g}",
-    )
-    for name, what in _HOLDS.items():
-        value = getattr(memory, name)
-        if value:
-            yield _line("", f"{value / gib:7.3f}  {what}")
-
-
-_HOLDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "reference": "reference model",
-    "fisher": "Fisher and reference weights of the scored layers",
-    "directions": "G and V of the scored layers",
-    "activations": "activations of the training rows",
-    "validation": "while G and V are built",
-    "valuing": "while the training rows are valued",
-    "backward": "while their backward begins",
-}

@@ -10,7 +10,6 @@ from alphatoken.cli.common import (
     PARAMETERS,
     BudgetOptions,
     EarlierOptions,
-    MemoryOptions,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
@@ -148,7 +147,6 @@ class ScoreOptions(
     _Output,
     _Engine,
     EarlierOptions,
-    MemoryOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ from alphatoken.data import (
     Example,
     Row,
     batches,
-    encode_rows,
     leak_keys,
 )
 from alphatoken.data.corpus import BadRow, Corpus, draw_rows
@@ -65,9 +62,6 @@ _FILES = 1024
 
 _LEAST = 64
 """Rows of a file, at least, where nothing else is asked for."""
-
-_SAMPLE = 1024
-"""Rows whose lengths stand for all when the cost is estimated."""
 
 
 @dataclass(frozen=True)
@@ -137,22 +131,6 @@ class Job:
         scorer = Scorer(self.model, validation=held, retention=self.fisher, config=self.config)
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
-
-    def sample(self, blocks: Iterable[int]) -> list[Example]:
-        """Encoded rows of these blocks, some of each, to stand for all of them."""
-        numbers = list(blocks)
-        each = max(1, -(-_SAMPLE // max(len(numbers), 1)))
-        step = max(1, len(numbers) * each // _SAMPLE)
-        found: list[Example] = []
-        for number in numbers[::step]:
-            first = number * self.block
-            rows = self.corpus.rows(first, first + self.block)
-            some = islice((row for row in rows if isinstance(row, Row)), each)
-            lenient = replace(self.how, on_long="truncate", on_empty="skip")
-            for row in some:
-                with suppress(DataError):  # said when it is the row's turn
-                    found += encode_rows([row], self.tokenizer, lenient)[0]
-        return found
 
 
 def gradient_file(folder: Path) -> Path:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from alphatoken import Scorer
-from alphatoken.cli.expecting import expect_scoring
 from alphatoken.cli.folder import (
     collected_warnings,
     read_manifest,
@@ -75,7 +74,6 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
     with _alone(folder), collected_warnings() as warned:
         refuse_foreign(folder / "run.json", options, [folder / "values", folder / "job"])
         job = prepare_job(options)
-        _expect(job)
         _open(job)
         scorer = job.scorer()
         numbers = job.missing()
@@ -210,25 +208,3 @@ def _open(job: Job) -> None:
         leftover.unlink()
     if not manifest.exists():
         write_json(manifest, {"settings": job.settings}, default=str)
-
-
-def _expect(job: Job) -> None:
-    """Say what the rows that no finished file holds will take; nothing is written before."""
-    options = job.options
-    left = job.missing() if options.resume else list(job.blocks)
-    if not left:
-        return
-    sample = job.sample(left)
-    if sample:
-        share = min(1.0, len(left) * job.block / job.corpus.source.rows)
-        expect_scoring(
-            job.model,
-            job.config,
-            sample,
-            job.validation,
-            job.fisher,
-            batch_size=options.batch_size,
-            rows=round(share * job.counts["train"]),
-            check=options.memory_check,
-            quiet=options.quiet,
-        )

@@ -187,15 +187,12 @@ def _first() -> bool:
 
 
 def _train(arguments: Any, kind: type[Any]) -> None:
-    """Read, say what it will take, build the trainer, train, save."""
-    from alphatoken.cli.expecting import expect_training, expect_training_memory
+    """Read, build the trainer, train, save."""
     from alphatoken.cli.launching import layout_of
-    from alphatoken.cli.planning import known_plan
+    from alphatoken.cli.planning import check_known
 
-    layout = layout_of(arguments)
-    plan, tokenizer = known_plan(arguments, layout), _tokenizer(arguments)  # that may be large
-    if plan is not None:
-        expect_training_memory(plan, arguments)
+    check_known(arguments, layout_of(arguments))
+    tokenizer = _tokenizer(arguments)
     with _warnings_as_notes(arguments.training.process_index == 0):
         trainer, notes = build_trainer(arguments, kind, tokenizer)
     from alphatoken.train.manifest import RESULTS
@@ -208,8 +205,6 @@ def _train(arguments: Any, kind: type[Any]) -> None:
             print(f"this run is finished after {step} steps: nothing is left to do")
         trainer.accelerator.end_training()
         return
-    if plan is not None:
-        expect_training(trainer, plan, layout)
     for note in notes if first else ():
         _note(note)
     try:

@@ -108,7 +108,6 @@ class RunArguments:
         False, "Print the plan and stop: no network, no weights, no training data."
     )
     json: bool = option(False, "Print the plan as JSON.")
-    memory_check: bool = option(True, "Refuse a run that will not fit into memory.")
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )

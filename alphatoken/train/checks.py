@@ -64,7 +64,7 @@ def check_run(
 
     Args:
         model: of the right shape; its weights are not looked at.
-        accelerator: of the trainer, or of a layout (``alphatoken.train.cost.Layout``).
+        accelerator: of the trainer, or of a layout (``alphatoken.train.plan.Layout``).
         args: the trainer's configuration.
         policy: that is carried out, or None for the trainer's own one.
         given: what else it has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,18 +15,70 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.train.checks import Given, check_run, check_watch
-from alphatoken.train.cost import (
-    Layout,
-    Memory,
-    Overhead,
-    memory_of,
-    overhead_of,
-    step_flops,
-    work_of,
-)
 from alphatoken.train.policy_names import chosen_policy
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Layout", "Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """On how many processes the run is spread, and what is split between them.
+
+    Attributes:
+        kind: "single", "ddp", "fsdp1", "fsdp2", "zero0" to "zero3", or another backend's name;
+            ``alphatoken.train.layouts`` says which of them work.
+        processes: how many.
+        mixed: under DeepSpeed, bf16 weights with float32 masters.
+        checkpoints: FSDP's own activation checkpointing is on.
+    """
+
+    kind: str = "single"
+    processes: int = 1
+    mixed: bool = True
+    checkpoints: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Layout:
+        """From the mapping in an accelerate configuration file."""
+        backend = str(config.get("distributed_type", "NO")).upper()
+        processes = int(config.get("num_processes", 1))
+        mixed = config.get("mixed_precision") == "bf16"
+        if backend == "DEEPSPEED":
+            stage = int(config.get("deepspeed_config", {}).get("zero_stage", 2))
+            return cls(f"zero{stage}", processes, mixed)
+        if backend == "FSDP":
+            options = config.get("fsdp_config", {})
+            kind = f"fsdp{int(options.get('fsdp_version', 1))}"
+            checkpoints = bool(options.get("fsdp_activation_checkpointing", False))
+            return cls(kind, processes, mixed, checkpoints)
+        several = "ddp" if backend in ("NO", "MULTI_GPU", "MULTI_CPU") else backend.lower()
+        return cls("single" if processes == 1 else several, processes, mixed)
+
+    def accelerator(self) -> Any:
+        """What ``alphatoken.train.layouts`` looks at, as an accelerator of this layout has it."""
+        backend = "NO" if self.kind == "single" else "MULTI_GPU"
+        if self.kind.startswith("fsdp"):
+            backend = "FSDP"
+        elif self.kind.startswith("zero"):
+            backend = "DEEPSPEED"
+        elif self.kind not in ("single", "ddp"):
+            backend = self.kind.upper()
+        return SimpleNamespace(
+            distributed_type=backend,
+            is_fsdp2=self.kind == "fsdp2",
+            parallelism_config=None,
+            ddp_handler=None,
+            state=SimpleNamespace(
+                deepspeed_plugin=SimpleNamespace(zero_stage=self.kind.removeprefix("zero")),
+                fsdp_plugin=SimpleNamespace(activation_checkpointing=self.checkpoints),
+                dynamo_plugin=None,
+            ),
+        )
+
+    @property
+    def own_forward(self) -> bool:
+        """Whether scoring needs a forward of its own (DeepSpeed)."""
+        return self.kind.startswith("zero")
 
 
 @dataclass(frozen=True)
@@ -37,12 +90,9 @@ class Plan:
         model: name, class, depth and numbers of parameters.
         scored: layers, linears (name -> shape), parameters, estimator.
         layout: processes, and what is split between them.
-        batch: rows and tokens of a step, and its FLOPs without valuation; at most, as if no row
-            were shorter than the longest.
+        batch: rows and tokens of a step; at most, as if no row were shorter than the longest.
         validation: rows of a step, and the ratio to the training rows.
         steps: rows, epochs and optimizer steps, where the number of rows is known.
-        overhead: of one step.
-        memory: of one process, in bytes.
         options: option -> (value, default) of whatever differs from the default.
         notes: what the reader should know.
     """
@@ -54,21 +104,12 @@ class Plan:
     batch: dict[str, Any]
     validation: dict[str, Any]
     steps: dict[str, Any]
-    overhead: Overhead
-    memory: Memory
     options: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         values = asdict(self)
-        memory = self.memory
-        values["memory"] |= {
-            "total": memory.total,
-            "valuation": memory.valuation,
-            "peak": memory.peak,
-            "moments": memory.moments,
-        }
         values["options"] = {k: {"value": v, "default": d} for k, (v, d) in self.options.items()}
         return values
 
@@ -80,7 +121,6 @@ def make_plan(
     *,
     command: str,
     name: str = "",
-    dtype: str = "float32",
     rows: int | None = None,
     options: Mapping[str, tuple[Any, Any]] | None = None,
     given: Given | None = None,
@@ -93,7 +133,6 @@ def make_plan(
         layout: of the processes.
         command: "sft" or "dpo".
         name: of the model.
-        dtype: that the weights are loaded in.
         rows: training rows, held-out ones taken off; None where unknown.
         options: whatever differs from the defaults.
         given: which data sets the run has; None if it has all that it needs.
@@ -114,10 +153,6 @@ def make_plan(
     own_forward = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
     batch = _batch(args, layout, command, length)
     share = args.validation_batch_size / batch["rows"]
-    work = work_of(adapter, length)
-    reference_forward = command == "dpo" and not args.precompute_ref_log_probs
-    a_token = step_flops(work, args, reference_forward=reference_forward)
-    batch["flops_at_most"] = a_token * batch["tokens_at_most"]
     return Plan(
         command=command,
         model=_model_part(model, adapter, name),
@@ -126,15 +161,6 @@ def make_plan(
         batch=batch,
         validation=_validation_part(args, share),
         steps=_steps(args, batch["rows_per_micro_batch"], rows),
-        overhead=overhead_of(
-            work,
-            scope,
-            args,
-            validation_share=share,
-            own_forward=own_forward,
-            reference_forward=reference_forward,
-        ),
-        memory=memory_of(adapter, scope, args, layout, command=command, dtype=dtype),
         options=dict(options or {}),
         notes=_notes(scope, args),
     )
@@ -222,9 +248,6 @@ def _notes(scope: Scope, args: Any) -> list[str]:
     notes = []
     if scope.uncovered and args.uncovered == "skip":
         notes.append(f"{len(scope.uncovered)} matrices of the scored layers are left out.")
-    if scope.mixers:
-        kinds = ", ".join(sorted(set(scope.mixers.values())))
-        notes.append(f"The FLOPs of {kinds} in the scored layers are left out.")
     if args.gradient_checkpointing and scope.first == 0:
         notes.append("All layers are scored: none of them is checkpointed.")
     if getattr(args, "packing", False):

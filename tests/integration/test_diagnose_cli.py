@@ -34,8 +34,6 @@ from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 from alphatoken.fidelity.subject import Subject
-from alphatoken.support import machine
-from alphatoken.support.machine import Free
 from alphatoken.support.storage import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
@@ -665,28 +663,6 @@ def test_sizes_and_a_budget_that_contradict_each_other_are_refused(
     assert world.run("heatmap", out, *words, tokens=200) == 0
     assert world.run("heatmap", out, "--overwrite_output", tokens=200) == 0
     assert Diagnosis.load(out / "heatmap").settings["tokens"] == 200
-
-
-def test_what_will_not_fit_into_memory_is_refused(
-    world: World,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before it starts, one or all of them; the same command goes on when told so."""
-    monkeypatch.setattr(machine, "free_memory", lambda _: Free(2.0**20, "this machine"))
-    out = tmp_path / "out"
-    assert world.run("heatmap", out) == 2
-    error = capsys.readouterr().err
-    assert "this will not fit into memory" in error
-    assert world.run("heatmap", out, "--dry_run") == 2
-    assert "--no_memory_check goes on all the same" in error
-    assert not Diagnosis.finished(out / "heatmap")
-    assert world.run("heatmap", out, "--resume", "--no_memory_check") == 0
-    assert world.run(ALL, tmp_path / "all", *SMALL, *world.retention) == 1
-    run = json.loads((tmp_path / "all" / "run.json").read_text())
-    reasons = [run["diagnostics"][name]["failure"] for name in NAMES]
-    assert all("this will not fit into memory" in reason for reason in reasons)
 
 
 # --- interruption ---------------------------------------------------------------------------------

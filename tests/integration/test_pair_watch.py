@@ -14,10 +14,10 @@ from trl import SFTConfig, SFTTrainer
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.train.checks import check_watch
-from alphatoken.train.cost import Layout
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.manifest import RESULTS
 from alphatoken.train.pair_watch import FILE, PROBE, PairWatch
+from alphatoken.train.plan import Layout
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
 

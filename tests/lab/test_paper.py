@@ -21,7 +21,6 @@ from alphatoken.train.selection_cost import measured_selection, selecting
 from alphatoken_lab.commands.compare import parse as parse_compare
 from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.commands.paper import PaperOptions
-from alphatoken_lab.commands.paper_list import COSTS, cost_of
 from alphatoken_lab.commands.paper_plan import Work
 from alphatoken_lab.compare.grid import all_cells
 from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
@@ -54,7 +53,7 @@ def work(exhibit: Exhibit, scale: str, folder: Path, *more: str, **options: Any)
 # --- what there is ------------------------------------------------------------------------------
 
 
-def test_the_list_names_everything_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_everything_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {exhibit.label for exhibit in every()} == LABELS
     assert main(["paper", "--list"]) == 0
     text = capsys.readouterr().out
@@ -62,8 +61,8 @@ def test_the_list_names_everything_and_what_it_costs(capsys: pytest.CaptureFixtu
         part = text.split(f"\n{exhibit.label}  ")[1].split("\n\n")[0]
         assert exhibit.title in part
         if exhibit.kind != "none":
-            assert re.search(r"\n  full .* on 4 GPUs, [\d.e+]+ GiB each", part), exhibit.label
-            assert re.search(r"\n  laptop .*FLOPs, about .* on one thread", part), exhibit.label
+            assert re.search(r"\n  full +\d+ cells?\b.* of \S+/\S+, \S+/\S+", part), exhibit.label
+            assert re.search(r"\n  laptop +\d+ cells?\b.* of SmolLM2", part), exhibit.label
         else:
             assert "Nothing is run for it" in part
 
@@ -230,18 +229,14 @@ def test_models_needed_first_are_cells(tmp_path: Path) -> None:
 def test_a_dry_run_at_full_scale_works_offline(
     exhibit: Exhibit, no_network: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No cell would be refused, and the list's costs are these."""
+    """No cell would be refused, and nothing is written."""
     words = ["paper", exhibit.label, "--output_dir", str(tmp_path), "--dry_run"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "would be refused" not in text
-    assert "on 4 A100" in text
+    assert re.search(r" steps on 4 processes\n", text)
     assert "not here: model" in text
     assert not list(tmp_path.iterdir())
-    known = json.loads(COSTS.read_text())[exhibit.label]
-    for scale in SCALES:
-        found = json.loads(json.dumps(cost_of(work(exhibit, scale, tmp_path))))
-        assert found == known[scale], "python -m benchmarks.paper costs writes them anew"
 
 
 def test_the_full_scale_trains_with_the_papers_batches(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import ScoredExperts, find_adapter
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.experts import copied_per_position, expert_influence
-from alphatoken.train.cost import scored_numbers, scored_work
 from tests.property import properties_experts as claims
 from tests.property.architectures import BY_NAME, MIXTURES
 from tests.property.profiles import budget
@@ -390,21 +389,6 @@ def test_checkpointed_blocks_are_valued_likewise() -> None:
     claims.losses(logits, batch["labels"]).backward()
     close(values.total, expected, expected.abs().sum(), 1e-6, name="checkpointed")
     assert model.is_gradient_checkpointing
-
-
-# --- cost ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_token_works_with_the_experts_that_it_is_sent_to(name: str) -> None:
-    """k of e experts: the rest of their numbers is in memory, and in no product."""
-    case = MixtureCase(name, experts=4, chosen=1, layers=(1,), score_bias=False)
-    truth = Truth(case)
-    scope = ParameterChoice.read(claims.CHOSEN).scope(find_adapter(truth.model), (1,))
-    linears = sum(p.numel() for p in truth.of_linears.values())
-    experts = sum(p.numel() for p in truth.of_experts.values())
-    assert scored_numbers(scope) == linears + experts
-    assert scored_work(scope) == linears + experts / 4
 
 
 # --- the oracle ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a table or figure of the paper consists of: its cells, what they cost, what is missing."""
+"""What a table or figure of the paper consists of: its cells, and what they need."""
 
 from __future__ import annotations
 
@@ -23,21 +23,7 @@ if TYPE_CHECKING:
     from alphatoken_lab.compare.folder import GridFolder
     from alphatoken_lab.compare.grid import Cell, Grid
 
-__all__ = [
-    "FULL_FLOPS",
-    "LAPTOP_FLOPS",
-    "Planned",
-    "Work",
-    "planned",
-    "require_names",
-    "seconds_of",
-]
-
-FULL_FLOPS = 4 * 0.4 * 312e12
-"""FLOPs a second of four A100 in bf16, at 40 % of their peak."""
-
-LAPTOP_FLOPS = 8e10
-"""FLOPs a second of one thread in bf16, as measured on SmolLM2."""
+__all__ = ["Planned", "Work", "planned", "require_names"]
 
 _MODEL = "SmolLM2-135M-Instruct"
 
@@ -208,21 +194,18 @@ def _files_in(value: Any) -> Iterator[str]:
             yield from _files_in(one)
 
 
-# --- what it costs ------------------------------------------------------------------------------
+# --- what it trains -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One kind of cell, whatever its seed: how many there are, and what each takes.
+    """One kind of cell, whatever its seed: how many there are, and what each trains.
 
     Attributes:
         name: task and method.
         cells: how many, one a seed.
         backbone: model that it goes back to.
         steps: of one, None where unknown.
-        flops: of one at most: every row as long as the longest; static passes, the Fisher and
-            measuring are left out.
-        memory: bytes of one process at most.
         processes: of one cell.
         refused: why it could not run, or "".
     """
@@ -231,8 +214,6 @@ class Planned:
     cells: int
     backbone: str
     steps: int | None = None
-    flops: float = 0.0
-    memory: float = 0.0
     processes: int = 1
     refused: str = ""
 
@@ -258,11 +239,7 @@ def _with_plan(one: Planned, work: Work, cell: Cell) -> Planned:
         plan = _plan(work, cell)
     except AlphaTokenError as error:
         return replace(one, refused=" ".join(str(error).split()))
-    steps = plan.steps["steps"]
-    flops = 0.0 if steps is None else steps * plan.batch["flops_at_most"] * plan.overhead.expected
-    return replace(
-        one, steps=steps, flops=flops, memory=plan.memory.total, processes=plan.layout["processes"]
-    )
+    return replace(one, steps=plan.steps["steps"], processes=plan.layout["processes"])
 
 
 def _plan(work: Work, cell: Cell) -> Plan:
@@ -292,13 +269,6 @@ def _plan_of(command: str, options: str) -> Plan:
         words = ["--config", str(file), "--output_dir", place, "--dry_run"]
         arguments = read_arguments(command, words, trainer_of(command)[0])
     return plan_run(arguments, layout_of(arguments))
-
-
-def seconds_of(one: Planned, scale: str) -> float:
-    """Of all cells of a kind: on four A100, or one thread with the start of each process."""
-    if scale == LAPTOP:
-        return one.cells * (one.flops / LAPTOP_FLOPS + 30.0)
-    return one.cells * one.flops / FULL_FLOPS
 
 
 def require_names(work: Work, plans: Sequence[Planned]) -> None:

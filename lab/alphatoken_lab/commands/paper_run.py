@@ -10,15 +10,11 @@ from pathlib import Path
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import read_json, write_json, write_text
 from alphatoken_lab.commands.paper import PaperOptions
-from alphatoken_lab.commands.paper_plan import Planned, Work, planned, require_names, seconds_of
+from alphatoken_lab.commands.paper_plan import Planned, Work, planned, require_names
 from alphatoken_lab.compare.grid import Cell
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
 
-__all__ = ["run", "shown_time"]
-
-
-_ONE_GPU = 76 * 2**30
-"""Bytes that an A100 of 80 GB has for a process: what the driver and CUDA take is left out."""
+__all__ = ["run"]
 
 
 def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
@@ -67,37 +63,21 @@ def _show(work: Work) -> int:
     exhibit = work.exhibit
     print(f"{exhibit.label}: {exhibit.title} ({work.scale} scale)")
     for one in plans:
-        print(f"  {_line(one, work.scale)}")
-    total = sum(seconds_of(one, work.scale) for one in plans)
-    cells = sum(one.cells for one in plans)
-    where = "one thread" if work.scale == LAPTOP else "4 A100 at 40 % of their peak"
-    print(f"  {cells} cells, about {shown_time(total)} on {where}; rows counted at their longest")
+        print(f"  {_line(one)}")
+    print(f"  {sum(one.cells for one in plans)} cells")
     for missing in missing_parts(work):
         print(f"  not here: {missing}")
     require_names(work, plans)
     return 0
 
 
-def _line(one: Planned, scale: str) -> str:
+def _line(one: Planned) -> str:
     if one.refused:
         return f"{one.name}: would be refused: {one.refused}"
     if not one.steps:
         return f"{one.name}: {one.cells} x measured only"
-    full = scale != LAPTOP and one.memory > _ONE_GPU
-    too_much = " (MORE THAN A GPU OF 80 GB HAS)" if full else ""
-    return (
-        f"{one.name}: {one.cells} x {one.steps:,} steps, {one.flops:.2g} FLOPs and "
-        f"{one.memory / 2**30:.3g} GiB a process on {one.processes}{too_much}, "
-        f"{shown_time(seconds_of(one, scale))}"
-    )
-
-
-def shown_time(seconds: float) -> str:
-    """In the largest unit that gives at least one."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.0f} s"
+    many = "process" if one.processes == 1 else "processes"
+    return f"{one.name}: {one.cells} x {one.steps:,} steps on {one.processes} {many}"
 
 
 # --- what has to be there -----------------------------------------------------------------------
