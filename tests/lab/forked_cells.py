@@ -27,7 +27,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["alphatoken_lab.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]
 )
-_COMMAND = [sys.executable, "-m", "alphatoken.cli"]
+_COMMAND = [sys.executable, "-m", "alphatoken_lab.commands"]
 
 
 class ForkedLauncher:
@@ -73,7 +73,7 @@ class _Fork:
 
 
 def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
-    """In the fork: what ``python -m alphatoken.cli`` does with these words."""
+    """In the fork: what ``python -m alphatoken_lab.commands`` does with these words."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -81,7 +81,7 @@ def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from tests.both_programs import main
+    from alphatoken_lab.commands import main
 
     torch.set_num_threads(1)
     sys.exit(main(words))
