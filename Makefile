@@ -22,7 +22,7 @@ READY_CARD := $(CARD)/.ready
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
-	coverage lint format types imports docs tutorials bench gpu gpu-wheels mutants random nightly lock clean
+	coverage lint format types types-tests imports docs tutorials bench gpu gpu-wheels mutants random nightly lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -44,6 +44,7 @@ help:
 	@echo "make lock         versions for continuous integration, anew: writes .ci/lock.txt"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove both environments, caches and built documentation"
+	@echo "make types-tests  mypy over tests and benchmarks: names that are not there"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
 # A .venv of this Python that works is kept and brought up to date; another one is built anew. First
@@ -112,6 +113,10 @@ format: $(READY)
 types: $(READY)
 	@echo "== types: mypy --strict on alphatoken/ and lab/"
 	$(RUN) -m mypy
+
+types-tests: $(READY)
+	@echo "== types: tests and benchmarks name nothing that is not there"
+	$(RUN) -m mypy --config-file tests/mypy.ini
 
 imports: $(READY)
 	@echo "== imports: the arrows of docs/architecture.md"

@@ -28,7 +28,7 @@ def drawn(panel: Panel) -> list[tuple[Any, Any, Any]]:
         panel.draw(axes)
         found = []
         for container in axes.containers:
-            line, _, bars = container.lines
+            line, _, bars = vars(container)["lines"]
             ends = [bar.get_segments() for bar in bars]
             found.append((*line.get_data(), ends))
         return found

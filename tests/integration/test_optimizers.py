@@ -329,7 +329,8 @@ def _compare_with_one_process() -> None:
         return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
 
     mesh = init_device_mesh("cpu", (2,))
-    one, sharded = model(), model()
+    one: Any = model()
+    sharded: Any = model()
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)

@@ -7,7 +7,8 @@ there and says why: a file as a whole, or a test or fixture by itself. ``make ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ OPTIONAL = (
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
-) -> Iterator[None]:
+) -> Generator[None, Any, Any]:
     report = yield
     call = getattr(report, "call", None)
     missing = _missing(call.excinfo.value) if call is not None and call.excinfo else None
@@ -34,7 +35,9 @@ def pytest_make_collect_report(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
     report = yield
     missing = _missing(call.excinfo.value) if call.excinfo else None
     if report.failed and missing in OPTIONAL:

@@ -20,6 +20,7 @@ from alphatoken.model import delta_dispatch
 from alphatoken.model.capture import find_scope, record
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
+from alphatoken.oracle.influence import Influence
 from tests.property.architectures import BY_NAME, VOCABULARY, Architecture, plain_forward
 from tests.property.properties_proofs import refusal
 from tests.property.strategies import Rows, make_batch
@@ -147,7 +148,7 @@ class Truth:
             self.model, self.forward, self.case.validations, self.parameters
         )
 
-    def influence(self, direction: Mapping[str, Tensor] | None = None) -> influence.Influence:
+    def influence(self, direction: Mapping[str, Tensor] | None = None) -> Influence:
         return influence.exact_influence(
             self.model, self.forward, self.case.batch, self.modules, direction or self.gradient
         )
@@ -158,7 +159,7 @@ class Truth:
         response[:, 0] = False
         return influence.to_token_index(by_position).masked_fill(~response, 0.0)
 
-    def scale(self, exact: influence.Influence) -> Tensor:
+    def scale(self, exact: Influence) -> Tensor:
         absolute = exact.absolute_scale
         return self.at_tokens(influence.column_sums(absolute) + influence.row_sums(absolute))
 

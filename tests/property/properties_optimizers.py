@@ -90,6 +90,8 @@ def check_a_constant_clip_factor(case: Case, factor: float) -> None:
 class Scaled(Case):
     """The next gradient, the token's part included, times a constant."""
 
+    factor: float
+
     def __init__(
         self, kind: Kind, steps: int, seed: int, shape: tuple[int, ...], factor: float
     ) -> None:

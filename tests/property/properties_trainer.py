@@ -242,7 +242,7 @@ class ChunkedLogProbFunction(torch.autograd.Function):
 
 @contextmanager
 def _double_head() -> Iterator[None]:
-    utils = import_module("trl.trainer.utils")
+    utils: Any = import_module("trl.trainer.utils")
     before = utils._ChunkedLogProbFunction
     utils._ChunkedLogProbFunction = ChunkedLogProbFunction
     try:

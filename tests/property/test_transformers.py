@@ -28,6 +28,7 @@ from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.model.capture import find_scope, record
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence, propagation
+from alphatoken.oracle.influence import Influence, Use
 from tests.property.architectures import (
     ARCHITECTURES,
     BY_NAME,
@@ -331,7 +332,7 @@ class Oracle:
             self.model, self.forward, self.setup.validations, self.parameters
         )
 
-    def influence(self, direction: Mapping[str, Tensor]) -> influence.Influence:
+    def influence(self, direction: Mapping[str, Tensor]) -> Influence:
         return influence.exact_influence(
             self.model,
             self.forward,
@@ -362,7 +363,7 @@ class Oracle:
             return alone, list(torch.autograd.grad(sum(losses.values()), heads))
 
     @cached_property
-    def value_uses(self) -> list[influence.Use]:
+    def value_uses(self) -> list[Use]:
         """One use of the linear that makes the value states, by scored layer."""
         suffix = self.architecture.value
         chosen = {n: m for n, m in self.modules.items() if n.endswith(suffix)}
