@@ -111,21 +111,26 @@ def library_decoder() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A page in a browser is slow: not every machine has one."""
+    """Slow are pages in a browser, which not every machine has, and all that is not the library."""
+    beside = [Path(__file__).parent / name for name in ("lab", "benchmarks")]
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.pictures)
+        if any(item.path.is_relative_to(folder) for folder in beside):
+            item.add_marker(pytest.mark.slow)
 
 
 def unit_of_work(nodeid: str) -> str:
     """What one process runs: a test, or a whole file whose tests share what they have made.
 
-    That is an integration file or one of the lab (a saved model, a finished run) and one about a
+    That is a file of integration, lab or benchmarks (a saved model, a finished run) and one about a
     diagnosis.
     """
     file = nodeid.partition("::")[0]
-    whole = any(part in file for part in ("/integration/", "/lab/", "/test_fidelity_"))
+    whole = any(
+        part in file for part in ("/integration/", "/lab/", "/benchmarks/", "/test_fidelity_")
+    )
     return file if whole else nodeid
 
 

@@ -156,7 +156,7 @@ def test_numbers_are_values_errors_and_lengths(library_decoder: Path) -> None:
     from alphatoken import Scorer, ScorerConfig
     from alphatoken.data import batches
     from benchmarks.selection import finding
-    from tests.integration.test_selection_finding import example
+    from tests.benchmarks.test_selection_finding import example
 
     model = AutoModelForCausalLM.from_pretrained(library_decoder).eval()
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)

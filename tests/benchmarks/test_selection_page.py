@@ -12,7 +12,7 @@ import pytest
 from benchmarks.selection import report
 from benchmarks.selection.hypotheses import Effect, Hypothesis
 from benchmarks.selection.paired import Difference
-from tests.integration.test_selection_benchmark import each
+from tests.benchmarks.test_selection_benchmark import each
 
 SURE, DOUBT = Difference(-0.5, -0.6, -0.4, 3), Difference(0.25, -0.1, 0.6, 3)
 
