@@ -180,7 +180,6 @@ mutants: $(READY)
 	$(RUN) -m tests.sampled run --room core --count 150
 	$(RUN) -m tests.sampled run --room train --count 60
 	$(RUN) -m tests.sampled publish
-	$(RUN) -m tests.property.generate_docs sampled
 
 nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"

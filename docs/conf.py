@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,12 @@ def write_module_pages() -> None:
         (folder / f"{name}.rst").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
+def write_generated_pages() -> None:
+    """Pages that are tables of the code and its tests, written anew for each build."""
+    for words in (["tests.property.generate_docs"], ["tests.options_page", "docs/options.md"]):
+        subprocess.run([sys.executable, "-m", *words], cwd=HERE.parent, check=True)
+
+
 def check_tree() -> None:
     """The annotated tree names every module, or there is no documentation."""
     tree = (HERE / "architecture.md").read_text(encoding="utf-8")
@@ -151,6 +158,7 @@ def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
 def _prepare(app: Any, config: Any) -> None:
     check_tree()
     write_module_pages()
+    write_generated_pages()
 
 
 def setup(app: Any) -> None:

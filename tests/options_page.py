@@ -1,4 +1,4 @@
-"""Writes docs/options.md of the fields: ``python -m tests.options_page docs/options.md``."""
+"""The page of all options, which each build of the documentation writes anew."""
 
 # ruff: noqa: E501  (pages are as wide as the others)
 from __future__ import annotations
@@ -33,8 +33,6 @@ and in recipes they have the same names. The defaults of the method (estimator, 
 paper's; `retention` is not (its Fisher takes hours), and those of the training around it are not all ([rows 12 to 16 of the gaps](paper-gaps.md)), and the packaged recipes `paper-sft` and
 `paper-dpo` set them as the paper has them. Against a fixed batch we warn: the share of the rows that is only watched raises an alarm
 when the batch is being learnt by heart. `validation_mode="pool"` is what we recommend.
-
-<!-- Written by python -m tests.options_page docs/options.md -->
 
 | option | default | what it is | range | when to change it | source |
 |---|---|---|---|---|---|

@@ -147,10 +147,9 @@ def test_every_page_has_its_place_in_the_order() -> None:
     captions = re.findall(r":caption: (\w+)", index)
     assert captions == ["Start", "Use", "Understand", "Evidence", "Reference", "Contribute"]
     listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
-    assert {path.stem for path in DOCS.glob("*.md")} - {"index"} == listed - {
-        "tutorials/index",
-        "adr/index",
-    }
+    written = {"claims", "kill-matrix", "options"}  # by each build
+    there = {path.stem for path in DOCS.glob("*.md")} | written
+    assert there - {"index"} == listed - {"tutorials/index", "adr/index"}
 
 
 def test_tutorials_are_listed_and_say_what_they_take() -> None:

@@ -1,9 +1,8 @@
-"""Writes docs/claims.md and docs/kill-matrix.md: ``python -m tests.property.generate_docs``.
+"""The pages of claims and of kills, which each build of the documentation writes anew.
 
-With ``claims`` (instant), ``kills`` (minutes) or ``sampled`` (instant: that section of the page of
-kills) after it, only that one.
-The table of claims is ``claims.ROWS`` with the properties' docstrings and the catalogue's mutants,
-so the same sources give the same text. The kill matrix is what the mutants did.
+The table of claims is ``claims.ROWS`` with the properties' docstrings and the catalogue's mutants.
+The kill matrix is the catalogue with what the mutants did when they were last hunted, by
+``python -m tests.property.generate_docs kills`` (minutes), which writes docs/kill-matrix.json.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.property.claims import Row as ClaimRow
@@ -29,8 +28,8 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 CLAIMS_PAGE = DOCS / "claims.md"
 KILLS_PAGE = DOCS / "kill-matrix.md"
+KILLS = DOCS / "kill-matrix.json"
 COMMAND = "python -m tests.property.generate_docs"
-HEAD = f"<!-- written by {COMMAND}; do not edit by hand -->\n\n"
 
 
 # --- claims: a table, and what the sources say of it --------------------------------------------
@@ -196,7 +195,7 @@ def claims_text() -> str:
     drawn = on_drawn_examples()
     return "\n".join(
         [
-            HEAD + "# Claims\n",
+            "# Claims\n",
             "Each line is a statement of the paper or of this library, and what proves it. The "
             "claim begins with the labels of the paper's equations that it proves, or with the "
             "name of a method. The oracle is a slow, obvious function of `alphatoken.oracle`, "
@@ -279,13 +278,13 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def kills_text() -> str:
-    """The kill matrix; every mutant is hunted by each of its properties. Raises if one survives."""
+    """The kill matrix, of what the last hunt found (``docs/kill-matrix.json``)."""
     from tests.property.catalogue import LISTED, ROOMS
 
-    kills = _all_kills()
+    found = json.loads(KILLS.read_text(encoding="utf-8"))
     return "\n".join(
         [
-            HEAD + "# Kill matrix\n",
+            "# Kill matrix\n",
             "A mutant is the library with a few words replaced. It is *killed* when a property "
             "fails by its own assertion, the replaced code ran, the same example passes on the "
             "library as it is, and the library's own run-time proofs were switched off meanwhile "
@@ -295,8 +294,8 @@ def kills_text() -> str:
             "proofs refuse the mutant by themselves, before any value is returned. [Sampled "
             "mutants](#sampled-mutants) follow the named ones.\n",
             "## Errors that must be noticed\n",
-            _kill_table(LISTED, kills),
-            *(f"## {title}\n\n{_kill_table(room, kills)}" for title, room in ROOMS.items()),
+            _kill_table(LISTED, found),
+            *(f"## {title}\n\n{_kill_table(room, found)}" for title, room in ROOMS.items()),
             sampled_text(),
         ]
     )
@@ -309,31 +308,53 @@ def sampled_text() -> str:
     return paragraphs(json.loads(FOUND.read_text(encoding="utf-8")), table, code, text)
 
 
-def _kill_table(mutants: Sequence[Mutant], kills: Mapping[str, list[Kill]]) -> str:
+def _kill_table(mutants: Sequence[Mutant], found: Mapping[str, Any]) -> str:
     head = ["Mutant", "What it stands for", "Change", "Killed by", "Own proofs"]
-    return table(head, [_kill_row(mutant, kills[mutant.name]) for mutant in mutants])
+    return table(head, [_kill_row(mutant, found[mutant.name]) for mutant in mutants])
 
 
-def _all_kills() -> dict[str, list[Kill]]:
-    """Hunt every mutant, in as many processes as there are cores; says who survives."""
+def _kill_row(mutant: Mutant, found: Mapping[str, Any]) -> list[str]:
+    changes = [
+        f"{code(edit.target)}: {_words(edit.old)} → {_words(edit.new)}" for edit in mutant.edits
+    ]
+    return [
+        code(mutant.name),
+        text(mutant.sentence),
+        "; ".join(changes),
+        ", ".join(f"{code(name)} ({number})" for name, number in found["killed_by"]),
+        ", ".join(map(code, found.get("refused_by", ()))) or "no",
+    ]
+
+
+def hunted() -> dict[str, Any]:
+    """Hunt every mutant, in as many processes as there are cores. Raises if one survives."""
     import torch
 
     from tests.property.catalogue import MUTANTS
 
     torch.set_num_threads(1)  # one a process; with more they wait for each other, six times as long
     names = [mutant.name for mutant in MUTANTS]
-    found: dict[str, list[Kill]] = {}
+    found: dict[str, Any] = {}
     surviving: list[str] = []
     begun = time.monotonic()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=10) as pool:
         for number, (name, kills) in enumerate(pool.imap(_kills, names), 1):
-            found[name] = [kill for kill in kills if not isinstance(kill, str)]
+            dead = [kill for kill in kills if not isinstance(kill, str)]
+            found[name] = {"killed_by": [[kill.claim, kill.example] for kill in dead]}
+            if refused := sorted({kill.refused for kill in dead if kill.refused}):
+                found[name]["refused_by"] = refused
             surviving += [f"'{name}' survives {kill}" for kill in kills if isinstance(kill, str)]
             left = (time.monotonic() - begun) / number * (len(names) - number)
             print(f"{number} of {len(names)}, {left:.0f} s left: {name}", file=sys.stderr)
     if surviving:
         raise SystemExit("a property is missing: " + "; ".join(surviving))
     return found
+
+
+def write_kills(found: Mapping[str, Any]) -> None:
+    """A line a mutant, so that changes can be read."""
+    lines = [f" {json.dumps(name)}: {json.dumps(kills)}" for name, kills in found.items()]
+    KILLS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def _kills(name: str) -> tuple[str, list[Kill | str]]:
@@ -344,47 +365,19 @@ def _kills(name: str) -> tuple[str, list[Kill | str]]:
     return name, [hunt(BY_NAME[name], one) or one.name for one in BY_NAME[name].claims]
 
 
-def _kill_row(mutant: Mutant, kills: list[Kill]) -> list[str]:
-    changes = [
-        f"{code(edit.target)}: {_words(edit.old)} → {_words(edit.new)}" for edit in mutant.edits
-    ]
-    refusals = sorted({kill.refused for kill in kills if kill.refused})
-    return [
-        code(mutant.name),
-        text(mutant.sentence),
-        "; ".join(changes),
-        ", ".join(f"{code(kill.claim)} ({kill.example})" for kill in kills),
-        ", ".join(map(code, refusals)) or "no",
-    ]
-
-
 def _words(source: str) -> str:
     return code(" ".join(source.split())) if source else "nothing"  # a table's row is one line
 
 
-_CELL = re.compile(r"(?<!\\)\|")
-_KILLED = re.compile(r"`([\w.]+::\w+)` \(\d+\)")
-
-
-def read_kill_matrix(page: str) -> list[tuple[str, tuple[str, ...]]]:
-    """(mutant, properties) of each row of a written kill matrix; sampled ones are no part of it."""
-    rows = []
-    for line in page.partition("## Sampled mutants")[0].splitlines():
-        cells = [cell.strip() for cell in _CELL.split(line)][1:-1]
-        if len(cells) == 5 and cells[0].startswith("`"):
-            rows.append((cells[0].strip("`"), tuple(_KILLED.findall(cells[3]))))
-    return rows
-
-
-def main(pages: list[str]) -> None:
-    """Write the pages that are named, both by default."""
-    if "claims" in pages or not pages:
+def main(words: list[str]) -> None:
+    """Write both pages; or, with the word ``kills``, hunt all mutants for them (minutes)."""
+    if words == ["kills"]:
+        write_kills(hunted())
+    elif words:
+        raise SystemExit(f"{COMMAND} [kills]")
+    else:
         CLAIMS_PAGE.write_text(claims_text(), encoding="utf-8")
-    if "kills" in pages or not pages:
         KILLS_PAGE.write_text(kills_text(), encoding="utf-8")
-    if "sampled" in pages:
-        named = KILLS_PAGE.read_text(encoding="utf-8").partition("## Sampled mutants")[0]
-        KILLS_PAGE.write_text(named + sampled_text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -189,15 +190,14 @@ def test_the_token_fisher_is_exact(config: DecoderConfig, seed: int, samples: in
 # --- documents -----------------------------------------------------------------------------------
 
 
-def test_the_table_of_claims_is_up_to_date() -> None:
-    """docs/claims.md is what the generator writes now: python -m tests.property.generate_docs."""
-    assert generate_docs.CLAIMS_PAGE.read_text(encoding="utf-8") == generate_docs.claims_text()
-
-
 def test_the_kill_matrix_lists_exactly_the_mutants() -> None:
-    """Same names, same order, each beside the properties that have to kill it."""
-    rows = generate_docs.read_kill_matrix(generate_docs.KILLS_PAGE.read_text(encoding="utf-8"))
-    assert rows == [(mutant.name, tuple(one.name for one in mutant.claims)) for mutant in MUTANTS]
+    """Each beside the properties that have to kill it, on the page too."""
+    found = json.loads(generate_docs.KILLS.read_text(encoding="utf-8"))
+    claims = {mutant.name: [one.name for one in mutant.claims] for mutant in MUTANTS}
+    assert {n: [name for name, _ in kills["killed_by"]] for n, kills in found.items()} == claims
+    page = generate_docs.kills_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| .*::.* \| [^|]+ \|$", page, re.MULTILINE)
+    assert rows == [mutant.name for mutant in MUTANTS]
 
 
 def test_every_property_is_run_by_some_test() -> None:
@@ -225,7 +225,7 @@ def test_every_equation_has_its_proof_or_is_said_to_have_none() -> None:
     labels = {label for row in ROWS for label in row.labels}
     assert labels & set(EQUATIONS) == set(proved)
     assert {label for label in labels if "_" in label} <= set(proved)
-    page = generate_docs.CLAIMS_PAGE.read_text(encoding="utf-8")
+    page = generate_docs.claims_text()
     for label in set(EQUATIONS) - labels:
         assert f"| `{label}` | not proved: " in page
     assert generate_docs.cited()
@@ -255,7 +255,7 @@ def test_an_equation_stands_on_rows_with_its_own_truth(labels: set[str], oracles
 
 def test_the_page_of_claims_counts_what_it_holds() -> None:
     """Counted here by another route: rows in italics are run on no drawn example."""
-    page = generate_docs.CLAIMS_PAGE.read_text(encoding="utf-8")
+    page = generate_docs.claims_text()
     lines = [line for line in page.splitlines() if line.startswith("|") and ".py::" in line]
     by_hand = [line for line in lines if re.search(r"\| \*`[^`]+`\* \|", line)]
     without = [
