@@ -420,7 +420,7 @@ def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
         prepared(**{**given, "train_file": str(other)})
     with pytest.raises(ConfigError, match="not the standard library"):
         prepared()
-    prepared(report=True)
+    prepared(only_report=True)
     mine.write_text(mine.read_text().replace("no more", "no less"))
     with pytest.raises(ConfigError, match="of other files"):  # it was changed since
         prepared(**given)
