@@ -18,7 +18,7 @@ from alphatoken_lab.compare.tables import Record, records
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
 from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
 from benchmarks.paper.sources import GENERAL, STORIES
-from benchmarks.selection.store import keep, lines_of, restore
+from benchmarks.selection.store import keep, lines_of, restore, spec_of
 
 __all__ = ["RESULTS", "kept_records", "synchronise", "work_of"]
 
@@ -36,7 +36,7 @@ def _digest(work: Work) -> Any:
 
     def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
         parts = [cell, *(others[name] for name in cell.models)]
-        specs = [{k: v for k, v in part.spec().items() if k != "keep_model"} for part in parts]
+        specs = [spec_of(part) for part in parts]
         sizes = [SIZES[work.family], OTHER, LETTERS, GENERAL, STORIES]
         text = json.dumps([specs, sizes], sort_keys=True)
         text = text.replace(str(work.rows), "$PAPER_ROWS").replace(models, "$ALPHATOKEN_MODELS")

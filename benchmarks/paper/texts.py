@@ -93,16 +93,16 @@ a folder `paper-evaluation` (`--evaluation_dir`) with
 
 | file | what |
 |---|---|
-| `humaneval.jsonl` | HumanEval's problems, as published (`prompt`, `entry_point`, `test`) |
 | `alpaca_eval.jsonl`, `arena_hard.jsonl` | questions (`instruction` or `prompt`) |
 | `alpaca_eval_answers.jsonl`, `arena_hard_answers.jsonl` | stored answers of the opponents |
 | `arc_challenge.jsonl`, `mmlu.jsonl`, `gsm8k.jsonl` | 8 rows each, for the Fisher's figure |
 | `hellaswag.jsonl` | likewise; 1,000 rows for the stability figure |
 
-and a judge's endpoint (`--judge_url`, `--judge_model`). Then
+a judge's endpoint (`--judge_url`, `--judge_model`), and for HumanEval an image in which lm-eval
+executes what the model writes ([evaluate.md](evaluate.md) has it in four lines). Then
 
     alphatoken-lab paper tab:main_rq1_sft --devices 0,1,2,3 --devices_per_cell 4 \\
-        --allow_code_execution
+        --code_container code-eval
 
 What is not here is named before anything runs. Cells are processes of their own and are resumed;
 tables share cells. The layout (FSDP2, or ZeRO-2 for label values) and the paper's global batches

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Grid, all_cells
 from alphatoken_lab.compare.tables import markdown
-from benchmarks.selection.rows import ANSWERS, PROBLEMS
+from benchmarks.selection.rows import ANSWERS
 
 __all__ = ["solved", "table"]
 
@@ -21,9 +21,8 @@ def solved(grid: Grid, folder: GridFolder) -> list[dict[str, Any]]:
     for cell in all_cells(grid):
         result = folder.of(cell).result()
         if result is not None:
-            asked = PROBLEMS if cell.task == "code" else ANSWERS
-            right = round(result["target"] * asked / 100)
-            found.append({"task": cell.task, "method": cell.policy, "solved": right, "of": asked})
+            right = round(result["target"] * ANSWERS / 100)
+            found.append({"task": cell.task, "method": cell.policy, "solved": right, "of": ANSWERS})
     return found
 
 

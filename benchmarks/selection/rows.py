@@ -8,7 +8,7 @@
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
     choices          questions of ARC-Challenge and HellaSwag, each choice a row, and which is right
     oracle-*         what of a dirty task is clean: the most that any selection could find
-    answers          other problems of GSM8K's test file, to be answered; code-problems: of MBPP's
+    answers          other problems of GSM8K's test file, to be answered
     general          other general instructions than those that retention is measured on
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
@@ -33,7 +33,6 @@ __all__ = [
     "BENCHMARKS",
     "DIRT",
     "LETTERS",
-    "PROBLEMS",
     "QUESTIONS",
     "SIZES",
     "exchanged",
@@ -55,8 +54,8 @@ SIZES = {"train": 320, "validation": 16, "choosing": 16}
 """Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
 
 TARGET, GENERAL, STORIES = 40, 20, 8
-ANSWERS, PROBLEMS = 200, 100
-"""Of mathematics and of Python, that a model answers in its own words."""
+ANSWERS = 200
+"""Problems of mathematics that a model answers in its own words."""
 
 QUESTIONS = 300
 BENCHMARKS = {
@@ -170,11 +169,6 @@ def _code(folder: Path, generator: random.Random) -> None:
         _write(folder / f"code-{name}.jsonl", rows)
     tests = _shuffled(programs("test"), generator)
     _write(folder / "code-target.jsonl", tests[:TARGET])
-    target = {row["prompt"] for row in tests[:TARGET]}
-    problems = [
-        one for one in map(_problem, read("mbpp/test.jsonl")) if one and one["asks"] not in target
-    ]
-    _write(folder / "code-problems.jsonl", problems[:PROBLEMS])
 
 
 def programs(part: str) -> list[Row]:
@@ -201,22 +195,6 @@ def _preference(row: Row) -> Row | None:
     better = int(row["preference"]) - 1
     prompt = row["instruction"].strip()
     return {"prompt": prompt, "chosen": both[better], "rejected": both[1 - better]}
-
-
-def _problem(row: Row) -> Row | None:
-    """In HumanEval's form, in the words of the training rows; None if its function has no head."""
-    code, tests = row["code"].replace("\r\n", "\n"), row["test_list"]
-    called = re.match(r"assert\s+\(*\s*(\w+)\(", tests[0])
-    head = called and re.search(rf"^def {called[1]}\(.*\):[ \t]*$", code, re.MULTILINE)
-    if not called or not head or row["test_setup_code"]:
-        return None
-    asks = f"{row['text']}\nYour code should pass: {tests[0]}"
-    return {
-        "asks": asks,
-        "prompt": f'"""\n{asks}\n"""\n{head[0].strip()}\n',
-        "entry_point": called[1],
-        "test": "\n".join(["def check(candidate):", *(f"    {test}" for test in tests)]),
-    }
 
 
 def write_task(folder: Path) -> None:

@@ -25,7 +25,6 @@ from benchmarks.selection.rows import (
     FLIPPED,
     GENERAL,
     LETTERS,
-    PROBLEMS,
     QUESTIONS,
     SIZES,
     STORIES,
@@ -38,6 +37,7 @@ __all__ = [
     "keep",
     "lines_of",
     "restore",
+    "spec_of",
     "synchronised",
     "to_read",
 ]
@@ -48,7 +48,6 @@ PLACES = ("SELECTION_ROWS", "ALPHATOKEN_MODELS", "ALPHATOKEN_DATA")
 """Variables whose folders differ between machines."""
 
 _OF_FILES = {
-    "code-problems.jsonl": PROBLEMS,
     "/tasks": ANSWERS,
     "choices.jsonl": QUESTIONS,
     "pairs-flipped": FLIPPED,
@@ -98,13 +97,22 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
         others: cells by name, of which those count whose models are loaded.
     """
     parts = [cell, *(others[name] for name in cell.models)]
-    specs = [{k: v for k, v in part.spec().items() if k != "keep_model"} for part in parts]
+    specs = [spec_of(part) for part in parts]
     text = json.dumps([specs, LETTERS, SIZES, TARGET, GENERAL, STORIES, DIRT], sort_keys=True)
     for name in PLACES:
         if os.environ.get(name):
             text = text.replace(os.environ[name], f"${name}")
     text += "".join(f" {name} {size}" for name, size in _OF_FILES.items() if name in text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def spec_of(cell: Cell) -> dict[str, Any]:
+    """What of a cell's description is in its digest."""
+    spec = {k: v for k, v in cell.spec().items() if k != "keep_model"}
+    if spec.get("measures") is not None:
+        # A measure that went and that no kept cell has; digests of before hold its name.
+        spec["measures"] = {**spec["measures"], "code_file": None}
+    return spec
 
 
 Digest = Callable[[Cell, Mapping[str, Cell]], str]

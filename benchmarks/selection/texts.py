@@ -43,8 +43,8 @@ Differences are paired by question, in points of percent, with 95 % intervals.
 """
 
 ANSWERED = """Problems that a model answers in its own words, word by word the likeliest: other ones
-of GSM8K's test file, right where the number after `####` is, and of MBPP's, right where the tests
-pass that are executed. Trained on `clean` and on `code`; one seed, 95 % intervals over problems.
+of GSM8K's test file, right where the number after `####` is. Trained on `clean`; one seed, 95 %
+intervals over problems.
 """
 
 FINDING = """Before any step: the chance that a planted token (`noisy-words`) or row

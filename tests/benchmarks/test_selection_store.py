@@ -224,7 +224,7 @@ def test_a_digest_is_of_the_rows_sizes(
 @pytest.mark.parametrize(
     ("grid", "file"),
     [
-        ("answers", "code-problems.jsonl"), ("answers", "/tasks"), ("choices", "choices.jsonl"),
+        ("answers", "/tasks"), ("choices", "choices.jsonl"),
         ("pairs", "pairs-flipped"),
     ],
 )  # fmt: skip

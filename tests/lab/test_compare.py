@@ -806,11 +806,10 @@ def test_tables_say_the_shots_and_the_template() -> None:
     values = {
         "retention/mmlu": 40.0,
         "target/alpaca": 50.0,
-        "target/alpaca length-controlled": 48.0,
     }
     found = [record("a", 0, 50.0, unit="score", settings=ways, **values)]
     head = quality_table(lines_of(found, "t")).splitlines()[0]
-    assert "mmlu (5-shot) ↑ | alpaca ↑ | alpaca length-controlled ↑" in head
+    assert "mmlu (5-shot) ↑ | alpaca ↑" in head
     assert settings_text(lines_of(found, "t")) == (
         "`mmlu`: 5-shot, no chat template, acc, 20 questions. `alpaca`: chat template, win rate, "
         "against gpt4.json, judge endpoint of m (prompt p.txt), 805 questions.\n"

@@ -87,7 +87,6 @@ def test_losses_and_judged_answers_of_a_folder(
     assert (
         "| Preference | `mine` | 100.00 | no chat template, win rate, against stored.jsonl" in table
     )
-    assert "length-controlled 100.00 |" in table
     assert "| **Preference Avg.** |  | **100.00** |" in table
     assert "Overall" not in table
     assert table.split("\n\n", 1)[1] in said
@@ -128,7 +127,7 @@ def test_an_adapter_s_folder_is_its_base_with_it(
     assert found["details"]["retention_loss"] == pytest.approx(wanted, rel=1e-5)
     assert found["settings"]["target/mine"]["opponent"] == "start"
     rows = json.loads((Path(files["out"]) / "answers-mine.json").read_text())
-    assert any(row["answer"] != row["other"] for row in rows)
+    assert any(row["output_1"] != row["output_2"] for row in rows)
 
 
 def test_pairs_are_measured_against_the_start(
@@ -157,8 +156,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "nothing": ([], "nothing is to be measured"),
     "no file": (["--target_file", "no.jsonl"], "target_file is not there"),
-    "no code": (["--code_file", "no.jsonl"], "code_file is not there"),
-    "code without consent": (["--code_file", "{rows}"], "without --allow_code_execution"),
     "no judge": (["--judge_set", "a={questions},{stored}"], "needs a judge"),
     "a judge alone": (
         ["--target_file", "{rows}", "--judge", "likelihood", "--judge_model", "m"],
@@ -287,7 +284,6 @@ def test_a_cell_reads_what_it_measures_before_it_trains(
     never = lambda *_, **__: pytest.fail("work was done")  # noqa: E731
     judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
     for measures, said in (
-        (Measures(code_file=files["rows"]), "without --allow_code_execution"),
         (Measures(target_file=files["broken"]), "broken JSON line"),
         (Measures(target_file=files["rows"], choosing_file=files["mixed"]), "no response field"),
         (
@@ -335,7 +331,7 @@ def test_cells_measured_before_there_were_shots_stay_valid() -> None:
     """What a cell's folder says of its measures: the fields of then, and new ones where used."""
     old = {
         "target_file": "t", "choosing_file": None, "retention_file": None, "target_tasks": (),
-        "retention_tasks": ("mmlu",), "task_path": None, "task_limit": None, "code_file": None,
+        "retention_tasks": ("mmlu",), "task_path": None, "task_limit": None,
         "questions_file": None, "judge": None, "max_new_tokens": 256, "max_length": None,
         "batch_size": 16, "chat": True,
     }  # fmt: skip

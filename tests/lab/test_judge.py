@@ -190,14 +190,15 @@ def test_a_trained_model_wins_against_its_ruin(
     assert rate(model, ruined)["target"] == 100.0
     assert rate(ruined, model)["target"] == 0.0
     found = rate(model, model)
-    assert found["details"] == {"target/win_rate": 50.0, "target/win_rate length-controlled": 50.0}
+    assert found["details"] == {"target/win_rate": 50.0}
     assert found["settings"]["target/win_rate"] == {
         "opponent": "start", "judge": f"likelihood of {library_decoder.name}",
         "judge_prompt": None, "questions": 2, "chat_template": False, "metric": "win rate",
     }  # fmt: skip
     answered = json.loads((tmp_path / "answers-win_rate.json").read_text())
-    assert [one["prompt"] for one in answered] == TEXTS
-    assert [one["won"] for one in answered] == [0.5, 0.5]
+    assert [one["instruction"] for one in answered] == TEXTS
+    assert [one["preference"] for one in answered] == [1.5, 1.5]
+    assert {"output_1", "output_2", "generator_1", "generator_2", "annotator"} < set(answered[0])
 
 
 # --- stored answers -----------------------------------------------------------------------------
@@ -268,9 +269,11 @@ def test_of_several_turns_the_first_is_asked_and_answered(tmp_path: Path) -> Non
     assert stored_answers(answers, found) == ["one", "hi"]
 
 
-def test_what_stands_beside_a_score_is_no_part_of_the_mean() -> None:
-    scores = {"target": {"a": Score(40.0, {}, {"length-controlled": 90.0}), "b": Score(60.0, {})},
-              "retention": {"c": Score(30.0, {})}}  # fmt: skip
+def test_means_are_of_all_scores_of_a_part() -> None:
+    scores = {
+        "target": {"a": Score(40.0, {}), "b": Score(60.0, {})},
+        "retention": {"c": Score(30.0, {})},
+    }
     assert _headline({}, scores) == {
         "target": 50.0, "retention": 30.0, "overall": 40.0, "unit": "score",
         "retention_unit": "score",

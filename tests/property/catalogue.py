@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.lab import mutants_compare, mutants_policies
+from tests.lab import mutants_policies
 from tests.property import (
     mutants,
     mutants_adapters,
@@ -19,7 +19,6 @@ from tests.property import (
 LISTED = mutants.LISTED
 OF_LAB = {
     "Errors in the other methods": mutants_policies.MUTANTS,
-    "Errors in how models are compared": mutants_compare.MUTANTS,
 }
 ROOMS = {
     "Errors in further steps of the core": (*mutants.OWN, *mutants.WEIGHTS),

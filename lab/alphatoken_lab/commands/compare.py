@@ -52,7 +52,9 @@ class _Running(CellOptions):
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells and stop")
     only_report: bool = option(False, "write the tables of what is there, run nothing")
-    allow_code_execution: bool = option(False, "execute generated code, sandboxed")
+    code_container: str | None = option(
+        None, "image in which lm-eval executes generated code (humaneval, mbpp)"
+    )
     quiet: bool = option(False, "no progress is shown")
     traceback: bool = option(False, "show the whole traceback of an error")
     cell: str | None = option(None, argparse.SUPPRESS)
@@ -73,7 +75,7 @@ def run(words: Sequence[str]) -> int:
     """
     options, more = parse(words)
     if options.cell is not None:
-        return _cell(Path(options.cell), allow_code=options.allow_code_execution)
+        return _cell(Path(options.cell), options.code_container)
     from alphatoken.cli.folder import require_writable
     from alphatoken_lab.compare.folder import GridFolder
     from alphatoken_lab.compare.grid import all_cells
@@ -163,7 +165,8 @@ def _command(options: CompareOptions, path: Path) -> list[str]:
     from alphatoken_lab.compare.launchers import PORT
     from alphatoken_lab.compare.running import ATTACHED
 
-    allow = ["--allow_code_execution"] if options.allow_code_execution else []
+    image = options.code_container
+    allow = [] if image is None else ["--code_container", image]
     own = ["-m", "alphatoken_lab.commands", "compare", "--cell", str(path), *allow]
     spec, count = CellFolder(path).spec(), str(options.devices_per_cell)
     if count == "1" or spec["kind"] != "train":
@@ -284,7 +287,7 @@ def say_results(
 # --- one cell, in its own process ---------------------------------------------------------------
 
 
-def _cell(path: Path, *, allow_code: bool) -> int:
+def _cell(path: Path, code_container: str | None) -> int:
     from alphatoken_lab.compare.running import end_with_parent
 
     end_with_parent()
@@ -307,7 +310,7 @@ def _cell(path: Path, *, allow_code: bool) -> int:
     if first and try_lock(path / "lock") is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:
-        run_cell(path, _trainer, _load, allow_code=allow_code)
+        run_cell(path, _trainer, _load, code_container=code_container)
     except AlphaTokenError:
         raise
     except Exception as error:  # the whole of it is in the log; its last line is in the table

@@ -22,7 +22,7 @@ output
   OUT/evaluation.md     every score with its shots and whether the chat template was used, the means
                         General (--tasks), Target or Preference, and Overall where both are there
   OUT/evaluation.json   the same, and the loss of each row
-  OUT/answers-SET.json, code.json   what the model wrote
+  OUT/answers-SET.json, code-TASK.json   what the model wrote
 
 shots
   --shots mmlu=5 gsm8k=0. Without it: what the task's own file says, or else the paper's number
@@ -30,7 +30,7 @@ shots
 
 examples
   alphatoken-lab evaluate runs/sft --tasks arc_challenge hellaswag mmlu gsm8k \\
-      --code_file HumanEval.jsonl --allow_code_execution
+      --target_tasks humaneval --code_container code-eval
   alphatoken-lab evaluate runs/lora --tasks tasks/arc.yaml --task_limit 100
   alphatoken-lab evaluate runs/dpo --judge_set alpaca=questions.jsonl,opponent.json \\
       --judge endpoint --judge_url http://localhost:8000/v1 --judge_model NAME
@@ -52,8 +52,9 @@ class _Tasks:
     task_chat: bool = option(False, "put lm-eval's prompts into the chat template")
     target_file: str | None = option(None, "held-out rows, or preference pairs: the target loss")
     retention_file: str | None = option(None, "rows that must not be forgotten")
-    code_file: str | None = option(None, "problems of HumanEval's form, executed")
-    allow_code_execution: bool = option(False, "execute generated code, sandboxed")
+    code_container: str | None = option(
+        None, "image in which lm-eval executes generated code (humaneval, mbpp)"
+    )
     measures: str | None = option(None, "YAML file with all of this, as a grid's `measures`")
 
 

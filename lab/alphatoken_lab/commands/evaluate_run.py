@@ -28,7 +28,7 @@ from alphatoken_lab.commands.compare_grid import expanded, require_known
 from alphatoken_lab.commands.evaluate import EvaluateOptions
 from alphatoken_lab.compare.evaluate import check_rows, encode_files, measure, require_template
 from alphatoken_lab.compare.measures import OPPONENT, Measures
-from alphatoken_lab.compare.scores import LENGTH_CONTROLLED, Prepared, prepare
+from alphatoken_lab.compare.scores import Prepared, prepare
 from alphatoken_lab.compare.tables import markdown, setting_text
 
 __all__ = ["run", "table"]
@@ -53,7 +53,7 @@ def run(options: EvaluateOptions) -> None:
     _require_start(measures, command, start)
     fields = fields_of(options, optional=True)
     check_rows(measures, command, fields)
-    ready = prepare(measures, allow_code=options.allow_code_execution)
+    ready = prepare(measures, code_container=options.code_container)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)
     limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
@@ -72,7 +72,6 @@ def run(options: EvaluateOptions) -> None:
             start=lambda: _load(str(start), options),
             beta=options.beta,
             folder=out,
-            allow_code=options.allow_code_execution,
             prepared=ready,
             encoded=encoded,
             progress=False if options.quiet else None,
@@ -121,7 +120,6 @@ def _measures(options: EvaluateOptions) -> Measures:
         "task_chat": options.task_chat or None,
         "target_file": options.target_file,
         "retention_file": options.retention_file,
-        "code_file": options.code_file,
         "judge_sets": _sets(options),
         "judge": _judge(options),
         "max_new_tokens": options.max_new_tokens,
@@ -140,7 +138,7 @@ def _measures(options: EvaluateOptions) -> Measures:
         )
     if measures.judge and not measures.sets:
         raise ConfigError("a judge has nothing to judge", got="no --judge_set")
-    for name in ("target_file", "choosing_file", "retention_file", "code_file"):
+    for name in ("target_file", "choosing_file", "retention_file"):
         path = getattr(measures, name)
         if path is not None and not Path(path).exists():
             raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
@@ -233,14 +231,15 @@ def _require_start(measures: Measures, command: str, start: str | None) -> None:
 
 def _show(measures: Measures, ready: Prepared, parts: ModelParts) -> None:
     print(f"model: {parts.model}" + (f" with {parts.adapter}" if parts.adapter else ""))
-    for name in ("retention_file", "target_file", "code_file"):
+    for name in ("retention_file", "target_file"):
         if getattr(measures, name):
             print(f"{name}: {getattr(measures, name)}")
     for group, tasks in ready.tasks.items():
         for name, shots in tasks.shots.items():
             counts = [min(n, measures.task_limit or n) for n in tasks.questions[name]]
             said = "/".join(map(str, sorted(set(shots))))
-            chat = "chat template" if measures.task_chat else "no chat template"
+            used = measures.task_chat and name not in tasks.coded
+            chat = "chat template" if used else "no chat template"
             print(f"{group} task {name}: {said}-shot, {chat}, {sum(counts):,} questions")
     for name, one in ready.sets.items():
         print(f"judge set {name}: against {one.how['opponent']}, {len(one.questions):,} questions")
@@ -259,7 +258,8 @@ def table(result: Mapping[str, Any]) -> str:
     for group, title in titles.items():
         for name, how in settings.items():
             if name.startswith(f"{group}/"):
-                rows.append(_row(title, name, result["details"], how))
+                score = f"{result['details'][name]:.2f}"
+                rows.append([title, f"`{name.split('/')[1]}`", score, setting_text(how)])
         rows += _losses(title, group, result["details"])
         if result[group] is not None and any(name.startswith(f"{group}/") for name in settings):
             rows.append([f"**{title} Avg.**", "", f"**{result[group]:.2f}**", "mean of the above"])
@@ -267,14 +267,6 @@ def table(result: Mapping[str, Any]) -> str:
         both = f"mean of {titles['retention']} and {titles['target']}"
         rows.append(["**Overall**", "", f"**{result['overall']:.2f}**", both])
     return markdown(["part", "measured", "score (%) or loss", "how"], rows)
-
-
-def _row(title: str, name: str, details: Mapping[str, float], how: Mapping[str, Any]) -> list[str]:
-    said = setting_text(how)
-    beside = details.get(f"{name} {LENGTH_CONTROLLED}")
-    if beside is not None:
-        said += f"; {LENGTH_CONTROLLED} {beside:.2f}"
-    return [title, f"`{name.split('/')[1]}`", f"{details[name]:.2f}", said]
 
 
 def _losses(title: str, group: str, details: Mapping[str, float]) -> list[list[str]]:

@@ -34,7 +34,8 @@ output
 
 examples
   alphatoken-lab paper tab:main_rq1_sft --scale laptop
-  alphatoken-lab paper ablation_rq3 --devices 0,1,2,3 --devices_per_cell 4 --allow_code_execution
+  alphatoken-lab paper ablation_rq3 --devices 0,1,2,3 --devices_per_cell 4 \\
+      --code_container code-eval
   alphatoken-lab paper ablation_rq3 --scale laptop --train_file mine.jsonl --max_steps 40"""
 
 
@@ -69,7 +70,9 @@ class _Running(CellOptions):
     """How to run."""
 
     budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
-    allow_code_execution: bool = option(False, "execute generated code, sandboxed (HumanEval)")
+    code_container: str | None = option(
+        None, "image in which lm-eval executes generated code (HumanEval)"
+    )
     quiet: bool = option(False, "no progress")
     traceback: bool = option(False, "show the whole traceback of an error")
 

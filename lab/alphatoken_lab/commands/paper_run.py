@@ -123,13 +123,13 @@ def require_all(work: Work) -> None:
             if small
             else "fetch it (docs/paper.md says from where), or --scale laptop",
         )
-    coded = any((cell.measures or {}).get("code_file") for cell in work.cells)
-    if coded and not work.options.allow_code_execution:
+    coded = any("humaneval" in _tasks_of(cell) for cell in work.cells)
+    if coded and work.options.code_container is None:
         raise ConfigError(
             "this exhibit executes generated code",
-            got=f"{work.exhibit.label} without --allow_code_execution",
-            why="HumanEval's tests run it, in a sandbox",
-            remedy="--allow_code_execution",
+            got=f"{work.exhibit.label} without --code_container",
+            why="HumanEval's tests run it",
+            remedy="--code_container IMAGE, an image with lm-eval in it (docs/evaluate.md)",
         )
 
 
@@ -205,7 +205,7 @@ def _run_cells(work: Work) -> None:
         devices_per_cell=options.devices_per_cell,
         launcher=options.launcher,
         queue=options.queue,
-        allow_code_execution=options.allow_code_execution,
+        code_container=options.code_container,
         quiet=options.quiet,
     )
     run_cells(compare, work.cells, work.folder)

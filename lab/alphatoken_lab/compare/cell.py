@@ -43,7 +43,9 @@ Load = Callable[..., tuple[nn.Module, Any]]
 """The same and, if it is another one, the model's folder -> a model and the run's tokenizer."""
 
 
-def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) -> dict[str, Any]:
+def run_cell(
+    path: Path, build: Build, load: Load, *, code_container: str | None = None
+) -> dict[str, Any]:
     """Run the cell of a folder and write its ``result.json``.
 
     Args:
@@ -52,7 +54,7 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
             ``dpo`` would train with the same options.
         load: a model that is not trained here, with dtype, attention, revision and template of the
             trainer's: what is compared differs in training alone.
-        allow_code: execute generated code, in a sandbox.
+        code_container: image in which generated code is executed, by lm-eval.
 
     Raises:
         AlphaTokenError: whatever is wrong with options, rows or models.
@@ -66,7 +68,7 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
     ready = None  # what is asked of the model is read before it is trained
     if measures is not None and _first():
         check_rows(measures, spec["command"])
-        ready = prepare(measures, allow_code=allow_code)
+        ready = prepare(measures, code_container=code_container)
     if spec["kind"] == "train":
         model, tokenizer, found = _train(spec, folder, build, loaded)
         if not _first():
@@ -88,7 +90,7 @@ def run_cell(path: Path, build: Build, load: Load, *, allow_code: bool = False) 
             start=lambda: loaded()[0],
             beta=float(spec["resolved"].get("beta", 0.1)),
             folder=path,
-            allow_code=allow_code,
+            code_container=code_container,
             prepared=ready,
         )
     own = {name: spec[name] for name in ("task", "policy", "mode", "seed", "kind", "command")}

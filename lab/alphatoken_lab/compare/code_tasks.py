@@ -1,112 +1,137 @@
-"""Problems of HumanEval's form: a model completes a function, its tests run in a sandbox.
+"""lm-eval's tasks that execute what a model writes: answered here, scored in a container.
 
-    pass@1 = share of problems whose greedy completion passes all tests
-
-Off unless it is asked for in so many words; refused where programs cannot be isolated.
+The model answers in this process, where nothing that it wrote is run. lm-eval in a container that
+the user names, without a network, asks its task again, is given these answers, and scores them.
+What such a program may do is the container's matter; see docs/evaluate.md.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from alphatoken.data import read_records
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import write_json
-from alphatoken_lab.compare.generation import answers
-from alphatoken_lab.compare.sandbox import Limits, require_isolation
-from alphatoken_lab.compare.verdict import judge_function
 
-__all__ = ["complete_function", "pass_at_1", "read_problems"]
+__all__ = ["given_answers", "require_container", "score_in_container"]
 
-_STOP = re.compile(r"\n(?=\S)")
-"""Where a completion leaves the function: something at the left edge."""
+_ENGINES = ("docker", "podman")
 
-_FIELDS = ("prompt", "entry_point", "test")
+_SCORING = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+asked, left = json.load(sys.stdin), {}
+for context, texts in asked["answers"]:
+    left.setdefault(context, []).extend(texts)
+
+class Answered(LM):
+    def generate_until(self, requests, disable_tqdm=False):
+        return [left[one.args[0]].pop(0) for one in requests]
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+    loglikelihood_rolling = loglikelihood
+
+found = simple_evaluate(
+    model=Answered(), tasks=[asked["task"]], num_fewshot=asked["shots"], limit=asked["limit"],
+    task_manager=TaskManager(include_path=asked["task_path"]), bootstrap_iters=0,
+    log_samples=False, confirm_run_unsafe_code=True,
+)
+print("\\n" + json.dumps(found["results"], default=float))
+"""
+"""What runs in the container: a question that this process did not answer ends it."""
 
 
-def pass_at_1(
-    model: nn.Module,
-    tokenizer: Any,
-    path: str | Path,
+def require_container(names: Sequence[str], container: str | None) -> str:
+    """The engine that runs the container for these tasks.
+
+    Raises:
+        ConfigError: no container is named, or there is nothing here to run one.
+    """
+    if container is None:
+        raise ConfigError(
+            "a task executes what the model writes",
+            got=f"{', '.join(names)}, without --code_container",
+            why="generated code can do anything that its process may do",
+            remedy="--code_container IMAGE, an image with lm-eval in it (docs/evaluate.md)",
+        )
+    engine = next((found for found in map(shutil.which, _ENGINES) if found), None)
+    if engine is None:
+        raise ConfigError(
+            "there is nothing to run a container with",
+            got=f"{container}, and neither {' nor '.join(_ENGINES)}",
+            remedy=f"install {' or '.join(_ENGINES)}, or leave {', '.join(names)} out",
+        )
+    return engine
+
+
+def given_answers(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Of lm-eval's samples: what stood before each answer, and the answers."""
+    return [
+        (str(arguments[0]), list(answers))
+        for sample in samples
+        for arguments, answers in zip(sample["arguments"], sample["resps"], strict=True)
+    ]
+
+
+def score_in_container(
+    task: str,
+    answers: Sequence[tuple[str, Sequence[str]]],
+    container: str,
     *,
-    allow: bool,
-    max_new_tokens: int = 256,
-    limit: int | None = None,
-    limits: Limits | None = None,
-    folder: Path | None = None,
-) -> float:
-    """Percentage of problems solved by greedy completions.
+    shots: int,
+    limit: int | None,
+    task_path: str | None,
+    folder: Path | None,
+) -> Mapping[str, Mapping[str, Any]]:
+    """lm-eval's results of one task, scored in the container.
 
     Args:
-        model: that completes.
-        tokenizer: of the model.
-        path: rows with ``prompt``, ``entry_point`` and ``test``. White space at a prompt's end is
-            left to the model.
-        allow: the user's consent to executing what the model writes.
-        max_new_tokens: of each completion.
-        limit: the first problems only.
-        limits: of each program, the completion's and that of the tests.
-        folder: ``code.json`` is written there, completions and outcomes.
+        task: lm-eval's name of it.
+        answers: as ``given_answers`` has them.
+        container: the image.
+        shots: examples before each question.
+        limit: documents of the task; None for all.
+        task_path: folder with YAML files of local tasks; the container may read it.
+        folder: ``code-TASK.json`` is written there: what the container is given.
 
     Raises:
-        ConfigError: no consent. UnsupportedError: no isolation. DataError: no such problems.
+        ConfigError: nothing here runs containers.
+        DataError: it could not score them.
     """
-    problems = read_problems(path, allow=allow)[:limit]
-    # Tokenizers take a line's end and the next line's indentation as one token: a model that is
-    # shown the end alone has hardly ever seen what comes after it.
-    problems = [{**problem, "prompt": problem["prompt"].rstrip()} for problem in problems]
-    prompts = [problem["prompt"] for problem in problems]
-    written = answers(model, tokenizer, prompts, max_new_tokens=max_new_tokens, chat=False)
-    found: list[dict[str, Any]] = []
-    for problem, text in zip(problems, written, strict=True):
-        completion = complete_function(text)
-        outcome = judge_function(
-            problem["prompt"], completion, problem["entry_point"], problem["test"], limits
-        )
-        solved = outcome.state == "passed"
-        found.append({"completion": completion, "solved": solved, **asdict(outcome)})
-    if folder is not None:
-        write_json(folder / "code.json", found)
-    return 100.0 * sum(bool(one["solved"]) for one in found) / len(found)
-
-
-def read_problems(path: str | Path, *, allow: bool) -> list[dict[str, str]]:
-    """The problems of a file that may be executed.
-
-    Raises:
-        ConfigError: no consent. UnsupportedError: no isolation. DataError: no such problems.
-    """
-    if not allow:
-        raise ConfigError(
-            "code_file executes what the model writes",
-            got="without --allow_code_execution",
-            why="generated code can do anything that its process may do",
-            remedy="--allow_code_execution; it then runs in a sandbox without network",
-        )
-    require_isolation()
-    problems = [_problem(place, record) for place, record in read_records(path)]
-    if not problems:
-        raise DataError("there are no problems", got=str(path))
-    return problems
-
-
-def _problem(place: str, record: Any) -> dict[str, str]:
-    missing = [name for name in _FIELDS if not isinstance(record.get(name), str)]
-    if missing:
+    engine = require_container([task], container)
+    path = None if task_path is None else str(Path(task_path).resolve())
+    asked = {"task": task, "shots": shots, "limit": limit, "task_path": path, "answers": answers}
+    if folder is not None:  # scoring may fail, and answers take long
+        write_json(folder / f"code-{task}.json", asked)
+    command = [
+        engine, "run", "--rm", "--interactive", "--network=none", "--cap-drop=ALL",
+        "--security-opt=no-new-privileges", "--pids-limit=512",
+        *([] if path is None else [f"--volume={path}:{path}:ro"]),
+        "--env=HF_ALLOW_CODE_EVAL=1", "--env=HF_HUB_OFFLINE=1",
+        container, "python", "-c", _SCORING,
+    ]  # fmt: skip
+    said = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
+    try:
+        if said.returncode:
+            raise ValueError
+        found: Mapping[str, Mapping[str, Any]] = json.loads(said.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
         raise DataError(
-            "this is no problem of HumanEval's form",
-            got=f"{place}: no {', '.join(missing)}",
-            remedy="rows with prompt, entry_point and test",
-        )
-    return {name: record[name] for name in _FIELDS}
-
-
-def complete_function(text: str) -> str:
-    """What of a completion belongs to the function: up to the next line at the left edge."""
-    found = _STOP.search(text)
-    return text if found is None else text[: found.start()]
+            "the container did not score the answers",
+            got=f"{container}, {task}: exit code {said.returncode}; "
+            + (said.stderr.strip() or said.stdout.strip())[-300:],
+            remedy="an image with the same lm-eval, the task's data and its metric, which have to "
+            "be there without a network (docs/evaluate.md)",
+        ) from None
+    return found

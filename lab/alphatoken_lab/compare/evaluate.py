@@ -1,4 +1,4 @@
-"""What a trained model is measured by: losses on held-out rows, lm-eval tasks, code, a judge.
+"""What a trained model is measured by: losses on held-out rows, lm-eval tasks, a judge.
 
 Losses are means over all labelled tokens of a file together, in nats; scores are percentages. A
 task has either a loss or a score as its target, and one of them for retention; the overall figure
@@ -327,7 +327,7 @@ def measure(
     start: Callable[[], nn.Module],
     beta: float = 0.1,
     folder: Path | None = None,
-    allow_code: bool = False,
+    code_container: str | None = None,
     prepared: Prepared | None = None,
     encoded: Encoded | None = None,
     progress: bool | ProgressSink | None = False,
@@ -342,7 +342,7 @@ def measure(
         start: loads the model before training, where something compares with it.
         beta: of DPO.
         folder: where answers that were generated are written.
-        allow_code: execute generated code, in a sandbox.
+        code_container: image in which generated code is executed, by lm-eval.
         prepared: what ``prepare`` read of the measures, where it was called before.
         encoded: of ``encode_files``, likewise.
         progress: as of :class:`alphatoken.support.progress.Tracker`; counts parts.
@@ -354,12 +354,12 @@ def measure(
         in the file's order, with its tokens: what paired intervals are made of.
     """
     require_template(tokenizer, measures)
-    ready = prepare(measures, allow_code=allow_code) if prepared is None else prepared
+    ready = prepare(measures, code_container=code_container) if prepared is None else prepared
     before: Callable[[], nn.Module] = cache(start)
     batch_size = measures.batch_size
     if encoded is None:
         encoded = encode_files(measures, command, tokenizer, _limits_of(model))
-    parts = len(encoded) + len(ready.tasks) + bool(measures.code_file) + len(ready.sets)
+    parts = len(encoded) + len(ready.tasks) + len(ready.sets)
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
     each: dict[str, Each] = {}
@@ -376,14 +376,13 @@ def measure(
     }
     by_group = scores(
         model, tokenizer, measures, ready, before,
-        folder=folder, allow_code=allow_code, done=lambda: tracker.report(next(finished)),
+        folder=folder, done=lambda: tracker.report(next(finished)),
     )  # fmt: skip
     settings = {}
     for group, found in by_group.items():
         for name, score in found.items():
             settings[f"{group}/{name}"] = dict(score.how)
             details[f"{group}/{name}"] = score.value
-            details |= {f"{group}/{name} {what}": v for what, v in score.beside.items()}
     return {
         **_headline(details, by_group), "details": details, "settings": settings, "rows": each
     }  # fmt: skip

@@ -70,7 +70,7 @@ class TaskSpec:
         if not self.measures.target:
             raise ConfigError(
                 "nothing says how well a model learnt",
-                got="no target_file, target_tasks, code_file, questions_file or judge_sets",
+                got="no target_file, target_tasks, questions_file or judge_sets",
                 remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
             )
 

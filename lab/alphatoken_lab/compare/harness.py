@@ -2,14 +2,16 @@
 
 A thin adapter: tasks, prompts and metrics are lm-eval's (``pip install 'alphatoken-lab[eval]'``).
 How many examples stand before each question is, in this order: what ``shots`` says of the task,
-what its own YAML file says, what the paper says of a task of this name (``PUBLISHED``), none.
+what its own YAML file says, what the paper says of a task of this name (``PUBLISHED``), none. Tasks
+that execute what a model writes, humaneval and mbpp, are scored in a container (``code_tasks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import nn
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.capture import evaluation_mode
+from alphatoken_lab.compare.code_tasks import given_answers, require_container, score_in_container
 from alphatoken_lab.compare.measures import Score
 
 __all__ = ["PUBLISHED", "Tasks", "load_tasks", "settle_shots", "task_scores"]
@@ -26,7 +29,7 @@ PUBLISHED = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
 """Shots of the paper's table of benchmarks, by lm-eval's names."""
 
 _METRICS = (
-    "acc", "exact_match", "pass@1", "acc_norm", "f1", "bleu",
+    "acc", "exact_match", "pass@1", "pass_at_1", "acc_norm", "f1", "bleu",
 )  # fmt: skip
 """Of a task that names none: the first that it reports. ``acc`` is what the paper's tables hold."""
 
@@ -41,6 +44,9 @@ class Tasks:
         shots: of each task; of a group's parts, which may differ, all of them.
         questions: how many each task asks.
         manager: of lm-eval.
+        coded: names of those that execute what a model writes.
+        container: image in which they do.
+        path: folder of local tasks.
     """
 
     wanted: Mapping[str, str | None]
@@ -48,6 +54,9 @@ class Tasks:
     shots: Mapping[str, tuple[int, ...]]
     questions: Mapping[str, tuple[int, ...]]
     manager: Any
+    coded: tuple[str, ...] = ()
+    container: str | None = None
+    path: str | None = None
 
 
 def load_tasks(
@@ -55,6 +64,7 @@ def load_tasks(
     *,
     include_path: str | None = None,
     shots: Mapping[str, int] | None = None,
+    code_container: str | None = None,
 ) -> Tasks:
     """Find tasks, read their data and settle their shots, before any model is loaded.
 
@@ -62,9 +72,11 @@ def load_tasks(
         tasks: names of lm-eval, or ``name:metric``; instead of a name, the path of a YAML file.
         include_path: folder with YAML files of local tasks.
         shots: by name of the task; of others nothing is done.
+        code_container: image in which generated code is executed.
 
     Raises:
-        ConfigError: lm-eval is not installed, no such task, or shots that it cannot have.
+        ConfigError: lm-eval is not installed, no such task, shots that it cannot have, or one that
+            executes code and no container.
         DataError: a task's data cannot be read, as hub tasks without a network.
     """
     if find_spec("lm_eval") is None:
@@ -77,7 +89,9 @@ def load_tasks(
     pairs = [(name, metric or None) for name, _, metric in (one.partition(":") for one in tasks)]
     manager = _manager(TaskManager, include_path, [name for name, _ in pairs])
     wanted: dict[str, str | None] = {}
-    objects, said, asked = [], {}, {}
+    objects, said, asked, coded = [], {}, {}, []
+    # The metric of such tasks runs an example of its own when it is read, and no model's code.
+    os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     for given, metric in pairs:
         name, top, parts = _load(manager, given)
         if name in wanted:
@@ -86,7 +100,11 @@ def load_tasks(
         objects.append(top)
         said[name] = tuple(settle_shots(part, name, (shots or {}).get(name)) for part in parts)
         asked[name] = tuple(len(list(part.eval_docs)) for part in parts)
-    return Tasks(wanted, objects, said, asked, manager)
+        if any(getattr(part, "UNSAFE_CODE", False) for part in parts):
+            coded.append(name)
+    if coded:
+        require_container(coded, code_container)
+    return Tasks(wanted, objects, said, asked, manager, tuple(coded), code_container, include_path)
 
 
 def task_scores(
@@ -97,16 +115,19 @@ def task_scores(
     limit: int | None = None,
     batch_size: int = 16,
     chat: bool = False,
+    folder: Path | None = None,
 ) -> dict[str, Score]:
     """Score of each task, in percent.
 
     Args:
         model: a causal model of transformers.
         tokenizer: of the model.
-        tasks: as ``load_tasks`` gives them. One that executes code is refused by lm-eval.
+        tasks: as ``load_tasks`` gives them.
         limit: documents of each task; None for all.
         batch_size: of a forward.
-        chat: put prompts into the chat template, shots as turns of their own.
+        chat: put prompts into the chat template, shots as turns of their own; not those of tasks
+            that execute code.
+        folder: where answers to those are written.
 
     Raises:
         ConfigError: a metric that a task does not report.
@@ -115,34 +136,68 @@ def task_scores(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    results: dict[str, Mapping[str, Any]] = {}
     try:
         with evaluation_mode(model):
-            found = simple_evaluate(
+            evaluate = partial(
+                simple_evaluate,
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-                tasks=list(tasks.objects),
                 limit=limit,
                 task_manager=tasks.manager,
                 bootstrap_iters=0,
-                log_samples=False,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=chat,
             )
+            named = list(zip(tasks.wanted, tasks.objects, strict=True))
+            plain = [one for name, one in named if name not in tasks.coded]
+            if plain:
+                found = evaluate(
+                    tasks=plain,
+                    log_samples=False,
+                    apply_chat_template=chat,
+                    fewshot_as_multiturn=chat,
+                )
+                results |= found["results"]
+            for name, one in named:
+                if name in tasks.coded:
+                    results |= _coded(evaluate, name, one, tasks, limit, folder)
     except (OSError, ConnectionError, ValueError) as error:
         raise _unusable("could not run the tasks", ", ".join(tasks.wanted), error) from error
     scores = {}
     for name, metric in tasks.wanted.items():
-        key, value = _score(name, metric, found["results"])
+        key, value = _score(name, metric, results)
         counts = [n if limit is None else min(n, limit) for n in tasks.questions[name]]
         scores[name] = Score(
             value,
             {
                 "shots": "/".join(map(str, sorted(set(tasks.shots[name])))),
-                "chat_template": chat,
+                "chat_template": chat and name not in tasks.coded,
                 "metric": key.removesuffix(",none"),
                 "questions": sum(counts),
             },
         )
     return scores
+
+
+def _coded(
+    evaluate: Callable[..., Any],
+    name: str,
+    task: Any,
+    tasks: Tasks,
+    limit: int | None,
+    folder: Path | None,
+) -> Mapping[str, Mapping[str, Any]]:
+    """Results of a task that executes code: answered here, where its metric is switched off."""
+    found = evaluate(
+        tasks=[task], predict_only=True, log_samples=True, confirm_run_unsafe_code=True
+    )
+    return score_in_container(
+        name,
+        given_answers([sample for of in found["samples"].values() for sample in of]),
+        str(tasks.container),
+        shots=tasks.shots[name][0],
+        limit=limit,
+        task_path=tasks.path,
+        folder=folder,
+    )
 
 
 # --- finding them -------------------------------------------------------------------------------

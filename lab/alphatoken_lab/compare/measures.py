@@ -1,4 +1,4 @@
-"""What a model is measured by: files of rows, tasks with their shots, code, and judged answers."""
+"""What a model is measured by: files of rows, tasks with their shots, and judged answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from alphatoken.errors import ConfigError, require_choice
+from alphatoken.errors import ConfigError
 
 __all__ = ["OPPONENT", "JudgeSet", "Measures", "Score"]
 
@@ -16,7 +16,7 @@ OPPONENT = "start"
 _SHORT = "win_rate"
 """Name of the set that ``questions_file`` makes."""
 
-_LATER = ("shots", "task_chat", "code_of", "judge_sets")
+_LATER = ("shots", "task_chat", "judge_sets")
 """Fields that came later: left out of a cell's description where they say nothing."""
 
 
@@ -73,8 +73,6 @@ class Measures:
         shots: number of examples before each question, by name of the task; what is not said is
             the task's own number, or else the paper's; see ``alphatoken_lab.compare.harness``.
         task_chat: whether lm-eval's prompts go through the chat template.
-        code_file: problems of HumanEval's form, executed in a sandbox.
-        code_of: "target" or "retention": what their score is part of.
         judge_sets: name -> :class:`JudgeSet`, or what a file says of one; part of the target.
         questions_file: in short, one set named "win_rate" against the start model.
         judge: of the sets that name none; see ``alphatoken_lab.compare.judge.make_judge``.
@@ -93,8 +91,6 @@ class Measures:
     task_limit: int | None = None
     shots: Mapping[str, Any] = field(default_factory=dict)
     task_chat: bool = False
-    code_file: str | None = None
-    code_of: str = "target"
     judge_sets: Mapping[str, Any] = field(default_factory=dict)
     questions_file: str | None = None
     judge: Mapping[str, Any] | None = None
@@ -104,7 +100,6 @@ class Measures:
     chat: bool = True
 
     def __post_init__(self) -> None:
-        require_choice("code_of of the measures", self.code_of, ("target", "retention"))
         for name in ("target_tasks", "retention_tasks"):
             tasks = getattr(self, name)
             if isinstance(tasks, str):
@@ -147,14 +142,12 @@ class Measures:
     @property
     def target(self) -> bool:
         """Whether anything says how well a model learnt."""
-        code = self.code_file if self.code_of == "target" else None
-        return bool(self.target_file or self.target_tasks or code or self.sets)
+        return bool(self.target_file or self.target_tasks or self.sets)
 
     @property
     def retention(self) -> bool:
         """Whether anything says how much of its former knowledge a model kept."""
-        code = self.code_file if self.code_of == "retention" else None
-        return bool(self.retention_file or self.retention_tasks or code)
+        return bool(self.retention_file or self.retention_tasks)
 
     def spec(self) -> dict[str, Any]:
         """All that results depend on, as JSON holds it; ``Measures(**spec)`` is the same."""
@@ -175,9 +168,7 @@ class Score:
     Attributes:
         value: in percent.
         how: what a table says of it, such as ``shots``, ``chat_template`` or ``opponent``.
-        beside: other percentages of the same answers, by name; no part of any mean.
     """
 
     value: float
     how: Mapping[str, Any]
-    beside: Mapping[str, float] = field(default_factory=dict)

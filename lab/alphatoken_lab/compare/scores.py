@@ -1,4 +1,4 @@
-"""Percentages of a model: lm-eval's tasks, executed code, answers that are judged.
+"""Percentages of a model: lm-eval's tasks, answers that are judged.
 
 What can be wrong without a model is found by ``prepare``, before one is loaded or trained.
 """
@@ -17,13 +17,10 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken_lab.compare.generation import answers
 from alphatoken_lab.compare.judge import Judge, make_judge, preferences
-from alphatoken_lab.compare.length_control import length_controlled_rate
 from alphatoken_lab.compare.measures import OPPONENT, JudgeSet, Measures, Score
 from alphatoken_lab.compare.opponents import Question, read_questions, stored_answers
 
-__all__ = ["LENGTH_CONTROLLED", "JudgedSet", "Prepared", "prepare", "read_sets", "scores"]
-
-LENGTH_CONTROLLED = "length-controlled"
+__all__ = ["JudgedSet", "Prepared", "prepare", "read_sets", "scores"]
 
 Scores = dict[str, dict[str, Score]]
 """By group ("target", "retention") and name."""
@@ -52,41 +49,40 @@ class Prepared:
 
     Attributes:
         tasks: lm-eval's, by group.
-        problems: how many are executed.
         sets: whose answers are judged, by name.
     """
 
     tasks: Mapping[str, Any]
-    problems: int
     sets: Mapping[str, JudgedSet]
 
 
-def prepare(measures: Measures, *, allow_code: bool = False) -> Prepared:
+def prepare(measures: Measures, *, code_container: str | None = None) -> Prepared:
     """Read all that is measured but the rows of losses.
 
     Raises:
         ConfigError, DataError: whatever cannot be measured, with what and why.
-        UnsupportedError: code cannot be isolated on this machine.
     """
-    problems = 0
-    if measures.code_file is not None:
-        from alphatoken_lab.compare.code_tasks import read_problems
-
-        problems = len(read_problems(measures.code_file, allow=allow_code)[: measures.task_limit])
     sets = read_sets(measures)
     named = {"target": measures.target_tasks, "retention": measures.retention_tasks}
     asked = {group: names for group, names in named.items() if names}
     if not asked and measures.shots:
         raise ConfigError("shots are of lm-eval tasks, and there are none", got=str(measures.shots))
-    return Prepared(_tasks(measures, asked) if asked else {}, problems, sets)
+    return Prepared(_tasks(measures, asked, code_container) if asked else {}, sets)
 
 
-def _tasks(measures: Measures, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _tasks(
+    measures: Measures, asked: Mapping[str, Any], code_container: str | None
+) -> dict[str, Any]:
     """lm-eval's tasks of each group."""
     from alphatoken_lab.compare.harness import load_tasks
 
     found = {
-        group: load_tasks(names, include_path=measures.task_path, shots=measures.shots)
+        group: load_tasks(
+            names,
+            include_path=measures.task_path,
+            shots=measures.shots,
+            code_container=code_container,
+        )
         for group, names in asked.items()
     }
     known = [name for tasks in found.values() for name in tasks.wanted]
@@ -131,7 +127,6 @@ def scores(
     start: Callable[[], nn.Module],
     *,
     folder: Path | None = None,
-    allow_code: bool = False,
     done: Callable[[], None] = lambda: None,
 ) -> Scores:
     """All percentages of a model.
@@ -143,7 +138,6 @@ def scores(
         prepared: the same, read.
         start: the model before training.
         folder: where answers that were generated are written.
-        allow_code: execute generated code, in a sandbox.
         done: called after each part.
     """
     found: Scores = {"target": {}, "retention": {}}
@@ -155,21 +149,8 @@ def scores(
             limit=measures.task_limit,
             batch_size=measures.batch_size,
             chat=measures.task_chat,
-        )  # fmt: skip
-        done()
-    if measures.code_file is not None:
-        from alphatoken_lab.compare.code_tasks import pass_at_1
-
-        share = pass_at_1(
-            model, tokenizer, measures.code_file,
-            allow=allow_code,
-            max_new_tokens=measures.max_new_tokens,
-            limit=measures.task_limit,
             folder=folder,
         )  # fmt: skip
-        how = {"shots": "0", "chat_template": False, "metric": "pass@1",
-               "questions": prepared.problems}  # fmt: skip
-        found[measures.code_of]["code"] = Score(share, how)
         done()
     for name, one in prepared.sets.items():
         found["target"][name] = _judged(name, one, model, tokenizer, measures, start, folder)
@@ -186,24 +167,23 @@ def _judged(
     start: Callable[[], nn.Module],
     folder: Path | None,
 ) -> Score:
-    """Win rate of greedy answers, and what it would be at equal length."""
+    """Win rate of greedy answers, which are written down as alpaca_eval annotates them."""
     prompts = [question.text for question in one.questions]
     writing: dict[str, Any] = {"max_new_tokens": measures.max_new_tokens, "chat": measures.chat}
     ours = answers(model, tokenizer, prompts, **writing)
     theirs = one.stored or answers(start(), tokenizer, prompts, **writing)
     rows: list[dict[str, Any]] = [
-        {"prompt": prompt, "answer": own, "other": other}
-        for prompt, own, other in zip(prompts, ours, theirs, strict=True)
-    ]
+        {"index": i, "instruction": prompt, "output_1": other, "output_2": own,
+         "generator_1": one.how["opponent"], "generator_2": "this model",
+         "annotator": one.how["judge"]}
+        for i, (prompt, own, other) in enumerate(zip(prompts, ours, theirs, strict=True))
+    ]  # fmt: skip
     place = None if folder is None else folder / f"answers-{name}.json"
     if place is not None:
         write_json(place, rows)  # a judge may fail, and answers take long
     won = preferences(one.judge, prompts, ours, theirs)
     if place is not None:
-        write_json(place, [{**row, "won": won[i]} for i, row in enumerate(rows)])
+        # There 1 is a win of the first answer, the opponent's, and 2 one of the second.
+        write_json(place, [{**row, "preference": 1 + won[i]} for i, row in enumerate(rows)])
     chat = measures.chat and getattr(tokenizer, "chat_template", None) is not None
-    return Score(
-        100.0 * fmean(won),
-        {**one.how, "chat_template": chat, "metric": "win rate"},
-        {LENGTH_CONTROLLED: length_controlled_rate(won, ours, theirs)},
-    )
+    return Score(100.0 * fmean(won), {**one.how, "chat_template": chat, "metric": "win rate"})
