@@ -4,14 +4,12 @@
    they need first.
 2. ``running``: each cell is a process of its own (``cell``), which trains, measures and writes its
    result last and whole; ``folder`` says what is there, so that a grid that was killed goes on.
-3. ``evaluate``: losses on held-out rows, tasks of lm-eval (``harness``), code that is executed
-   (``code_tasks``, ``generation``), answers that a judge compares (``judge``).
+3. ``evaluate``: losses on held-out rows, tasks of lm-eval (``harness``; ``code_tasks``:
+   those that execute code), answers (``generation``) that a judge compares (``judge``).
 4. ``tables``, ``plots``, ``page``: results as the paper lays them out.
 
-Code that a model wrote runs in ``sandbox``: bubblewrap, or an empty root of our own (``confine``),
-with nothing of the host but an interpreter; ``verdict`` and ``crossing`` keep the
-program under test from writing its own verdict.
+Code that a model wrote runs in a container that the user names, and nowhere else.
 
 **May import** ``policies``, ``train`` and the rooms below, not ``cli``. **Tests**:
-``tests/lab/test_compare.py``, ``test_sandbox.py``, ``test_judge.py``.
+``tests/lab/test_compare.py``, ``test_code_tasks.py``, ``test_judge.py``.
 """
