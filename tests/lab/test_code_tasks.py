@@ -28,8 +28,8 @@ os.execv({python!r}, [{python!r}, *words[image + 2 :]])
 METRIC = """
 def passes(references, predictions, **_):
     space = {}
-    exec(predictions[0][0], space)
     try:
+        exec(predictions[0][0], space)
         exec(references[0], space)
     except Exception:
         return 0.0

@@ -137,6 +137,7 @@ def task_scores(
     from lm_eval.models.huggingface import HFLM
 
     results: dict[str, Mapping[str, Any]] = {}
+    answered: dict[str, list[tuple[str, list[str]]]] = {}
     try:
         with evaluation_mode(model):
             evaluate = partial(
@@ -158,9 +159,19 @@ def task_scores(
                 results |= found["results"]
             for name, one in named:
                 if name in tasks.coded:
-                    results |= _coded(evaluate, name, one, tasks, limit, folder)
+                    answered[name] = _answers(evaluate, one)
     except (OSError, ConnectionError, ValueError) as error:
         raise _unusable("could not run the tasks", ", ".join(tasks.wanted), error) from error
+    for name, answers in answered.items():
+        results |= score_in_container(
+            name,
+            answers,
+            str(tasks.container),
+            shots=tasks.shots[name][0],
+            limit=limit,
+            task_path=tasks.path,
+            folder=folder,
+        )
     scores = {}
     for name, metric in tasks.wanted.items():
         key, value = _score(name, metric, results)
@@ -177,27 +188,12 @@ def task_scores(
     return scores
 
 
-def _coded(
-    evaluate: Callable[..., Any],
-    name: str,
-    task: Any,
-    tasks: Tasks,
-    limit: int | None,
-    folder: Path | None,
-) -> Mapping[str, Mapping[str, Any]]:
-    """Results of a task that executes code: answered here, where its metric is switched off."""
+def _answers(evaluate: Callable[..., Any], task: Any) -> list[tuple[str, list[str]]]:
+    """To a task that executes code, whose metric is switched off."""
     found = evaluate(
         tasks=[task], predict_only=True, log_samples=True, confirm_run_unsafe_code=True
     )
-    return score_in_container(
-        name,
-        given_answers([sample for of in found["samples"].values() for sample in of]),
-        str(tasks.container),
-        shots=tasks.shots[name][0],
-        limit=limit,
-        task_path=tasks.path,
-        folder=folder,
-    )
+    return given_answers([sample for of in found["samples"].values() for sample in of])
 
 
 # --- finding them -------------------------------------------------------------------------------
