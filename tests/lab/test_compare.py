@@ -566,6 +566,50 @@ def test_a_dry_run_lists_and_does_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def grid_of_tasks(model: Path, tmp_path: Path) -> list[str]:
+    """Words of a grid: two of its tasks are there, and three of two kinds of cells are not."""
+    path = str(task_files(tmp_path))
+    named = {
+        "one": {"target_tasks": ["tiny_choice:acc", "first_wrong"], "task_path": path},
+        "two": {"target_tasks": ["gsm8k"], "retention_tasks": [f"{path}/none.yaml", "mmul:acc"]},
+    }
+    tasks = {name: {"command": "sft", "measures": of} for name, of in named.items()}
+    grid = grid_file(tmp_path, model, tasks=tasks)
+    return ["--config", str(grid), "--output_dir", str(tmp_path / "out")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [["--dry_run"], []], ids=["dry run", "run"])
+def test_unknown_tasks_of_all_cells_are_named_at_once(
+    grid_of_tasks: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
+    assert main(["compare", *grid_of_tasks, *more]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "no such task" in line]
+    for name in ("first_wrong", "none.yaml", "mmul"):
+        assert name in said
+    for name in ("tiny_choice", "gsm8k"):
+        assert name not in said
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_tasks_that_nothing_can_look_up_are_said(
+    grid_of_tasks: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run says that lm-eval is missing, and a run refuses before its first cell."""
+    monkeypatch.setattr("alphatoken_lab.compare.harness.find_spec", lambda _: None)
+    assert main(["compare", *grid_of_tasks, "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    assert "one/start-native-seed0" in said
+    assert "not looked up: tasks tiny_choice, first_wrong, gsm8k" in said
+    assert "pip install 'alphatoken-lab[eval]'" in said
+    assert main(["compare", *grid_of_tasks]) == 2
+    assert "lm-eval, which is not installed" in capsys.readouterr().err
+
+
 # --- what is measured ---------------------------------------------------------------------------
 
 
@@ -672,7 +716,7 @@ def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path)
         task_scores(one, tokenizer, load_tasks(["tiny_choice:f1"], include_path=path))
     with pytest.raises(ConfigError, match="no such task"):
         load_tasks(["no_such_task"], include_path=path)
-    with pytest.raises(ConfigError, match="file is not there"):
+    with pytest.raises(ConfigError, match=r"no such task.*none\.yaml"):
         load_tasks([f"{path}/none.yaml"])
     with pytest.raises(ConfigError, match="named twice"):
         load_tasks(["tiny_choice", "tiny_choice:acc"], include_path=path)

@@ -20,8 +20,9 @@ from alphatoken_lab.commands.compare_grid import GridOptions, read_grid
 if TYPE_CHECKING:
     from alphatoken_lab.compare.folder import Status
     from alphatoken_lab.compare.grid import Cell, Grid
+    from alphatoken_lab.compare.measures import Measures
 
-__all__ = ["CompareOptions", "check_named_files", "parse", "run", "run_cells"]
+__all__ = ["CompareOptions", "check_named_files", "look_up_tasks", "parse", "run", "run_cells"]
 
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
@@ -50,7 +51,7 @@ class _Running(CellOptions):
 
     output_dir: str = option("runs/compare", "folder for cells and tables")
     only: str = option("", "cells whose name contains it, and their needs")
-    dry_run: bool = option(False, "list the cells and stop")
+    dry_run: bool = option(False, "list the cells, look up their tasks, and stop")
     only_report: bool = option(False, "write the tables of what is there, run nothing")
     code_container: str | None = option(
         None, "image in which lm-eval executes generated code (humaneval, mbpp)"
@@ -110,16 +111,40 @@ def _show(cells: Sequence[Cell], folder: Any) -> int:
     for cell in cells:
         needs = f"  after {', '.join(cell.needs)}" if cell.needs else ""
         print(f"{status[cell.name].state:8} {cell.name}{needs}")
+    look_up_tasks(cells)
     return 0
+
+
+def look_up_tasks(cells: Sequence[Cell]) -> None:
+    """Look up what lm-eval is to run, for a dry run; say so where it is not installed.
+
+    Raises:
+        ConfigError: there are no such tasks.
+    """
+    from alphatoken_lab.compare.harness import check_tasks
+
+    left = check_tasks(_measures(cells).values(), required=False)
+    if left:
+        names = ", ".join(left)
+        print(
+            f"not looked up: tasks {names}: lm-eval is missing: pip install 'alphatoken-lab[eval]'"
+        )
+
+
+def _measures(cells: Sequence[Cell]) -> dict[str, Measures]:
+    """What the cells of each task are measured by, where they are."""
+    from alphatoken_lab.compare.measures import Measures
+
+    return {c.task: Measures(**c.measures) for c in cells if c.measures is not None}
 
 
 def check_named_files(cells: Sequence[Cell]) -> None:
     """See that whatever is named by a path is there, before any cell runs.
 
-    Rows that are measured are read, and what judges are asked.
+    Rows that are measured are read, and what judges are asked; tasks are looked up.
     """
     from alphatoken_lab.compare.evaluate import check_rows
-    from alphatoken_lab.compare.measures import Measures
+    from alphatoken_lab.compare.harness import check_tasks
     from alphatoken_lab.compare.scores import read_sets
 
     for cell in cells:
@@ -130,11 +155,11 @@ def check_named_files(cells: Sequence[Cell]) -> None:
             )
             if path and not value.startswith("@") and not Path(value).is_file():
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
-    for cell in {cell.task: cell for cell in cells}.values():
-        if cell.measures is not None:
-            measures = Measures(**cell.measures)
-            check_rows(measures, cell.command)
-            read_sets(measures)
+    measured, commands = _measures(cells), {cell.task: cell.command for cell in cells}
+    check_tasks(measured.values())
+    for task, measures in measured.items():
+        check_rows(measures, commands[task])
+        read_sets(measures)
 
 
 def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:

@@ -48,8 +48,11 @@ def _show(work: Work) -> int:
     """The plan: every kind of cell, sums, and what is not here.
 
     Raises:
-        ConfigError: the model's folder is not here, by which everything else is planned.
+        ConfigError: the model's folder is not here, by which everything else is planned; lm-eval
+            knows none of some tasks.
     """
+    from alphatoken_lab.commands.compare import look_up_tasks
+
     absent = [
         name for name in work.models() if Path(name).is_absolute() and not _has(name, "model")
     ]
@@ -67,6 +70,7 @@ def _show(work: Work) -> int:
     print(f"  {sum(one.cells for one in plans)} cells")
     for missing in missing_parts(work):
         print(f"  not here: {missing}")
+    look_up_tasks(work.cells)
     require_names(work, plans)
     return 0
 

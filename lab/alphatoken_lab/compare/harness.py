@@ -9,7 +9,7 @@ that execute what a model writes, humaneval and mbpp, are scored in a container 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -21,9 +21,9 @@ from torch import nn
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.capture import evaluation_mode
 from alphatoken_lab.compare.code_tasks import given_answers, require_container, score_in_container
-from alphatoken_lab.compare.measures import Score
+from alphatoken_lab.compare.measures import Measures, Score
 
-__all__ = ["PUBLISHED", "Tasks", "load_tasks", "settle_shots", "task_scores"]
+__all__ = ["PUBLISHED", "Tasks", "check_tasks", "load_tasks", "settle_shots", "task_scores"]
 
 PUBLISHED = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
 """Shots of the paper's table of benchmarks, by lm-eval's names."""
@@ -79,15 +79,11 @@ def load_tasks(
             executes code and no container.
         DataError: a task's data cannot be read, as hub tasks without a network.
     """
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "tasks need lm-eval, which is not installed",
-            remedy="pip install 'alphatoken-lab[eval]'",
-        )
-    from lm_eval.tasks import TaskManager
-
+    _require_installed()
     pairs = [(name, metric or None) for name, _, metric in (one.partition(":") for one in tasks)]
-    manager = _manager(TaskManager, include_path, [name for name, _ in pairs])
+    names = [name for name, _ in pairs]
+    _refuse(_unknown(names, include_path))
+    manager = _manager(include_path, names)
     wanted: dict[str, str | None] = {}
     objects, said, asked, coded = [], {}, {}, []
     # The metric of such tasks runs an example of its own when it is read, and no model's code.
@@ -199,33 +195,87 @@ def _answers(evaluate: Callable[..., Any], task: Any) -> list[tuple[str, list[st
 # --- finding them -------------------------------------------------------------------------------
 
 
-def _manager(kind: Any, include_path: str | None, names: Sequence[str]) -> Any:
-    """Knows the tasks. lm-eval's own, of which there are thousands, are read only if needed."""
+def check_tasks(asked: Iterable[Measures], *, required: bool = True) -> list[str]:
+    """Look up every task in lm-eval's index, as a grid does before it trains: no data are read.
+
+    Args:
+        asked: what models are measured by.
+        required: refuse where lm-eval is not installed, too.
+
+    Returns:
+        Names that could not be looked up, since lm-eval is not installed.
+
+    Raises:
+        ConfigError: there are no such tasks; all of them are named.
+    """
+    named: dict[str | None, list[str]] = {}
+    for measures in asked:
+        tasks = [*measures.target_tasks, *measures.retention_tasks]
+        named.setdefault(measures.task_path, []).extend(one.partition(":")[0] for one in tasks)
+    every = list(dict.fromkeys(name for names in named.values() for name in names))
+    if every and not required and find_spec("lm_eval") is None:
+        return every
+    if every:
+        _require_installed()
+        _refuse([name for place, names in named.items() for name in _unknown(names, place)])
+    return []
+
+
+def _require_installed() -> None:
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "tasks need lm-eval, which is not installed",
+            remedy="pip install 'alphatoken-lab[eval]'",
+        )
+
+
+def _unknown(names: Sequence[str], include_path: str | None) -> list[str]:
+    """Those that are no file, no task of the folder and none of lm-eval's own."""
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("task_path is no folder", got=include_path)
-    files = [name for name in names if _is_file(name)]
-    for name in files:
-        if not Path(name).is_file():
-            raise ConfigError("the task's file is not there", got=name)
-    plain = set(names) - set(files)
-    local = kind(include_path=include_path, include_defaults=False)
-    if plain <= set(local.all_tasks):
-        return local
-    manager = _all_tasks(kind) if include_path is None else kind(include_path=include_path)
-    unknown = [name for name in names if name in plain and name not in manager.all_tasks]
+    local = {name for name in names if _is_file(name) and Path(name).is_file()}
+    if include_path is not None:
+        local |= _index(include_path)
+    left = [name for name in names if name not in local]
+    return [name for name in left if _is_file(name) or name not in _index(None)]
+
+
+def _refuse(unknown: Sequence[str]) -> None:
     if unknown:
         raise ConfigError(
             "lm-eval knows no such task",
-            got=", ".join(unknown),
+            got=", ".join(dict.fromkeys(unknown)),
             remedy="task_path: FOLDER with its YAML file, or the path of that file",
         )
-    return manager
+
+
+def _manager(include_path: str | None, names: Sequence[str]) -> Any:
+    """Reads the tasks. lm-eval's own, of which there are thousands, it knows only if needed."""
+    local = _local(include_path)
+    if all(_is_file(name) or name in local.all_tasks for name in names):
+        return local
+    return _all_tasks() if include_path is None else _kind()(include_path=include_path)
+
+
+def _index(include_path: str | None) -> frozenset[str]:
+    """Names of the tasks of a folder, or of lm-eval's own."""
+    return frozenset((_all_tasks() if include_path is None else _local(include_path)).all_tasks)
+
+
+def _local(include_path: str | None) -> Any:
+    return _kind()(include_path=include_path, include_defaults=False)
 
 
 @cache
-def _all_tasks(kind: Any) -> Any:
+def _all_tasks() -> Any:
     """lm-eval's own, read once: each group of tasks asks for them, and they take ten seconds."""
-    return kind()
+    return _kind()()
+
+
+def _kind() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager
 
 
 def _is_file(name: str) -> bool:
