@@ -183,11 +183,11 @@ def _mesh_and_margins(axes: Axes, counts: Numbers, alpha: Numbers, deviation: Nu
     filled: dict[str, Any] = {"color": COLOURS[0], "fill": True, "alpha": 0.5}
     above = axes.inset_axes((0.0, 1.03, 1.0, 0.2), sharex=axes)
     above.stairs(counts.sum(1), alpha, **filled)
-    above.tick_params(labelbottom=False)
+    above.tick_params(which="both", labelbottom=False)
     above.set_ylabel("pairs")
     beside = axes.inset_axes((1.03, 0.0, 0.2, 1.0), sharey=axes)
     beside.stairs(counts.sum(0), deviation, orientation="horizontal", **filled)
-    beside.tick_params(labelleft=False)
+    beside.tick_params(which="both", labelleft=False)
     beside.tick_params(axis="x", labelrotation=45)
     beside.locator_params(axis="x", nbins=3, prune="lower")  # its 0 lies on another label
     beside.set_xlabel("pairs")

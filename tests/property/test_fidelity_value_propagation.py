@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from alphatoken.fidelity.pairs import (
     weigh_pairs,
 )
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.value_propagation_figures import density
+from alphatoken.fidelity.value_propagation_figures import density, density_figure
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import influence, jacobian
@@ -447,6 +448,21 @@ def test_the_density_counts_every_pair_that_is_seen() -> None:
     assert len(edges_a) == len(edges_d) == 8
     drawn = diagnostic.diagnose(subject, TINY).figure("density").data.records()
     assert sum(record["pairs"] for record in drawn) == counts.sum()
+
+
+@pytest.mark.pictures
+def test_the_margins_of_the_density_repeat_no_label_of_the_map() -> None:
+    """Axes of less than a power of ten have labels between; a margin's would lie over the map."""
+    model = ReferenceDecoder(DecoderConfig(), 0)
+    (one, *_), _ = diagnostic.collect_pairs(
+        subject_of(model, rows_of(model.config, [9, 8])), rows_of(model.config, [9, 8]), [0], 10**6
+    )
+    near = np.linspace(0.2, 0.9, one.alpha.size).reshape(one.alpha.shape)
+    drawn = density_figure([replace(one, alpha=near, deviation=5 * near)], 6, (0.1,))
+    labels = re.findall(r"<!-- (\$.*?\$) -->", drawn.svg)
+    between = [label for label in labels if r"\times" in label]
+    assert len(set(between)) > 2
+    assert len(set(between)) == len(between)
 
 
 @pytest.mark.parametrize(
