@@ -31,8 +31,8 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_444,
-    "compare": 3_999,
+    "commands": 2_486,
+    "compare": 4_001,
     "methods": 4_586,
     "paper": 832,
 }
@@ -63,6 +63,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_142), ("tests", 75_839)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_142), ("tests", 75_908)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.storage import write_json
 from alphatoken.train.selection_cost import measured_selection, selecting
 from alphatoken_lab.commands.compare import parse as parse_compare
 from alphatoken_lab.commands.compare_grid import read_grid
@@ -273,6 +274,28 @@ def test_what_is_missing_is_said_before_anything_runs(
     assert not list(tmp_path.glob("out/*/*/laptop"))
 
 
+@pytest.mark.slow  # the index of lm-eval's tasks
+@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
+def test_a_dry_run_looks_up_the_tasks_of_its_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
+    from alphatoken_lab.compare import harness
+
+    words = ["paper", "metamathqa-gemma4b", "--output_dir", str(tmp_path), "--dry_run"]
+    assert main(words) == 0
+    capsys.readouterr()
+    known = set(harness._index(None))
+    monkeypatch.setattr(harness, "_index", lambda _: known - {"gsm8k", "mmlu"})
+    assert main(words) == 2
+    assert "no such task. Got: gsm8k, mmlu." in capsys.readouterr().err
+    monkeypatch.setattr(harness, "find_spec", lambda _: None)
+    assert main(words) == 0
+    assert "not looked up: tasks gsm8k, arc_challenge" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -484,6 +507,50 @@ def test_a_diagnostic_is_given_the_models_of_the_methods(tmp_path: Path) -> None
     assert len({*beside, given["--model_name_or_path"]}) == len(asked.others) + 1
 
 
+def own_fisher(folder: Path, *more: str, there: bool = True) -> tuple[list[str], str]:
+    """What the diagnosis of the Fisher is given of its cell, and what the page says of it."""
+    from alphatoken_lab.commands.paper_figures import about_fisher, words_of
+
+    here = work(find("fig:fisher_proxy_fidelity"), "laptop", folder, *more)
+    asked, (task,) = here.exhibit.diagnosis, here.grid.tasks
+    assert asked is not None
+    (cell,) = [one for one in here.cells if one.policy == asked.model]
+    file = here.folder.path / "fishers" / "abc.safetensors"
+    for place in (here.folder.of(cell).path, file.parent):
+        place.mkdir(parents=True)
+    write_json(here.folder.of(cell).path / "result.json", {"fisher": "abc"})
+    if there:
+        file.touch()
+    words = words_of(here, asked, task, folder / "out")
+    return [word.replace(str(file), "ITS OWN") for word in words], about_fisher(here, cell)
+
+
+def test_the_fisher_of_a_trained_cell_is_handed_to_its_figure(tmp_path: Path) -> None:
+    words, said = own_fisher(tmp_path, "--score_layers", "2")
+    assert words[words.index("--fisher_file") + 1] == "ITS OWN"
+    assert words[words.index("--score_layers") + 1] == "2"
+    assert "the one that the model was trained with: 16 samples on prompts of fisher.jsonl" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "there", "reason"),
+    [
+        ([], False, "the cell's own is not among the files of its grid"),
+        (["--retention", "kronecker"], True, "retention is kronecker, not a diagonal Fisher"),
+        (["--retention", "none"], True, "retention is none"),
+        (["--value_parameters", "all"], True, "of other weights (all)"),
+        (["--use_peft"], True, "of the adapters' weights"),
+    ],
+)
+def test_a_fisher_of_something_else_is_not_handed_over_and_the_page_says_why(
+    more: list[str], there: bool, reason: str, tmp_path: Path
+) -> None:
+    words, said = own_fisher(tmp_path, *more, there=there)
+    assert "--fisher_file" not in words
+    assert said.startswith("The diagonal Fisher is fitted anew, on rows of this figure: ")
+    assert reason in said
+
+
 # --- the layout ---------------------------------------------------------------------------------
 
 
@@ -686,6 +753,8 @@ def test_every_exhibit_runs_in_small(
         pictures = re.findall(r"!\[.*\]\((\S+\.svg)\)", text)
         assert len(pictures) >= 1
         assert all((place / name).is_file() for name in pictures)
+        of_fisher = exhibit.diagnosis.name == "fisher"
+        assert of_fisher == ("is the one that the model was trained with" in text)
         return
     lines = [line for group in exhibit.groups_of("laptop") for line in group.lines]
     places = [(line.method, column.key) for line in lines for column in exhibit.columns["laptop"]]

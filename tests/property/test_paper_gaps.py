@@ -808,7 +808,7 @@ def test_gap_34_a_row_is_a_row_of_the_batch() -> None:
         assert args.dataloader_drop_last is False
 
 
-def test_gap_35_the_compared_fisher_is_fitted_anew() -> None:
+def test_gap_35_a_fisher_that_no_cell_hands_over_is_fitted_on_so_many_rows() -> None:
     from alphatoken.cli.diagnose_options import PROMPTS
     from alphatoken.fidelity.fisher import Options
     from alphatoken_lab.paper.exhibits import find

@@ -15,7 +15,7 @@ from alphatoken_lab.paper.exhibits import LAPTOP, Diagnosed
 if TYPE_CHECKING:
     from alphatoken_lab.compare.grid import Cell, TaskSpec
 
-__all__ = ["COLLECTED", "diagnose", "words_of"]
+__all__ = ["COLLECTED", "about_fisher", "diagnose", "unfit", "words_of"]
 
 COLLECTED = "value-propagation.safetensors"
 """What a run with collect_value_propagation leaves, kept in the folder of its cell."""
@@ -41,7 +41,7 @@ def diagnose(work: Work) -> int:
         diagnoses = read(words_of(work, asked, task, out))
         assert diagnoses is not None
         status = max(status, run(diagnoses))
-        lines += _shown(work, asked, task.name, out)
+        lines += _shown(work, asked, task, out)
     page = work.root / f"{work.exhibit.name}.md"
     write_text(page, "\n".join(lines))
     print(page)
@@ -66,11 +66,50 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
         words += ["--beside", f"{method}={model(method)}"]
     for name in asked.retention.get(work.scale, ()):
         words += ["--retention_set", f"{name}={rows / f'{name}.jsonl'}"]
+    cell = _cell(work, task, asked.model)
     if asked.collected:
-        place = work.folder.of(_cell(work, task, asked.model)).path
-        words += ["--collected", str(place / COLLECTED)]
+        words += ["--collected", str(work.folder.of(cell).path / COLLECTED)]
+    if asked.name == "fisher" and not unfit(work, cell):
+        words += ["--fisher_file", str(_fisher(work, cell))]
+        words += ["--score_layers", str(cell.options.get("score_layers", "3"))]
     words += [*_shared(task), *_own(asked.options.get(work.scale, {}))]
     return words + (["--quiet"] if work.options.quiet else [])
+
+
+def _fisher(work: Work, cell: Cell) -> Path:
+    """The file of the Fisher that a cell trained with, among those of its grid."""
+    key = (work.folder.of(cell).result() or {}).get("fisher")
+    return work.folder.path / "fishers" / f"{key}.safetensors"
+
+
+def unfit(work: Work, cell: Cell) -> str:
+    """Why the Fisher that a cell trained with is not the one to look at; "" where it is."""
+    options = cell.options
+    if options.get("use_peft"):
+        return "the cell's is of the adapters' weights, and the model is merged"
+    if options.get("value_parameters", "linears") != "linears":
+        return f"the cell's is of other weights ({options['value_parameters']})"
+    if options.get("retention") != "diagonal":
+        return f"the cell's retention is {options.get('retention', 'none')}, not a diagonal Fisher"
+    if not _fisher(work, cell).is_file():
+        return "the cell's own is not among the files of its grid"
+    return ""
+
+
+def about_fisher(work: Work, cell: Cell) -> str:
+    """A sentence on the Fisher that is looked at."""
+    if reason := unfit(work, cell):
+        return f"The diagonal Fisher is fitted anew, on rows of this figure: {reason}."
+    prompts = cell.options.get("fisher_data")
+    of = (
+        f"prompts of {Path(prompts).name}, a file of its own"
+        if prompts
+        else "prompts drawn from its data set, some of which may be among the rows valued here"
+    )
+    return (
+        f"The diagonal Fisher is the one that the model was trained with: "
+        f"{cell.options['fisher_samples']} samples on {of}."
+    )
 
 
 def _shared(task: TaskSpec) -> list[str]:
@@ -128,15 +167,18 @@ def _export(task: TaskSpec, place: Path) -> None:
     partial.rename(place)
 
 
-def _shown(work: Work, asked: Diagnosed, task: str, out: Path) -> list[str]:
+def _shown(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[str]:
     """The figures that are the paper's, beside the other pages of the scale, and what they say."""
     from alphatoken.fidelity.diagnosis import Diagnosis
 
     found = Diagnosis.load(out / asked.name)
-    text = [f"## {task}\n", *(f"- {sentence}" for sentence in found.answer), ""]
+    said = [*found.answer]
+    if asked.name == "fisher":
+        said.append(about_fisher(work, _cell(work, task, asked.model)))
+    text = [f"## {task.name}\n", *(f"- {sentence}" for sentence in said), ""]
     for figure in found.figures:
         if figure.key.startswith(asked.figures):
-            name = f"{work.exhibit.name}-{task}-{figure.key}.svg"
+            name = f"{work.exhibit.name}-{task.name}-{figure.key}.svg"
             write_text(work.root / name, figure.svg)
             text += [f"![{figure.title}]({name})\n"]
     whole = out.relative_to(work.root) / "report.html"

@@ -143,6 +143,8 @@ def _train(
         "selection_memory": selection.selection(),
         "notes": counter.notes,
     }
+    if trainer.rows.fisher is not None:  # by which its file is found among those of the grid
+        found["fisher"] = trainer.rows.fisher.metadata.get("cache_key")
     model = _trained(trainer, folder, loaded)
     if _first() and spec["keep_model"]:
         partial_folder = folder.path / "model.partial"
