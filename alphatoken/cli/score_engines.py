@@ -121,7 +121,10 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
 
 def _begun(job: Job, left: Sequence[int]) -> tuple[Tracker, int]:
     """Progress over all rows, and how many of them are valued already."""
-    tracker = Tracker("Scoring", job.corpus.source.rows, not job.options.quiet)
+    rows = job.corpus.source.rows
+    out = rows - job.counts.get("train", rows)
+    label = f"Scoring ({out} rows are left out)" if out else "Scoring"
+    tracker = Tracker(label, rows, not job.options.quiet)
     done = _done(job, left)
     tracker.resume(done)
     return tracker, done

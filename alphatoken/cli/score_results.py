@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer
 from alphatoken.certificate.certify import Certificate
-from alphatoken.cli.notes import balance_by_layer, write_notes
+from alphatoken.cli.folder import file_digest
+from alphatoken.cli.notes import about_encoding, balance_by_layer, write_notes
 from alphatoken.cli.reading import on_device
 from alphatoken.cli.score import ScoreOptions
 from alphatoken.cli.score_blocks import example_digest, read_facts
@@ -104,7 +105,10 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         )
     if certificate is not None:
         print(certificate)
-    _say(options, folder, summary.response_tokens, summary.kept_tokens, notes)
+    # Rows that are left out were counted aloud before the work.
+    told = about_encoding("train", replace(rows.encoded, truncated_rows=0))
+    new = [note for note in notes if note not in told]
+    _say(options, folder, summary.response_tokens, summary.kept_tokens, new)
     if certificate is not None and not certificate.passed:
         raise ModelError(
             "the values do not agree with the oracle",
@@ -196,6 +200,7 @@ def _dataset(folder: Path, options: ScoreOptions) -> DatasetCounts | None:
         partial(_weights, options),
         # A mask was stored with each token; only soft weights need all that are ranked together.
         together=1 if options.weighting == "mask" else together,
+        run=file_digest(folder / "run.json"),
     )
     if not options.quiet:
         print(

@@ -15,6 +15,7 @@ from typing import Literal
 from alphatoken import Scorer
 from alphatoken.cli.folder import (
     collected_warnings,
+    file_digest,
     read_manifest,
     refuse_foreign,
     require_writable,
@@ -184,11 +185,9 @@ def _check_dataset(options: ScoreOptions) -> None:
 
 
 def _wrote(options: ScoreOptions, folder: Path) -> bool:
-    """Whether a data set is of the run in ``output_dir``, or was left unfinished."""
-    found = read_json(folder / "dataset.json") or {}
-    summary = read_json(Path(options.output_dir) / "summary.json") or {}
-    counts = {name: value for name, value in found.items() if name != "sha256"}
-    return counts in ({"finished": False}, summary.get("dataset"))
+    """Whether a data set, or what a killed process left of one, is of the run in ``output_dir``."""
+    found, own = read_json(folder / "dataset.json") or {}, Path(options.output_dir) / "run.json"
+    return own.is_file() and found.get("run") == file_digest(own)
 
 
 def _open(job: Job) -> None:

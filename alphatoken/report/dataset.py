@@ -57,7 +57,7 @@ class DatasetCounts:
 
 
 def write_dataset(
-    values: Path, folder: Path, weigh: Weigh, *, together: int | None
+    values: Path, folder: Path, weigh: Weigh, *, together: int | None, run: str
 ) -> DatasetCounts:
     """Write ``part-*.parquet``, ``README.md`` and ``dataset.json``; each whole or not at all.
 
@@ -66,13 +66,14 @@ def write_dataset(
         folder: is made; files of an earlier data set of the same name are replaced.
         weigh: weights of sequences that are ranked together.
         together: how many of a file's sequences are; None for all of all files.
+        run: digest of the run that they are of, which ``dataset.json`` holds from the first.
 
     Raises:
         ConfigError: pyarrow is missing. DataError: a value file cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # First, so that what a killed process leaves is known for ours.
-    write_json(folder / "dataset.json", {"finished": False})
+    write_json(folder / "dataset.json", {"finished": False, "run": run})
     counts, digest = DatasetCounts(), hashlib.sha256()
     whole = None if together is not None else iter(weigh(list(read_values(values))))
     written = set()
@@ -83,7 +84,8 @@ def write_dataset(
     for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
         left.unlink()
     write_text(folder / "README.md", CARD.format(folder=folder.name))
-    write_json(folder / "dataset.json", {**vars(counts), "sha256": digest.hexdigest()})
+    told = {**vars(counts), "sha256": digest.hexdigest(), "run": run}
+    write_json(folder / "dataset.json", told)
     return counts
 
 

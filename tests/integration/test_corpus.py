@@ -23,7 +23,7 @@ from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.source import find_source, source_of
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.report import value_files
-from tests.integration.small_world import World, write_rows
+from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
 from tests.places import nightly
 from tests.rows import jsonl
@@ -174,7 +174,13 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert world.score(out, train=path) == 2
     assert "broken JSON line. Got: mixed.jsonl, line 6" in capsys.readouterr().err
     assert not out.exists(), "nothing was valued before the row was found"
-    assert world.score(out, "--on_bad_rows", "skip", train=path) == 0
+    asked = {"model": world / "moved", "train": path, "validation": world / "validation.jsonl"}
+    assert (
+        main(["score", *flags(asked | {"out": out, "on_bad_rows": "skip", "shard_size": 8})]) == 0
+    )
+    said = capsys.readouterr().err
+    assert said.count("response within the length") == 1
+    assert "Scoring (9 rows are left out): 29/29" in said
     found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in found] == [
         f"mixed.jsonl, line {n}" for n in (6, 11, 12, 25, 26, 27, 28, 29)

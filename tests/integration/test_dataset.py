@@ -92,7 +92,7 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     assert counts["trained_tokens"] == kept
     assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())
-    assert summary["dataset"] == {k: v for k, v in counts.items() if k != "sha256"}
+    assert summary["dataset"] == {k: v for k, v in counts.items() if k not in ("sha256", "run")}
     # Once more, over an earlier one: the same bytes.
     words = ("--keep_ratio", 0.3, "--write_dataset", tmp_path / "d", "--overwrite_output")
     assert world.score(tmp_path / "w", *words) == 0
@@ -269,6 +269,27 @@ def test_the_data_set_of_another_run_is_not_replaced_unasked(
     assert (tmp_path / "d" / "dataset.json").read_bytes() == before
     assert world.score(tmp_path / "v", *words, "--resume", limit=6) == 0
     assert (tmp_path / "d" / "dataset.json").read_bytes() == before
+
+
+def test_a_data_set_of_other_rows_with_equal_counts_is_not_taken_for_its_own(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join((world / "train.jsonl").read_text().splitlines(keepends=True)[::-1]))
+    words = ("--no_report", "--keep_scope", "sequence", "--write_dataset")
+    assert world.score(tmp_path / "v", *words, tmp_path / "d") == 0
+    assert world.score(tmp_path / "w", *words, tmp_path / "e", train=turned) == 0
+    files = [tmp_path / name / "dataset.json" for name in "de"]
+    found = [json.loads(file.read_text()) for file in files]
+    of = ("sha256", "run")
+    assert len({json.dumps({k: v for k, v in one.items() if k not in of}) for one in found}) == 1
+    for left in (found[0], {"finished": False, "run": found[0]["run"]}):  # killed at work, too
+        files[0].write_text(json.dumps(left))
+        assert world.score(tmp_path / "w", *words, tmp_path / "d", "--resume", train=turned) == 2
+        assert "holds an earlier data set" in capsys.readouterr().err
+    files[1].write_text(json.dumps({"finished": False, "run": found[1]["run"]}))
+    assert world.score(tmp_path / "w", *words, tmp_path / "e", "--resume", train=turned) == 0
+    assert json.loads(files[1].read_text()) == found[1]
 
 
 def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> None:
