@@ -25,14 +25,14 @@ ROOMS = {
     "scoring": 720,
     "select": 1_243,
     "support": 678,
-    "train": 14_251,
+    "train": 14_265,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_486,
-    "compare": 4_001,
+    "compare": 3_996,
     "methods": 4_586,
     "paper": 832,
 }

@@ -21,7 +21,7 @@ from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
-from alphatoken.train.loading import limits_of_named
+from alphatoken.train.loading import limits_of
 from alphatoken.train.pair_watch import softmax_layers
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
@@ -97,15 +97,10 @@ def check_model(args: Any, model: Any) -> None:
     """
     if not args.needs_values or model is None:
         return
-    if isinstance(model, str):
-        limits = limits_of_named(model, args)
-        positions, depth = limits.positions, limits.layers
-    else:
-        adapter = find_adapter(model)
-        positions, depth = adapter.max_positions(), len(adapter.layers())
-    if depth is not None:
-        layers_within(read_layers(args.score_layers), depth)
-    _check_length(args, positions)
+    limits = limits_of(model, args)
+    if limits.layers is not None:
+        layers_within(read_layers(args.score_layers), limits.layers)
+    _check_length(args, limits.positions)
 
 
 def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:

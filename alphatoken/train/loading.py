@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.token_ids import embedding_rows
 from alphatoken.support.storage import read_json
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "find_limits",
     "find_parts",
     "freeze_unreached",
+    "has_tokenizer",
+    "limits_of",
     "limits_of_named",
     "load_causal_model",
     "load_or_refuse",
@@ -74,7 +78,7 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
         raise ConfigError(
             "an adapter needs peft", got=str(adapter), remedy="pip install 'alphatoken[lora]'"
         )
-    return ModelParts(model, str(adapter), str(adapter) if _has_tokenizer(adapter) else model)
+    return ModelParts(model, str(adapter), str(adapter) if has_tokenizer(adapter) else model)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,14 @@ def limits_of_named(model: str, args: Any) -> Limits:
     return find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
 
 
+def limits_of(model: Any, args: Any = None) -> Limits:
+    """What a model takes: one at hand, or one that a trainer will load by its name."""
+    if isinstance(model, str):
+        return limits_of_named(model, args)
+    adapter = find_adapter(model)
+    return Limits(adapter.max_positions(), embedding_rows(model), len(adapter.layers()))
+
+
 def _rows_held(adapter: str, width: int) -> Iterator[int]:
     """Rows of whole embeddings and heads that an adapter holds."""
     from peft.utils import load_peft_weights
@@ -147,15 +159,15 @@ def _rows_held(adapter: str, width: int) -> Iterator[int]:
             yield len(weight)
 
 
-def _has_tokenizer(adapter: str | Path) -> bool:
-    """Whether an adapter, of a folder or of the hub, has a tokenizer of its own."""
+def has_tokenizer(name: str | Path, **options: Any) -> bool:
+    """Whether a folder, or the hub under a name (``options`` of ``cached_file``), has one."""
     from transformers.utils.hub import cached_file
 
-    name, folder = "tokenizer_config.json", Path(adapter).expanduser()
+    file, folder = "tokenizer_config.json", Path(name).expanduser()
     if folder.is_dir():
-        return (folder / name).is_file()
+        return (folder / file).is_file()
     try:
-        return cached_file(str(adapter), name) is not None
+        return cached_file(str(name), file, **options) is not None
     except OSError:
         return False
 

@@ -8,7 +8,7 @@ from typing import Any
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
-from alphatoken.train.loading import limits_of_named, load_tokenizer
+from alphatoken.train.loading import has_tokenizer, limits_of_named, load_tokenizer
 
 __all__ = ["check_reference"]
 
@@ -59,13 +59,12 @@ def check_reference(given: Mapping[str, Any]) -> None:
 
 def _tokenizer_beside(reference: Any, own: Any) -> Any:
     """Of the folder, or the stored files of the hub, that the reference was loaded from."""
-    from transformers.utils.hub import cached_file
-
     name = getattr(getattr(reference, "config", None), "_name_or_path", None)
     if not name or name == getattr(own, "name_or_path", None):
         return None
     try:
-        cached_file(name, "tokenizer_config.json", local_files_only=True)
-        return load_tokenizer(name, local_files_only=True)
-    except (OSError, ModelError):  # nothing is known of it
-        return None
+        if has_tokenizer(name, local_files_only=True):
+            return load_tokenizer(name, local_files_only=True)
+    except ModelError:  # what is there cannot be read: nothing is known of it
+        pass
+    return None

@@ -135,9 +135,21 @@ def finished_step(
     told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
     if told.get("finished") != manifest.step or manifest.world_size != world_size:
         return None
-    then, now = manifest.identity, identity()
-    rounded = rounding_only(then.get("options", {}), now.get("options", {}), world_size)
-    return None if differences(then, now, rounded) else manifest.step
+    return None if _apart(manifest.identity, identity(), world_size)[1] else manifest.step
+
+
+def _apart(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    world_size: int,
+    allowed: Collection[str] = (),
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What differs by rounding only, and what by more: name -> (then, now)."""
+    options = [one.get("options", {}) for one in (then, now)]
+    harmless = rounding_only(options[0], options[1], world_size)
+    rounded = differences({"options": options[0]}, {"options": options[1]}, allowed)
+    rounded = {name: pair for name, pair in rounded.items() if name in harmless}
+    return rounded, differences(then, now, {*allowed, *rounded})
 
 
 def require_same_run(
@@ -175,11 +187,7 @@ def require_same_run(
             why="each process has its own part of data order, random state and statistics",
             remedy=f"launch {manifest.world_size} processes, or start a new run from this model",
         )
-    options = [one.get("options", {}) for one in (manifest.identity, identity)]
-    harmless = rounding_only(options[0], options[1], world_size)
-    rounded = differences({"options": options[0]}, {"options": options[1]}, allowed)
-    rounded = {name: pair for name, pair in rounded.items() if name in harmless}
-    changed = differences(manifest.identity, identity, {*allowed, *rounded})
+    rounded, changed = _apart(manifest.identity, identity, world_size, allowed)
     if changed:
         listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changed.items()]
         raise ConfigError(

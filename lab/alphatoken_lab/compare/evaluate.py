@@ -39,10 +39,8 @@ from alphatoken.model.batch import label_mask
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
-from alphatoken.model.token_ids import embedding_rows
-from alphatoken.model.transformers import position_limit
 from alphatoken.support.progress import ProgressSink, Tracker
-from alphatoken.train.loading import Limits
+from alphatoken.train.loading import Limits, limits_of
 from alphatoken_lab.compare.measures import Measures, Score
 from alphatoken_lab.compare.scores import Prepared, prepare, scores
 
@@ -358,7 +356,8 @@ def measure(
     before: Callable[[], nn.Module] = cache(start)
     batch_size = measures.batch_size
     if encoded is None:
-        encoded = encode_files(measures, command, tokenizer, _limits_of(model))
+        limits = Limits(None, None) if not _files(measures) else limits_of(model)
+        encoded = encode_files(measures, command, tokenizer, limits)
     parts = len(encoded) + len(ready.tasks) + len(ready.sets)
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
@@ -386,10 +385,6 @@ def measure(
     return {
         **_headline(details, by_group), "details": details, "settings": settings, "rows": each
     }  # fmt: skip
-
-
-def _limits_of(model: Any) -> Limits:
-    return Limits(position_limit(model.config.get_text_config()), embedding_rows(model))
 
 
 def require_template(tokenizer: Any, measures: Measures) -> None:
