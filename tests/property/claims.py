@@ -362,6 +362,8 @@ check_the_routers_loss_is_trained | | (transformers' own trainer) | exact
 check_a_decrease_is_claimed_where_steps_make_it | | (real steps of optimizers) | exact
 check_values_along_full_steps_name_what_they_lack | | (by hand) | exact
 check_rounding_is_told_from_results | | (by hand) | exact
+check_a_finished_run_is_known | | (by hand) | exact
+check_a_reference_reads_the_policys_tokens | | (by hand) | exact
 check_tokens_without_a_row_are_refused | | (the vocabulary) | exact
 check_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact
 check_every_term | | proxy_bound, hessian, exact_fisher | exact

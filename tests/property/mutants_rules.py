@@ -11,6 +11,9 @@ LABELLED = "train.sft.LabelledRows"
 ROUNDING = "train.identity.rounding_only"
 SAME_ROWS = "train.identity._steps_of_the_same_rows"
 OBSTACLE = "train.ledger_unit._obstacle"
+FINISHED = "train.resume.finished_step"
+APART = "train.resume._apart"
+REFERENCE = "train.reference.check_reference"
 LENGTH = tuple(
     claim(rules.check_the_pool_begins_at_log_two, name, examples=1, needs=NEEDS)
     for name in ("by length", "by length, ahead")
@@ -39,6 +42,16 @@ def _resumed(
 ) -> Mutant:
     one = claim(rules.check_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
     return mutant(name, sentence, (of, old, new), one)
+
+
+def _ended(name: str, sentence: str, old: str, new: str, case: str, of: str = FINISHED) -> Mutant:
+    one = claim(rules.check_a_finished_run_is_known, case, examples=1, needs=NEEDS)
+    return mutant(name, sentence, (of, old, new), one)
+
+
+def _reference(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
+    one = claim(rules.check_a_reference_reads_the_policys_tokens, case, examples=1, needs=NEEDS)
+    return mutant(name, sentence, (REFERENCE, old, new), one)
 
 
 def _decrease(case: str) -> Claim:
@@ -235,6 +248,85 @@ MUTANTS = (
         "and not pairs",
         "",
         "cut of a step, pairs",
+    ),
+    _ended(
+        "cut-off-taken-for-finished",
+        "a run that was cut off after its last checkpoint is left without its model's last word",
+        'told.get("finished") != manifest.step or ',
+        "",
+        "cut off after its last checkpoint",
+    ),
+    _ended(
+        "finished-without-its-model",
+        "a run whose model is gone is left as it is",
+        ' or not any(output_dir.glob("*.safetensors"))',
+        "",
+        "without its model",
+    ),
+    _ended(
+        "finished-on-other-processes",
+        "a finished run is taken for one on other processes",
+        " or manifest.world_size != world_size",
+        "",
+        "two processes",
+    ),
+    _ended(
+        "finished-with-another-result",
+        "a finished run is taken for one of other rows",
+        "None if _apart(manifest.identity, identity(), world_size)[1] else manifest.step",
+        "manifest.step",
+        "other rows",
+    ),
+    _ended(
+        "rounding-taken-for-another-result",
+        "a finished run is trained again for what changes rounding alone",
+        "{*allowed, *rounded}",
+        "allowed",
+        "checkpointing",
+        APART,
+    ),
+    _ended(
+        "any-option-taken-for-rounding",
+        "a finished run is taken for one with another learning rate",
+        " if name in harmless",
+        "",
+        "learning rate",
+        APART,
+    ),
+    _reference(
+        "reference-without-the-policys-rows",
+        "a reference is asked about tokens that it has no row for",
+        "if rows < tokens:",
+        "if False:",
+        "a row too few",
+    ),
+    _reference(
+        "reference-held-to-tokens-without-a-row",
+        "a reference is refused for tokens that the policy has no row for either",
+        "min(len(own), held or len(own))",
+        "len(own)",
+        "as small as the policy",
+    ),
+    _reference(
+        "reference-held-to-the-policys-padding",
+        "a reference is refused for rows of the policy that are no tokens",
+        "min(len(own), held or len(own))",
+        "held or len(own)",
+        "beside a padded policy",
+    ),
+    _reference(
+        "reference-of-other-tokens",
+        "a reference reads the policy's ids as other tokens",
+        "ids.get(text, number) != number",
+        "False",
+        "two tokens exchanged",
+    ),
+    _reference(
+        "unnamed-tokens-taken-for-others",
+        "a reference is refused for tokens that its tokenizer leaves out",
+        "ids.get(text, number)",
+        "ids.get(text)",
+        "the last tokens not named",
     ),
     _ledger(
         "adaptive-steps-called-a-decrease",

@@ -12,12 +12,14 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from tests.property import properties_trainer as running
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.reference_step import Asked
@@ -296,7 +298,76 @@ def check_rounding_is_told_from_results(name: str) -> None:
     assert (differing.keys() <= allowed) == free, f"{name}: {sorted(allowed)}"
 
 
+ENDED: dict[str, tuple[dict[str, Any], int | None, bool, int, bool]] = {
+    "the same": ({}, 8, True, 1, True),
+    "cut off after its last checkpoint": ({}, None, True, 1, False),
+    "without its model": ({}, 8, False, 1, False),
+    "two processes": ({}, 8, True, 2, False),
+    "other rows": ({"train_dataset": "other rows"}, 8, True, 1, False),
+    "learning rate": ({"options": {**RUN, "learning_rate": 2e-3}}, 8, True, 1, False),
+    "checkpointing": ({"options": {**RUN, "gradient_checkpointing": True}}, 8, True, 1, True),
+}
+"""What is asked for otherwise, the step that the run ended with, whether its model is written,
+processes now, and whether nothing is left to do."""
+
+
+def check_a_finished_run_is_known(name: str) -> None:
+    """A run that ended with its model written is left as it is exactly where all that its result
+    depends on is the same but for rounding, processes included."""
+    resume, manifest = map(import_module, ("alphatoken.train.resume", "alphatoken.train.manifest"))
+    changed, ended, written, processes, nothing_left = ENDED[name]
+    before = {"options": RUN, "train_dataset": "these rows"}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "checkpoint-8").mkdir()
+        seal = manifest.Manifest(8, "a run", 1, True, before, {})
+        manifest.write_manifest(folder / "checkpoint-8", seal)
+        resume.note_run(folder, "a run", before, {})
+        if ended is not None:
+            resume.note_finished(folder, ended)
+        if written:
+            (folder / "model.safetensors").touch()
+        found = resume.finished_step(folder, lambda: {**before, **changed}, processes)
+    assert found == (8 if nothing_left else None), f"{name}: {found}"
+
+
 # --- refusals -------------------------------------------------------------------------------------
+
+REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
+    "the same": (0, 0, running.ALPHABET, ""),
+    "a row too few": (-1, 0, running.ALPHABET, "has no row for some tokens"),
+    "as small as the policy": (-2, -2, running.ALPHABET, ""),
+    "beside a padded policy": (0, 8, running.ALPHABET, ""),
+    "two tokens exchanged": (0, 0, f"ba{running.ALPHABET[2:]}", "are not the policy's"),
+    "the last tokens not named": (0, 0, running.ALPHABET[:-3], ""),
+    "without a tokenizer": (0, 0, None, ""),
+}
+"""Rows of reference and policy beyond the tokens, letters of the reference's tokenizer, refusal."""
+
+
+def check_a_reference_reads_the_policys_tokens(name: str) -> None:
+    """A reference of preference pairs is refused exactly where it has no row for a token of the
+    policy, or its tokenizer calls the token otherwise."""
+    rows, own_rows, letters, refusal = REFERENCES[name]
+    check = import_module("alphatoken.train.reference").check_reference
+    tokenizer = running._tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        if letters is not None:
+            running._tokenizer(letters).save_pretrained(folder)
+        reference, policy = (
+            SimpleNamespace(
+                get_input_embeddings=lambda more=more: nn.Embedding(len(tokenizer) + more, 2),
+                config=SimpleNamespace(_name_or_path=folder),
+            )
+            for more in (rows, own_rows)
+        )
+        given = {"ref_model": reference, "model": policy, "processing_class": tokenizer}
+        try:
+            check(given)
+            said = ""
+        except (ConfigError, KeyError) as error:
+            said = str(error)
+    assert (refusal in said) if refusal else not said, f"{name}: {said}"
 
 
 def check_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:

@@ -203,11 +203,11 @@ def _adapted(model: Any, asked: Asked) -> Any:
 
 
 @cache
-def _tokenizer() -> Any:
+def _tokenizer(letters: str = ALPHABET) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = [PADDING, "<s>", "</s>", "<unk>", *ALPHABET]
+    pieces = [PADDING, "<s>", "</s>", "<unk>", *letters]
     core = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(
